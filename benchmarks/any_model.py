@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from penstock import Pipe
-from penstock.runtime.stage_inputs import Batch, build_stage_inputs
+from penstock.model.stage_inputs import Batch
 from penstock.stage.stage import OUTSIDE
 
 STAGES = 4
@@ -50,7 +50,9 @@ def gpt2(tiny: bool) -> GPT2LMHeadModel:
 def stage_by_stage(pipe: Pipe, inputs: dict[str, Tensor]) -> Any:
     """Run the forwards of all stages, with the inputs distributed as in a call of the pipe."""
     partition = pipe._placed_partition.partition
-    stage_inputs = build_stage_inputs(partition, 1, Batch((), inputs), lambda stage: CPU)
+    stage_inputs = partition.build_stage_inputs(
+        Batch((), inputs), dict.fromkeys(range(STAGES), CPU)
+    )
     received: dict[int, dict[int, tuple[Any, ...]]] = {
         stage: {OUTSIDE: values[0]} for stage, values in stage_inputs.by_stage.items()
     }

@@ -28,7 +28,7 @@ from penstock.model.sequential import cut_sequential
 from penstock.stage.caller_context import CallerContext
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE, Stage
-from penstock.stage.stage_runner import SavedForBackward, StageRunner
+from penstock.stage.stage_runner import StageRunner
 
 BLOCKS = (8, 16, 32, 64)
 SIZE = DemoSize(width=16, blocks=1, heads=2, context=8, rows=2)
@@ -57,7 +57,7 @@ def seconds(times: Timed, name: str, work: Callable[[], Any]) -> Any:
 def penstock(stage: Stage, x: Tensor, divided: bool) -> Timed:
     """Time one cell as a pipe computes it."""
     context = CallerContext.current(frozenset({"cpu"}))
-    runner = StageRunner(stage, context, lambda i: SavedForBackward.GRAPH, lambda i: divided)
+    runner = StageRunner(stage, context, split_cells={(stage.index, 0)} if divided else ())
     payload = Payload((x.detach(),), None, (True,))
     times: Timed = {}
     outputs = seconds(times, "F", lambda: runner.forward(0, {OUTSIDE: payload}))

@@ -61,7 +61,7 @@ if _typing.TYPE_CHECKING:
     from penstock.model.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.runtime.memory import Memory
-    from penstock.runtime.train_step import StepResult
+    from penstock.runtime.step import StepResult
     from penstock.stage.aux_loss import add_loss, added_losses
     from penstock.stage.recompute import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -143,7 +143,7 @@ _ON_DEMAND = {
     "Pipe": "pipe",
     "PipeSequential": "model.sequential",
     "Report": "checker.report",
-    "StepResult": "runtime.train_step",
+    "StepResult": "runtime.step",
     "WithDevice": "model.sequential",
     "add_loss": "stage.aux_loss",
     "added_losses": "stage.aux_loss",

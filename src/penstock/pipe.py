@@ -6,7 +6,7 @@ process, `DistributedEngine` if each rank is a process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -49,9 +49,8 @@ from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import ProgramCache
-from penstock.runtime.stage_inputs import Batch
-from penstock.runtime.step_request import CallOptions, Engine, PreparedPipe, StepRequest
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.request import Request
+from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
 from penstock.schedules.notation import dumps
@@ -63,10 +62,14 @@ from penstock.schedules.registry import (
 )
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import require_sound
-from penstock.stage.compile_support import disable_compile
+from penstock.stage.compile_support import (
+    disable_compile,
+    not_compiled,
+    outside_compiler,
+)
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.loss import LossFn
-from penstock.torch_compat import DDP_IGNORED_NAMES
+from penstock.torch_compat import DDP_IGNORED_NAMES, get_active_ddp
 
 if TYPE_CHECKING:
     from penstock.checkpoint.local_state import OptimizerArgument
@@ -200,6 +203,7 @@ class Pipe(nn.Module):
                 None if groups is None else build_process_context(groups),
             )
             prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn)
+            self._prepared_pipe = prepared_pipe
             if groups is None:
                 self._engine: Engine = LocalEngine(prepared_pipe)
             else:
@@ -210,7 +214,7 @@ class Pipe(nn.Module):
                 check_same_pipe(
                     groups,
                     call_name,
-                    self._get_call_options(),
+                    self._build_request(),
                     data_policy,
                     self._placed_partition,
                     facts,
@@ -222,10 +226,9 @@ class Pipe(nn.Module):
         self.training = module.training
         # The children of the pipe are the model's own, under the model's names. A child may be
         # called "chunks" or "training", so no attribute is set from here on: it would replace it.
-        self._modules.update(
-            self._placed_partition.partition.children(self._placed_partition.local_stages)
-        )
-        self._placed_partition.partition.record_members()
+        self._modules.update(self._placed_partition.partition.children())
+        # The first check records the modules around the units, with which later ones compare.
+        self._placed_partition.partition.check_unchanged(self._modules)
         # Parameters and buffers of the model itself, outside of any child. The dictionaries are
         # shared with the model, so that both see later changes.
         registries = ("_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -239,11 +242,13 @@ class Pipe(nn.Module):
         stage_fn: StageFn | None,
     ) -> PreparedPipe:
         """Wrap the stages with `stage_fn`, build the schedule and verify it."""
-        local_indices = [stage.index for stage in placed_partition.local_stages]
         self._placed_partition = replace(
             placed_partition,
             partition=wrap_stages(
-                placed_partition.partition, stage_fn, local_indices, placed_partition.tied_tensors
+                placed_partition.partition,
+                stage_fn,
+                placed_partition.stage_devices,
+                placed_partition.tied_tensors,
             ),
         )
         graph = self._placed_partition.partition.graph
@@ -261,14 +266,24 @@ class Pipe(nn.Module):
             self._modules,
         )
 
-    def _get_call_options(self) -> CallOptions:
-        return CallOptions(
-            self.chunks, self.checkpoint, self.training, self.runtime, self.reduction
+    def _build_request(
+        self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any
+    ) -> Request:
+        """Return a request with the arguments of a call and the options of the pipe."""
+        return Request(
+            inputs,
+            keyword_inputs,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            training=self.training,
+            runtime=self.runtime,
+            reduction=self.reduction,
+            **arguments,
         )
 
     # ---- training and inference -----------------------------------------------------------
 
-    @disable_compile
+    @not_compiled
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
         """Return the output of the model for a batch. `loss.backward()` runs the backwards.
 
@@ -296,9 +311,10 @@ class Pipe(nn.Module):
         >>> pipe[0].weight.grad.shape
         torch.Size([8, 4])
         """
-        return self._engine.forward(self._get_call_options(), Batch(inputs, keyword_inputs))
+        request = self._build_request(inputs, keyword_inputs)
+        return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
 
-    @disable_compile
+    @not_compiled
     def step(
         self,
         *inputs: Any,
@@ -345,28 +361,44 @@ class Pipe(nn.Module):
         >>> result.loss.shape, pipe[0].weight.grad.shape
         (torch.Size([]), torch.Size([8, 4]))
         """
-        self._enclosing_ddp.check_step_allowed()
-        check_loss_fn(loss_fn)
-        request = StepRequest(loss_fn or self.loss_fn, outputs, scaler, optimizer)
-        request.validate()
-        return self._engine.step(
-            self._get_call_options(),
-            self._build_batch(inputs, keyword_inputs, target, request),
-            request,
+        if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
+            self._enclosing_ddp.check_step_allowed()
+        request = self._build_step_request(
+            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer
         )
+        if optimizer is not None:
+            request.check_optimizer()
+        return outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
 
-    def _build_batch(
-        self, inputs: Any, keyword_inputs: dict[str, Any], target: Any, request: StepRequest
-    ) -> Batch:
+    def _build_step_request(
+        self,
+        inputs: tuple[Any, ...],
+        keyword_inputs: dict[str, Any],
+        target: Any,
+        loss_fn: LossFn | None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Request:
+        if loss_fn is None:
+            loss_fn = self.loss_fn
+        else:
+            check_loss_fn(loss_fn)
         targets = () if target is None else (target,)
         # A model that computes its own loss may have an input called "target".
-        if (
-            targets
-            and request.loss_fn is None
-            and self._placed_partition.partition.has_input("target")
-        ):
+        if targets and loss_fn is None and self._placed_partition.partition.has_input("target"):
             keyword_inputs, targets = {**keyword_inputs, "target": target}, ()
-        return Batch(inputs, keyword_inputs, targets, uses_model_loss=request.loss_fn is None)
+        return self._build_request(
+            inputs,
+            keyword_inputs,
+            target=targets,
+            is_step=True,
+            loss_fn=loss_fn,
+            return_outputs=outputs,
+            scaler=scaler,
+            optimizer=optimizer,
+            uses_model_loss=loss_fn is None,
+        )
 
     def clip_grad_norm_(
         self,
@@ -437,7 +469,7 @@ class Pipe(nn.Module):
         >>> f"{pipe.forecast().bubble:.1%} idle"
         '11.1% idle'
         """
-        return self._engine.forecast(self._get_call_options(), cost)
+        return self._engine.forecast(self._build_request(), cost)
 
     @disable_compile
     def memory(
@@ -465,10 +497,8 @@ class Pipe(nn.Module):
         >>> len(pipe.memory(torch.ones(6, 4), target=torch.zeros(6, 2)).peak)
         2
         """
-        check_loss_fn(loss_fn)
-        request = StepRequest(loss_fn or self.loss_fn, return_outputs=False, scaler=None)
-        batch = self._build_batch(inputs, keyword_inputs, target, request)
-        return self._engine.measure_memory(self._get_call_options(), batch, request)
+        request = self._build_step_request(inputs, keyword_inputs, target, loss_fn)
+        return self._engine.measure_memory(request)
 
     def summary(self) -> str:
         """Describe the stages: their layers, parameters and messages, and the slowest one.

@@ -122,7 +122,7 @@ def going_other_ways() -> None:
     pipe = Pipe(Chooser(), 2, stages=2, example=spoken(4, 5), group=group())
     with torch.no_grad():
         pipe(spoken(4, 5))
-        pipe._placed_partition.partition.layout.model.skips = distributed.get_rank() == 1  # type: ignore[union-attr]
+        pipe._placed_partition.partition.model.skips = distributed.get_rank() == 1  # type: ignore[union-attr]
         pipe(spoken(4, 5))
 
 

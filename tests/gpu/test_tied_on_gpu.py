@@ -82,7 +82,7 @@ def test_tied_weights_across_devices_train_as_the_unsplit_model(
         stages=[2, 2, 1, 2], devices=device_list(where), schedule="1f1b",
         runtime=runtime, loss_fn=cross_entropy,
     )  # fmt: skip
-    devices = [pipe._placed_partition.stage_device(stage).device for stage in (0, 3)]
+    devices = [pipe._placed_partition.stage_devices[stage] for stage in (0, 3)]
     assert pipe[0].weight.device == pipe[1].table.device == devices[0]
     assert pipe[6].bias.device == devices[1]
     optimizers = [
@@ -141,7 +141,7 @@ def test_tied_weights_of_layers_placed_by_the_user() -> None:
     head.load_state_dict(model[6].state_dict())
     head.weight = layers[0].get_parameter("weight")
     pipe = Pipe(nn.Sequential(*layers, head), 3, loss_fn=cross_entropy)
-    assert [str(pipe._placed_partition.stage_device(stage).device) for stage in (0, 1)] == [
+    assert [str(pipe._placed_partition.stage_devices[stage]) for stage in (0, 1)] == [
         "cpu",
         "cuda:0",
     ]

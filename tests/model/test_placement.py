@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from penstock import ArgumentError, Pipe, Schedule, WithDevice, loads, schedules
+from penstock import ArgumentError, Pipe, Schedule, loads, schedules
 from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
 from penstock.model.sequential import cut_sequential, group_by_device
 from penstock.model.tied import describe_tied_parameters
@@ -32,31 +31,12 @@ def sizes(found: PlacedPartition) -> list[int]:
 # ---- where to cut -------------------------------------------------------------------------
 
 
-def test_default_placement_is_one_stage_on_the_current_device() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-    found = cut_of(model)
-    assert (sizes(found), found.placement, len(found.devices)) == ([3], (0,), 1)
-
-
 def test_stages_as_a_list_of_layer_counts() -> None:
+    """Without options, the model is one stage on the current device."""
+    found = cut_of(layers(1, 1, 1))
+    assert (sizes(found), found.placement, len(found.devices)) == ([3], (0,), 1)
     found = cut_of(layers(1, 1, 1, 1, 1), stages=[2, 1, 2])
     assert (sizes(found), found.placement) == ([2, 1, 2], (0, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([2, 2], r"\[2, 2\] is not a cut of 3 units"),
-        ([0, 3], "stage 0 takes 0"),
-        (4, "3 units cannot be cut into 4 stages"),
-        (0, "stages=0: a pipe has at least one stage"),
-        (-1, "stages=-1: a pipe has at least one stage"),
-        ([], r"stages=\[\]: a pipe has at least one stage"),
-    ],
-)
-def test_invalid_stages_are_refused(stages: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        cut_of(layers(1, 1, 1), stages=stages)
 
 
 def test_stages_are_balanced_by_parameters() -> None:
@@ -82,6 +62,12 @@ def test_stages_are_balanced_by_time_with_an_example() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"stages": [2, 2]}, r"\[2, 2\] is not a cut of 3 units"),
+        ({"stages": [0, 3]}, "stage 0 takes 0"),
+        ({"stages": 4}, "3 units cannot be cut into 4 stages"),
+        ({"stages": 0}, "stages=0: a pipe has at least one stage"),
+        ({"stages": -1}, "stages=-1: a pipe has at least one stage"),
+        ({"stages": []}, r"stages=\[\]: a pipe has at least one stage"),
         (
             {"stages": 2, "balance": "luck"},
             "balance must be one of time, memory, parameters, not 'luck'",
@@ -89,9 +75,11 @@ def test_stages_are_balanced_by_time_with_an_example() -> None:
         ({"stages": 2, "balance": "time"}, "balance='time' measures the layers on a batch"),
         ({"stages": 2, "balance": "memory"}, "balance='memory' measures the layers on a batch"),
         ({"stages": [1, 2], "balance": "time"}, "already says where to cut, so balance does not"),
+        ({"stages": 3, "devices": ["cpu"] * 2}, "3 stages do not divide among 2 devices"),
+        ({"devices": ["cpu", "meta"]}, "a stage runs on a CPU or a CUDA device, not on 'met"),
     ],
 )
-def test_contradicting_split_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_split_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         cut_of(layers(1, 1, 1), **options)
 
@@ -133,16 +121,6 @@ def test_custom_schedule_determines_the_placement() -> None:
     assert found.placement == (0, 0, 1)
     with pytest.raises(ArgumentError, match="3 stages on 2 ranks, but there are 2 on 2"):
         cut_of(layers(1, 1, 1), by_hand, stages=2, devices=["cpu"] * 2)
-
-
-def test_stages_that_do_not_divide_among_devices_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="3 stages do not divide among 2 devices"):
-        cut_of(layers(1, 1, 1), stages=3, devices=["cpu"] * 2)
-
-
-def test_unsupported_device_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="a stage runs on a CPU or a CUDA device, not on 'met"):
-        cut_of(layers(1, 1), devices=["cpu", "meta"])
 
 
 def test_custom_schedule_without_stages_and_devices_is_refused() -> None:
@@ -192,21 +170,3 @@ def test_placed_layer_may_share_a_parameter_of_another_device() -> None:
     alone = nn.Linear(4, 4, bias=False)
     alone.weight = model.get_parameter("0.weight")
     assert group_by_device([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
-
-
-def test_parameter_tied_between_stages_of_one_rank() -> None:
-    assert cut_of(tied(), stages=3, devices=["cpu"]).placement == (0, 0, 0)
-    model = tied()
-    x = torch.randn(5, 4)
-    pipe = Pipe(copy.deepcopy(model), 2, stages=3, devices=["cpu"])
-    pipe(x).sum().backward()
-    model(x).sum().backward()
-    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert isinstance(p.grad, Tensor)
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_with_device_layer_in_a_pipe() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), WithDevice(nn.Tanh(), "cpu"), nn.Linear(4, 1))
-    x = torch.randn(4, 4)
-    assert torch.equal(Pipe(model, 1)(x), model(x))

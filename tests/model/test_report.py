@@ -170,21 +170,23 @@ def timed(*stages: tuple[float, ...], flows: tuple[Transfer, ...] = ()) -> Model
     return ModelSummary("Net", pieces, flows, (), (1,) * len(stages), (4,) * len(stages))
 
 
-def test_advice_for_even_stages() -> None:
-    assert suggest_improvement(timed((1.0, 1.0), (2.0,))) == "none: the stages are even"
-
-
-def test_advice_names_the_slowest_stage() -> None:
-    assert suggest_improvement(timed((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,))) == (
-        "stage 1 takes 1.7 times the mean: stages=[1, 2, 2, 2] would be more even, 1.4 times"
-    )
-
-
-def test_advice_when_no_cut_is_more_even() -> None:
-    assert suggest_improvement(timed((0.7,), (0.7, 0.7), (0.7,))) == (
-        "stage 1 takes 1.5 times the mean, and no cut between units is more even: use fewer "
-        "stages, or smaller units"
-    )
+@pytest.mark.parametrize(
+    ("stages", "advice"),
+    [
+        (((1.0, 1.0), (2.0,)), "none: the stages are even"),
+        (
+            ((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,)),
+            "stage 1 takes 1.7 times the mean: stages=[1, 2, 2, 2] would be more even, 1.4 times",
+        ),
+        (
+            ((0.7,), (0.7, 0.7), (0.7,)),
+            "stage 1 takes 1.5 times the mean, and no cut between units is more even: use fewer "
+            "stages, or smaller units",
+        ),
+    ],
+)
+def test_advice_about_uneven_stages(stages: tuple[tuple[float, ...], ...], advice: str) -> None:
+    assert suggest_improvement(timed(*stages)) == advice
 
 
 def test_advice_names_a_unit_that_is_too_large() -> None:

@@ -6,26 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import ArgumentError, Namespace, PipeSequential, WithDevice, pop, skippable, stash
-from penstock.model.partition import Partition, SequentialLayout
+from penstock import ArgumentError, Namespace, WithDevice, pop, skippable, stash
 from penstock.model.sequential import (
     check_children,
     cut_sequential,
     find_layer_device,
     group_by_device,
 )
-from tests.support import Do, Pop, Stash
+from tests.support import Pop, Stash
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def on(device: torch.device) -> nn.Module:
     return nn.Linear(2, 2, device=device)
-
-
-def _routes(partition: Partition) -> tuple[Any, ...]:
-    assert isinstance(partition.layout, SequentialLayout)
-    return partition.layout.skip_routes
 
 
 # ---- children -----------------------------------------------------------------------------
@@ -37,12 +31,9 @@ def test_check_children_refuses_other_modules(module: Any) -> None:
         check_children(module)
 
 
-def test_check_children_refuses_an_empty_sequential() -> None:
+def test_check_children_refuses_empty_and_duplicate_layers() -> None:
     with pytest.raises(ArgumentError, match="the Sequential is empty"):
         check_children(nn.Sequential())
-
-
-def test_check_children_refuses_duplicate_layers() -> None:
     a, b = nn.ReLU(), nn.Tanh()
     with pytest.raises(ValueError, match="several places, 0 and 2, 1 and 3: duplicate children"):
         check_children(nn.Sequential(a, b, a, b))
@@ -70,11 +61,9 @@ def test_find_layer_device_refuses_a_layer_on_two_devices() -> None:
 
 
 def test_group_by_device_joins_neighbours_on_one_device() -> None:
+    """A layer without parameters stays with the one before it, or goes with the first."""
     layers = [on(CPU), on(CPU), on(META), nn.ReLU(), on(CPU)]
     assert group_by_device(layers) == ([2, 2, 1], [CPU, META, CPU])
-
-
-def test_group_by_device_keeps_layers_without_parameters_with_their_neighbour() -> None:
     layers = [nn.Flatten(), nn.ReLU(), on(META), nn.ReLU()]
     assert group_by_device(layers) == ([4], [META])
     assert group_by_device([nn.ReLU(), nn.Tanh()]) == ([2], [CPU])
@@ -138,26 +127,17 @@ def test_cut_sequential_adds_an_edge_for_each_skip() -> None:
     """
     model = nn.Sequential(StashTwo(), Stash(), nn.ReLU(), PopB(), Pop(), PopA())
     partition = cut_sequential(model, [1, 1, 2, 2])
-    assert [(key.name, src, dst) for key, src, dst in _routes(partition)] == [
+    assert [(key.name, src, dst) for key, src, dst in partition.skip_routes] == [
         ("b", 0, 2),
         ("far", 1, 3),
         ("a", 0, 3),
     ]
     assert partition.graph.edges == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
-    assert _routes(cut_sequential(model, [6])) == ()
+    assert cut_sequential(model, [6]).skip_routes == ()
 
 
 def test_cut_sequential_separates_skips_by_namespace() -> None:
     one, two = Namespace(), Namespace()
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
-    routes = _routes(cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]))
+    routes = cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]).skip_routes
     assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
-
-
-# ---- tuples as arguments ------------------------------------------------------------------
-
-
-def test_pipe_sequential_passes_tuples_as_arguments() -> None:
-    model = PipeSequential(Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a, b]), Do(sum))
-    assert model(5, 3) == 10
-    assert PipeSequential(Do(lambda x: x))(1) == 1

@@ -21,6 +21,7 @@ from penstock.schedules.ir import Op, Program, StageGraph
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
+from tests.runtime.test_worker import GivenGradients
 
 PRIME = 1_000_003
 
@@ -122,7 +123,7 @@ def carried_out(program: Program, make: Make, lane: Lane = bind_lane) -> Outcome
     places = [Cpu() for _ in program.lanes]
     mail, cell_io = make(places, schedule.placement), CellIO()
     cell_io.inputs = {(0, i): to_payload(given(i)) for i in range(schedule.chunks)}
-    cell_io.compute_output_gradients = lambda microbatch, made: to_payload(given(microbatch))
+    cell_io.loss = GivenGradients(lambda microbatch: to_payload(given(microbatch)))
     runners = [IntegerStageRunner(stage, program) for stage in range(schedule.stages)]
     jobs = []
     for rank, place in enumerate(places):

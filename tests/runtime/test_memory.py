@@ -262,7 +262,7 @@ def test_memory_prints_a_table_and_draws(tmp_path: Path) -> None:
 
 def test_measuring_memory_with_ddp_stages_is_refused() -> None:
     pipe = made()
-    pipe._replicas._ddp_modules._wrappers.append(object())  # type: ignore[arg-type]
+    pipe._replicas.is_empty = False
     with pytest.raises(RunError, match=r"pipe.memory undoes the effects of its steps"):
         measured_memory(pipe)
 
@@ -270,7 +270,7 @@ def test_measuring_memory_with_ddp_stages_is_refused() -> None:
 def test_measuring_memory_over_processes_is_refused() -> None:
     nobody: Any = None
     with pytest.raises(RunError, match=r"but the ranks of this pipe are processes"):
-        DistributedEngine.measure_memory(nobody, nobody, nobody, nobody)
+        DistributedEngine.measure_memory(nobody, nobody)
 
 
 # ---- a fake GPU allocator -----------------------------------------------------------------

@@ -16,7 +16,7 @@ from penstock.schedules.notation import loads
 from penstock.stage.caller_context import CallerContext
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE, Stage
-from penstock.stage.stage_runner import SavedForBackward, StageRunner
+from penstock.stage.stage_runner import StageRunner
 
 
 class Recorded:
@@ -35,6 +35,25 @@ class Recorded:
         return lambda: Payload((self._arriving[message],), None, (True,))
 
 
+class GivenGradients:
+    """A loss whose output gradients are given by micro-batch."""
+
+    def __init__(self, gradients: Callable[[int], Payload]) -> None:
+        self._gradients = gradients
+
+    def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
+        return self._gradients(microbatch)
+
+    def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
+        pass
+
+    def finish_gradients(self, rescale_factor: torch.Tensor | None) -> None:
+        pass
+
+    def restore_gradients(self) -> None:
+        pass
+
+
 def tripled(index: int, before: int, after: int) -> Stage:
     """Return a stage that multiplies by three."""
 
@@ -46,7 +65,7 @@ def tripled(index: int, before: int, after: int) -> Stage:
 
 def worker(transport: Recorded, stage: Stage, rank: int, cell_io: CellIO) -> Worker:
     context = CallerContext.current(frozenset({"cpu"}))
-    runner = StageRunner(stage, context, lambda microbatch: SavedForBackward.GRAPH)
+    runner = StageRunner(stage, context)
     return Worker(rank, Cpu(), {stage.index: runner}, transport, cell_io)
 
 
@@ -81,8 +100,8 @@ def test_cell_io_provides_inputs_and_output_gradients() -> None:
     only = worker(Recorded(), tripled(0, before=OUTSIDE, after=OUTSIDE), 0, cell_io)
     for microbatch in range(2):
         cell_io.inputs[0, microbatch] = Payload((torch.tensor([1.0 + microbatch]),), None, (True,))
-    cell_io.compute_output_gradients = lambda microbatch, made: Payload(
-        (torch.tensor([100.0 * (microbatch + 1)]),)
+    cell_io.loss = GivenGradients(
+        lambda microbatch: Payload((torch.tensor([100.0 * (microbatch + 1)]),))
     )
     for step in bind_lane(program, 0):
         only.execute(step)

@@ -251,7 +251,9 @@ def test_recomputation_that_adds_other_losses_is_refused(repeated: bool, first: 
     pipe = Pipe(
         nn.Sequential(*layers), 3, "always", stages=[2, 1] if first else 2, loss_fn=torch.sum
     )
-    message = f"these layers added {1 + repeated} losses in their recomputation, but not in"
+    message = (
+        f"these layers added {1 + repeated} losses in their recomputation, but {2 - repeated} in"
+    )
     with pytest.raises(RuntimeError, match=message):
         pipe.step(batch(7)[0])
 

@@ -23,11 +23,10 @@ from penstock.model.partition import Partition
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.sequential_stage import find_side_names_per_layer, select_side_inputs
 from penstock.model.traced.build_stages import TracedModel
-from penstock.model.traced.traced_partition import TracedPartition
 from penstock.model.traced.units import UnitSelector
 from penstock.pipe import Pipe
 from penstock.runtime.memory import Memory
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.step import StepResult
 from penstock.schedules.ir import Schedule
 from penstock.schedules.registry import ScheduleLike, default_stages_per_rank
 from penstock.stage.aux_loss import added_losses
@@ -252,19 +251,12 @@ class CheckedModel:
 
         The targets are those of `loss_fn`, or those of a loss that the model computes itself.
         """
-        target_counter, implementation = self.loss_reduction.target_counter, self.partition.layout
+        target_counter = self.loss_reduction.target_counter
         if target_counter is not None and arguments.target is not None:
             return target_counter(arguments.target)
-        if (
-            self.loss_fn is not None
-            or self.loss_reduction.is_sum
-            or not isinstance(implementation, TracedPartition)
-        ):
+        if self.loss_fn is not None or self.loss_reduction.is_sum:
             return None
-        loss_targets = implementation.trace_microbatch(
-            arguments.batch, arguments.side, implementation.read_settings()
-        ).compute_loss_targets()
-        return None if loss_targets is None else loss_targets[1](loss_targets[0])
+        return self.partition.count_loss_targets(arguments.batch, arguments.side)
 
     @cached_property
     def loss_reduction(self) -> LossReduction:

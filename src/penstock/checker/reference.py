@@ -22,10 +22,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments
 from penstock.checker.report import Difference
 from penstock.microbatch import gather
-from penstock.model.partition import Partition
 from penstock.model.traced.torch_functions import is_metadata_only
-from penstock.model.traced.trace import NodeKind
-from penstock.model.traced.traced_partition import TracedPartition
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 from penstock.torch_compat import BatchNormBase, pytree
@@ -50,9 +47,9 @@ class CellRngEmulator:
         self._num_stages = len(partition.stages)
         self._units = {
             name: (model.get_submodule(name), call_stages)
-            for name, call_stages in _find_unit_stages(partition).items()
+            for name, call_stages in partition.find_unit_stages().items()
         }
-        self._function_stages = _find_function_stages(partition)
+        self._function_stages = partition.find_function_stages()
         self._seed, self._used_rng = peek_seed(), False
 
     @contextmanager
@@ -97,28 +94,6 @@ class CellRngEmulator:
         """Advance torch's generator if a cell drew, as a pipe does at the end of a step."""
         if self._used_rng:
             advance_caller_rng()
-
-
-def _find_unit_stages(partition: Partition) -> dict[str, list[int]]:
-    """Return the stages of the calls of each unit, in the order of the calls."""
-    stages_by_unit: dict[str, list[int]] = {}
-    if isinstance(partition.layout, TracedPartition):
-        for call, stage in partition.layout.ownership.call_stages.items():
-            stages_by_unit.setdefault(call.unit, []).append(stage)
-        return stages_by_unit
-    return {name: [stage.index] for stage in partition.stages for name in stage.names}
-
-
-def _find_function_stages(partition: Partition) -> FunctionStages:
-    """Return the stages of the operations between units, by function."""
-    function_stages: dict[Any, list[int | None]] = {}
-    if isinstance(partition.layout, TracedPartition):
-        assignment = partition.layout.summary.assignment
-        for index, node in enumerate(assignment.trace.nodes):
-            if node.kind is not NodeKind.UNIT:
-                stage = assignment.node_stages.get(index)
-                function_stages.setdefault(node.func, []).append(stage)
-    return function_stages
 
 
 class InterUnitRngMode(TorchFunctionMode):

@@ -44,7 +44,7 @@ from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.placement import PlacedPartition
 from penstock.model.tied import find_tied_names
-from penstock.runtime.step_request import CheckpointPeers
+from penstock.runtime.step import CheckpointPeers
 
 # -------------------------------------------------------------------------------------------------
 # A save in progress, and the one that a pipe has to wait for.
@@ -130,7 +130,7 @@ def build_saver(
     )
     model = placed.partition.model if is_pretrained(placed.partition.model) else None
     return Saver(
-        LocalState(module, tied_names, save_group, peers.replica, placed.is_local(0), model),
+        LocalState(module, tied_names, save_group, peers.replica, 0 in placed.stage_devices, model),
         pending,
     )
 

@@ -46,7 +46,7 @@ from penstock.demo.session import (
 )
 from penstock.draw.style import format_number
 from penstock.errors import MissingExtra
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.step import StepResult
 from penstock.schedules.timeline import Timeline
 
 PROMPT = b"def "

@@ -103,9 +103,11 @@ class EnclosingDDP:
     is_wrapped: bool = False
 
     def check_step_allowed(self) -> None:
-        """Raise if `pipe.step` is called with gradients while DDP wraps the pipe."""
-        active = get_active_ddp()  # the wrapper of a module around the pipe
-        if torch.is_grad_enabled() and (self.is_wrapped or active is not None):
+        """Raise if `pipe.step` is called with gradients while DDP wraps the pipe.
+
+        A module around the pipe may be wrapped, too. DDP then is in a forward of that wrapper.
+        """
+        if torch.is_grad_enabled() and (self.is_wrapped or get_active_ddp() is not None):
             raise RunError(
                 "the pipe is wrapped in DistributedDataParallel, which averages gradients only "
                 "after a forward of the wrapper. pipe.step would leave each replica with its own "

@@ -49,11 +49,12 @@ class Replicas:
             dict.fromkeys(submodule for module in self._modules for submodule in module.modules())
         )
         self._ddp_modules, self._fsdp_modules = DDPModules(submodules), FSDPModules(submodules)
+        self.is_empty = not self._ddp_modules and not self._fsdp_modules
         # False inside `pipe.no_sync()`: steps then accumulate gradients for a later reduction.
         self.sync_enabled = True
 
     def __bool__(self) -> bool:
-        return bool(self._ddp_modules) or bool(self._fsdp_modules)
+        return not self.is_empty
 
     def check_forward_allowed(self) -> None:
         """Raise if `pipe(x)` is called with gradients while a stage is in DDP or FSDP.

@@ -20,7 +20,7 @@ from penstock.device.virtual_gpu import virtual_devices
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.model.profiler import measure_layer_times
 from penstock.pipe import Pipe
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.step import StepResult
 from penstock.schedules.balance import balance_costs
 from penstock.schedules.registry import default_stages_per_rank
 from penstock.schedules.timeline import Timeline

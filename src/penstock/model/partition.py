@@ -1,39 +1,31 @@
 """`Partition`: a model cut into stages, with the graph of which stage feeds which.
 
-There are two kinds. A Sequential is cut between its layers, and `Partition.layout` is a
-`SequentialLayout`. Any other model is traced, and `Partition.layout` is a `TracedPartition`.
+There are two kinds. A Sequential is cut between its layers (`SequentialPartition`, sequential.py).
+Any other model is traced (`TracedPartition`, traced/traced_partition.py). The rest of the library
+uses the interface below and does not know which kind it has.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.draw.model_picture import chain
 from penstock.model.report import format_summary
-from penstock.model.traced.local_model import TensorCast
-from penstock.model.traced.stage_forward import StageForward
-from penstock.model.traced.traced_partition import TracedPartition
+from penstock.model.stage_inputs import Batch, InputDevices, StageInputs
 from penstock.model_summary import ModelSummary
 from penstock.schedules.ir import StageGraph
-from penstock.stage.skip import SkipKey
 from penstock.stage.stage import Stage
 
 
-@dataclass(frozen=True)
-class SequentialLayout:
-    """The skips between the stages of a Sequential, and the side inputs of each layer."""
-
-    skip_routes: tuple[tuple[SkipKey, int, int], ...]  # key, stage that stashes, stage that pops
-    side_names: tuple[tuple[frozenset[str], ...], ...]  # by stage, by layer
-
-
-@dataclass(frozen=True)
-class Partition:
+@dataclass(frozen=True, eq=False)
+class Partition(ABC):
     """A model cut into stages, as `penstock.split` returns it and `Pipe` runs it.
 
     `print(partition)` shows a table of the stages, what they send to each other, and advice.
@@ -41,8 +33,9 @@ class Partition:
     Attributes:
         stages: The stages in topological order.
         graph: The edges between stages, skip connections included.
-        layout: The details of the cut, which depend on the kind of model.
         outline: A summary in plain numbers, for reports and pictures.
+        model: The model whose forward the stages run, or None for a Sequential. The stages of a
+            Sequential call its layers, and nothing calls the Sequential itself.
 
     >>> import torch
     >>> from penstock import split
@@ -56,8 +49,13 @@ class Partition:
 
     stages: tuple[Stage, ...]
     graph: StageGraph
-    layout: SequentialLayout | TracedPartition
     outline: ModelSummary
+    model: nn.Module | None
+
+    # Whether the inputs of a stage depend on the whole batch. If so, all processes need it.
+    needs_whole_batch: ClassVar[bool]
+
+    # ---- the same for every model ----------------------------------------------------------------
 
     def __str__(self) -> str:
         return format_summary(self.outline)
@@ -91,10 +89,7 @@ class Partition:
 
     def roots(self) -> list[nn.Module]:
         """Return the outermost modules, which contain all modules that compute."""
-        return [
-            *self.wrapper_modules,
-            *(self.compute_modules() if self.model is None else [self.model]),
-        ]
+        return [*self.wrapper_modules, *(module for _, module in self.named_roots())]
 
     def modules(self) -> list[nn.Module]:
         """Return all modules that compute, each once."""
@@ -110,60 +105,81 @@ class Partition:
 
     def names(self) -> dict[nn.Module, str]:
         """Return the modules that compute, with their names in the model."""
-        roots = [(n, m) for s in self.stages for n, m in zip(s.names, s.layers, strict=True)]
-        if self.model is not None:
-            roots = [("", self.model)]
         names: dict[nn.Module, str] = {}
-        for prefix, root in roots:
+        for prefix, root in self.named_roots():
             for name, module in root.named_modules(prefix=prefix):
                 names.setdefault(module, name)
         for module in self.wrapper_modules:
             names.setdefault(module, type(module).__name__)
         return names
 
-    def children(self, stages: Sequence[Stage]) -> dict[str, nn.Module | None]:
-        """Return the child modules of a pipe of these stages, under the model's names."""
-        if isinstance(self.layout, TracedPartition):
-            return self.layout.children
-        return {
-            name: layer
-            for stage in stages
-            for name, layer in zip(stage.names, stage.layers, strict=True)
-        }
-
-    def root(self, model: nn.Module) -> nn.Module:
-        """Return the module whose direct parameters and buffers a pipe of the model has."""
-        return self.layout.model if isinstance(self.layout, TracedPartition) else model
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The traced model, or None for a Sequential."""
-        return self.layout.model if isinstance(self.layout, TracedPartition) else None
-
-    def record_members(self) -> None:
-        """Record the modules around the units, so that later changes to them can be reported."""
-        if isinstance(self.layout, TracedPartition):
-            self.layout.check_unchanged()
-
     def has_input(self, name: str) -> bool:
         """Return whether the forward of a traced model has a parameter of this name."""
-        model = self.model
-        return model is not None and name in inspect.signature(model.forward).parameters
+        if self.model is None:
+            return False
+        return name in inspect.signature(self.model.forward).parameters
+
+    # ---- the modules of the model ----------------------------------------------------------------
+
+    @abstractmethod
+    def named_roots(self) -> list[tuple[str, nn.Module]]:
+        """Return the outermost modules of the user's model in this process, with their names."""
 
     @property
+    @abstractmethod
     def wrapper_modules(self) -> list[nn.Module]:
         """The modules that compute and are not among the children of a pipe."""
-        root = [] if self.model is None else [self.model]
-        if isinstance(self.layout, TracedPartition) and self.layout.local_model is not None:
-            root += [
-                module for unit in self.layout.local_model.remote_units for module in unit.modules()
-            ]
-        return root + [module for stage in self.stages for module in stage.wrappers]
 
-    def refresh(self, cast: TensorCast) -> None:
+    @abstractmethod
+    def children(self) -> dict[str, nn.Module | None]:
+        """Return the child modules of a pipe in this process, under the model's names."""
+
+    @abstractmethod
+    def root(self, model: nn.Module) -> nn.Module:
+        """Return the module whose direct parameters and buffers a pipe of the model has."""
+
+    @abstractmethod
+    def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
+        """Raise if modules were replaced since the pipe was made: the stages run the old ones.
+
+        `children` are those of the pipe now. The first call comes when the pipe is built.
+        """
+
+    @abstractmethod
+    def refresh(self, cast: Callable[[Tensor], Tensor]) -> None:
         """Apply a cast of the pipe, such as `pipe.half()`, to tensors outside of its children."""
-        if isinstance(self.layout, TracedPartition):
-            self.layout.apply_cast(cast)
-        for stage in self.stages:
-            if isinstance(stage.compute, StageForward) and isinstance(self.layout, TracedPartition):
-                stage.compute.refresh_buffers(self.layout.devices[stage.index])
+
+    @abstractmethod
+    def check_stage_fn_allowed(self) -> None:
+        """Raise if a stage is not a module that `stage_fn` could wrap."""
+
+    # ---- a call of the pipe ----------------------------------------------------------------------
+
+    @abstractmethod
+    def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
+        """Split a batch into micro-batches and assign its tensors to stages."""
+
+    # ---- descriptions ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def describe_skips(self) -> list[str]:
+        """Return a line of text for each skip connection that the layers declare."""
+
+    @abstractmethod
+    def describe_cut(self) -> dict[str, str]:
+        """Return facts about the cut that all processes must agree on, by name."""
+
+    @abstractmethod
+    def find_unit_stages(self) -> dict[str, list[int]]:
+        """Return the stages of the calls of each unit, in the order of the calls."""
+
+    @abstractmethod
+    def find_function_stages(self) -> Mapping[Any, Sequence[int | None]]:
+        """Return the stages of the operations between units, by function in the order of calls.
+
+        None stands for an operation that every stage runs.
+        """
+
+    @abstractmethod
+    def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return how many targets count in the model's own loss, or None if that is not known."""

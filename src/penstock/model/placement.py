@@ -14,9 +14,9 @@ Four cases, by what the user gives:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ from penstock.model.cut import (
     BALANCE_MODES,
     ExampleMicrobatch,
     ResourceLimits,
+    build_process_share,
     cut_model,
+    decide_cut,
     trace_with_enough_units,
 )
 from penstock.model.describe import measure_transfer_bytes
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
-from penstock.model.partition import Partition, SequentialLayout
-from penstock.model.process_share import build_process_share, decide_cut
+from penstock.model.partition import Partition
 from penstock.model.profiler import measure_layer_bytes, measure_layer_times
 from penstock.model.sequential import (
     PipeSequential,
@@ -117,13 +118,16 @@ class PlacedPartition:
     tied_names: Mapping[str, str] = field(default_factory=dict)  # second names of tied tensors
     uninitialized_tensors: UninitializedTensors = field(default_factory=UninitializedTensors)
 
-    def is_local(self, stage: int) -> bool:
-        """Return whether this process computes the stage."""
-        return self.placement[stage] in self.devices
+    @cached_property
+    def stage_devices(self) -> dict[int, torch.device]:
+        """The devices of the stages that this process computes, by stage."""
+        ranks = enumerate(self.placement)
+        return {s: self.devices[rank].device for s, rank in ranks if rank in self.devices}
 
-    def stage_device(self, stage: int) -> Device:
-        """Return the device of a stage that this process computes."""
-        return self.devices[self.placement[stage]]
+    @cached_property
+    def local_stages(self) -> tuple[Stage, ...]:
+        """The stages that this process computes."""
+        return tuple(self.partition.stages[stage] for stage in self.stage_devices)
 
     @property
     def communicating_ranks(self) -> frozenset[tuple[int, int]]:
@@ -134,11 +138,6 @@ class PlacedPartition:
         """Return the pairs of ranks that send messages to each other under another stage graph."""
         ranks = [(self.placement[src], self.placement[dst]) for src, dst in graph.edges]
         return frozenset(p for a, b in ranks if a != b for p in ((a, b), (b, a)))
-
-    @property
-    def local_stages(self) -> list[Stage]:
-        """The stages that this process computes."""
-        return [stage for stage in self.partition.stages if self.is_local(stage.index)]
 
 
 @dataclass(frozen=True)
@@ -357,17 +356,15 @@ def _place_traced_across_processes(
         )
         _move_stages(local_stages, [device for _ in local_stages])
 
-    share = build_process_share(
+    partition, ties, tied_names = build_process_share(
         traced_model, decided_cut, placement, process.rank, device, prepare_stages
     )
     # `prepare_stages` moved the layers of the draft stages. The final stages have new copies of
     # some modules, which are moved now.
-    local_stages = [s for s in share.partition.stages if placement[s.index] == process.rank]
+    local_stages = [s for s in partition.stages if placement[s.index] == process.rank]
     _move_stages(local_stages, [device for _ in local_stages])
     devices = {process.rank: process.device}
-    return PlacedPartition(
-        share.partition, devices, placement, share.tied_tensors, share.tied_names, *uninitialized
-    )
+    return PlacedPartition(partition, devices, placement, ties, tied_names, *uninitialized)
 
 
 def count_stages(stages: int | Sequence[int]) -> int:
@@ -472,22 +469,16 @@ def _choose_layer_counts(
 def describe_placement(placed_partition: PlacedPartition) -> list[str]:
     """Return lines of text on the device of each stage, the skips, and the tied parameters."""
     lines = []
+    devices, placement = placed_partition.devices, placed_partition.placement
     for stage in placed_partition.partition.stages:
-        if placed_partition.is_local(stage.index):
+        rank = placement[stage.index]
+        if rank in devices:
             count = sum(p.numel() for layer in stage.layers for p in layer.parameters())
-            lines.append(
-                f"{stage} on {placed_partition.stage_device(stage.index)!r}, {count:,} parameters"
-            )
+            lines.append(f"{stage} on {devices[rank]!r}, {count:,} parameters")
         else:
-            lines.append(
-                f"{stage} in the process of rank {placed_partition.placement[stage.index]}"
-            )
-    layout = placed_partition.partition.layout
-    routes = layout.skip_routes if isinstance(layout, SequentialLayout) else ()
-    skips = Counter((key.name, src, dst) for key, src, dst in routes)
-    for (name, src, dst), times in skips.items():
-        lines.append(f"skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1))
-    tied = describe_tied_parameters(placed_partition.local_stages, placed_partition.placement)
+            lines.append(f"{stage} in the process of rank {rank}")
+    lines += placed_partition.partition.describe_skips()
+    tied = describe_tied_parameters(placed_partition.local_stages, placement)
     tied += [
         f"{tie.name}: on ranks {', '.join(map(str, tie.ranks))}"
         for tie in placed_partition.tied_tensors

@@ -10,22 +10,30 @@ stashes and a later layer pops, is an additional edge of the stage graph:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PenstockTypeError, RunError
+from penstock.microbatch import check_inputs, have_equal_rows, move_to_device, scatter
 from penstock.model.describe import describe_sequential
-from penstock.model.partition import Partition, SequentialLayout
+from penstock.model.partition import Partition
 from penstock.model.sequential_stage import (
+    SideInputs,
+    SkipRoute,
     build_sequential_stage,
     check_side_inputs,
     find_side_names,
     find_side_names_per_layer,
     select_side_inputs,
 )
+from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.schedules.ir import StageGraph
 from penstock.stage.skip import SkipKey, popped_keys, stashed_keys, verify_skippables
 from penstock.stage.stage import Stage
@@ -221,27 +229,143 @@ def check_children(module: nn.Module) -> None:
         )
 
 
-def check_layers_unchanged(
-    children: Mapping[str, nn.Module | None], stages: Sequence[Stage]
-) -> None:
-    """Raise if the children of a pipe are not the layers that its stages were cut from."""
-    # `pipe[0] = layer` changes the children of the pipe, but the stages refer to the old layers.
-    names = [name for stage in stages for name in stage.names]
-    if list(children) != names:
-        raise RunError(
-            f"the pipe was made from the layers {', '.join(names)}, but now has "
-            f"{', '.join(children)}. Make the Pipe after the change."
+@dataclass(frozen=True, eq=False)
+class SequentialPartition(Partition):
+    """A Sequential cut between its layers.
+
+    Attributes:
+        skip_routes: The skips that cross stages: key, stage that stashes, stage that pops.
+        side_names: The names of the side inputs that each layer takes, by stage.
+    """
+
+    skip_routes: tuple[SkipRoute, ...]
+    side_names: tuple[tuple[frozenset[str], ...], ...]
+
+    needs_whole_batch = False
+
+    @cached_property
+    def _layers(self) -> dict[str, nn.Module]:
+        """The layers of this process, by name. Stages of other processes have none."""
+        return {n: m for s in self.stages for n, m in zip(s.names, s.layers, strict=False)}
+
+    def named_roots(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers with their names."""
+        return list(self._layers.items())
+
+    @property
+    def wrapper_modules(self) -> list[nn.Module]:
+        """The modules that `stage_fn` has put around the layers."""
+        return [module for stage in self.stages for module in stage.wrappers]
+
+    def children(self) -> dict[str, nn.Module | None]:
+        """Return the layers of this process."""
+        return dict(self._layers)
+
+    def root(self, model: nn.Module) -> nn.Module:
+        """Return the Sequential."""
+        return model
+
+    def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
+        """Raise if the children of a pipe are not the layers that its stages were cut from."""
+        # `pipe[0] = layer` changes the children of the pipe, but the stages refer to the old
+        # layers. The new one would be saved and optimised, but it would not run.
+        layers = self._layers
+        if list(children) != list(layers):
+            raise RunError(
+                f"the pipe was made from the layers {', '.join(layers)}, but now has "
+                f"{', '.join(children)}. Make the Pipe after the change."
+            )
+        if not all(map(is_, children.values(), layers.values())):
+            name = next(name for name in layers if children[name] is not layers[name])
+            raise RunError(
+                f"layer '{name}' was replaced after the pipe was made, and would not run. "
+                "Make the Pipe after the change, or change the inside of the layer."
+            )
+
+    def refresh(self, cast: Callable[[Tensor], Tensor]) -> None:
+        """Do nothing: all tensors of the stages are those of the pipe's children."""
+
+    def check_stage_fn_allowed(self) -> None:
+        """Do nothing: each stage is a `StageModule`."""
+
+    def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
+        """Split a batch. The batch goes to the first stage, a side input to all that take it."""
+        inputs, keyword_inputs, target = batch.inputs, batch.keyword_inputs, batch.target
+        check_inputs(inputs, keyword_inputs.values(), devices.get(0))
+        consumers = self._find_consumers(keyword_inputs) if keyword_inputs else {}
+        last_stage = len(self.stages) - 1
+        # All values are split by one call of `scatter`, which checks that their rows agree. A
+        # keyword input that stages on several devices take is moved once to each device, before
+        # the split.
+        values, names = list(inputs), [f"input {index}" for index in range(len(inputs))]
+        value_indices: dict[tuple[str, torch.device | None], int] = {}
+        for name, stages in consumers.items():
+            for device in dict.fromkeys(map(devices.get, stages)):
+                value_indices[name, device] = len(values)
+                values.append(move_to_device(keyword_inputs[name], device))
+                names.append(name)
+        for value in target:
+            values.append(move_to_device(value, devices.get(last_stage)))
+            names.append("target")
+        unsplit = tuple(values)
+        pieces, rows = scatter(unsplit, batch.chunks, names)
+        by_stage = {0: [piece[: len(inputs)] for piece in pieces]}
+        for stage in sorted({stage for stages in consumers.values() for stage in stages}):
+            stage_indices = {
+                name: value_indices[name, devices.get(stage)]
+                for name in consumers
+                if stage in consumers[name]
+            }
+            positional_inputs = by_stage.get(stage, [()] * len(pieces))
+            by_stage[stage] = [
+                (*values, SideInputs({name: piece[index] for name, index in stage_indices.items()}))
+                for values, piece in zip(positional_inputs, pieces, strict=True)
+            ]
+        if target:
+            append_target(by_stage, last_stage, [piece[-1] for piece in pieces])
+        return StageInputs(
+            {stage: values for stage, values in by_stage.items() if stage in devices},
+            rows,
+            len(pieces),
+            self.graph,
+            bool(target) and last_stage in devices,
+            unsplit_tensors=unsplit if not keyword_inputs and have_equal_rows(unsplit) else (),
         )
-    for stage in stages:
-        for name, layer in zip(stage.names, stage.layers, strict=True):
-            if children.get(name) is not layer:
-                raise RunError(
-                    f"layer '{name}' was replaced after the pipe was made, and would not run. "
-                    "Make the Pipe after the change, or change the inside of the layer."
-                )
+
+    def _find_consumers(self, keyword_inputs: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return the stages that take each keyword input."""
+        layers = [name for stage in self.stages for name in stage.names]
+        check_side_inputs(keyword_inputs, layers, [n for stage in self.side_names for n in stage])
+        return {
+            name: [i for i, stage in enumerate(self.side_names) if any(name in n for n in stage)]
+            for name in keyword_inputs
+        }
+
+    def describe_skips(self) -> list[str]:
+        """Return a line of text for each pair of stages that a skip connects."""
+        skips = Counter((key.name, src, dst) for key, src, dst in self.skip_routes)
+        return [
+            f"skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
+            for (name, src, dst), times in skips.items()
+        ]
+
+    def describe_cut(self) -> dict[str, str]:
+        """Return nothing: rank 0 sends the counts, and they decide the cut."""
+        return {}
+
+    def find_unit_stages(self) -> dict[str, list[int]]:
+        """Return the stage of each layer."""
+        return {name: [stage.index] for stage in self.stages for name in stage.names}
+
+    def find_function_stages(self) -> dict[Any, list[int | None]]:
+        """Return nothing: all operations are in layers."""
+        return {}
+
+    def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Return None: a layer that computes a loss does not show how it counts."""
 
 
-def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> Partition:
+def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPartition:
     """Cut a Sequential into stages with these numbers of children."""
     names, children = zip(*module._modules.items(), strict=True)
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
@@ -268,10 +392,10 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> Partition:
         for index, part in enumerate(slices)
     )
     outline = describe_sequential(module, counts, routes)
-    return Partition(stages, graph, SequentialLayout(routes, side_names), outline)
+    return SequentialPartition(stages, graph, outline, None, routes, side_names)
 
 
-def _find_skip_routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:
+def _find_skip_routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[SkipRoute]:
     """Yield the skips that cross stages: the key, the stage that stashes and the one that pops.
 
     In one stage, pops are looked up before stashes are added: a skip that is stashed and popped in

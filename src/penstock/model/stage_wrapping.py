@@ -20,12 +20,10 @@ from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.partition import Partition
 from penstock.model.sequential import list_module_tensors
 from penstock.model.sequential_stage import SequentialStage
-from penstock.model.tied import TiedTensor
-from penstock.model.traced.traced_partition import TracedPartition
+from penstock.model.tied import TiedTensor, collect_tensor_uses
 from penstock.stage.stage import Stage
 
 StageFn = Callable[[nn.Module, int], nn.Module]
-ParameterLocation = tuple[nn.Module, str]  # the module that registers a parameter, and its name
 
 
 def wrap_stages(
@@ -38,33 +36,16 @@ def wrap_stages(
 
     `tied_tensors` are shared with ranks in other processes.
     """
-    # Layers may be in `fully_shard` without a `stage_fn`. Such stages take the same path, because
-    # the pipe has to know which modules exchange their parameters during a forward.
     if stage_fn is None:
+        # Layers may be in `fully_shard` without a `stage_fn`. The pipe has to know which modules
+        # exchange their parameters during a forward.
         modules = (module for stage in partition.stages for module in stage.modules())
         if not any(map(is_fsdp_module, modules)):
             return partition
-        stage_fn = _identity_stage_fn
-    if isinstance(partition.layout, TracedPartition):
-        return _mark_resharding_modules(partition, stage_fn)
-    tied_locations = [
-        locations
-        for locations in _find_parameter_locations(partition.stages).values()
-        if len(locations) > 1
-    ]
-    stages = tuple(
-        _wrap_stage(stage, stage_fn) if stage.index in stage_indices else stage
-        for stage in partition.stages
-    )
-    # `fully_shard` replaces parameters. If it replaces a tied parameter in one layer only, the two
-    # layers would train apart from each other without an error.
-    for locations in tied_locations:
-        if len({id(module._parameters[name]) for module, name in locations}) > 1:
-            raise ArgumentError(
-                f"stage_fn replaced the parameter '{locations[0][1]}' in one layer but not in "
-                "another layer that shares it, so they are no longer tied. Leave these layers out "
-                "of stage_fn, or put them into one stage and wrap them together."
-            )
+        stages = tuple(map(_mark_resharding_modules, partition.stages))
+    else:
+        partition.check_stage_fn_allowed()
+        stages = _apply_stage_fn(partition.stages, stage_fn, stage_indices)
     for tie in tied_tensors:
         if tie.local_tensor is not None and is_dtensor(tie.local_tensor):
             raise ArgumentError(
@@ -76,45 +57,29 @@ def wrap_stages(
     return replace(partition, stages=stages)
 
 
-def _mark_resharding_modules(partition: Partition, stage_fn: StageFn) -> Partition:
-    """Return the partition of a traced model with the sharded modules of each stage marked.
+def _mark_resharding_modules(stage: Stage) -> Stage:
+    marked = (m for layer in stage.layers for m in _find_resharding_modules(layer))
+    return replace(stage, resharding_modules=frozenset(marked))
 
-    A stage of a traced model runs a part of the model's own forward, so there is no module that
-    `stage_fn` could wrap. Units may have been wrapped before the model was cut.
-    """
-    if stage_fn is not _identity_stage_fn:
-        raise ArgumentError(
-            "stage_fn wraps the layers of a Sequential, but here the stages are parts of one "
-            "forward. Wrap the model's blocks before you make the Pipe, as in fully_shard(block) "
-            "or block.compile()."
-        )
-    return replace(
-        partition,
-        stages=tuple(
-            replace(
-                stage,
-                resharding_modules=frozenset(
-                    m for layer in stage.layers for m in _find_resharding_modules(layer)
-                ),
-            )
-            for stage in partition.stages
-        ),
+
+def _apply_stage_fn(
+    stages: Sequence[Stage], stage_fn: StageFn, stage_indices: Collection[int]
+) -> tuple[Stage, ...]:
+    """Wrap these stages. Raise if that ends a tie between two layers."""
+    uses = [uses for uses in collect_tensor_uses(stages).values() if len(uses) > 1]
+    wrapped = tuple(
+        _wrap_stage(stage, stage_fn) if stage.index in stage_indices else stage for stage in stages
     )
-
-
-def _identity_stage_fn(module: nn.Module, _: int) -> nn.Module:
-    return module
-
-
-def _find_parameter_locations(
-    stages: Sequence[Stage],
-) -> dict[nn.Parameter, list[ParameterLocation]]:
-    locations: dict[nn.Parameter, list[ParameterLocation]] = {}
-    for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                locations.setdefault(parameter, []).append((module, name))
-    return locations
+    # `fully_shard` replaces parameters. If it replaces a tied parameter in one layer only, the two
+    # layers would train apart from each other without an error.
+    for locations in [[use.location for use in tensor_uses] for tensor_uses in uses]:
+        if len({id(module._parameters.get(name)) for module, name in locations}) > 1:
+            raise ArgumentError(
+                f"stage_fn replaced the parameter '{locations[0][1]}' in one layer but not in "
+                "another layer that shares it, so they are no longer tied. Leave these layers out "
+                "of stage_fn, or put them into one stage and wrap them together."
+            )
+    return wrapped
 
 
 def _wrap_stage(stage: Stage, stage_fn: StageFn) -> Stage:

@@ -8,8 +8,9 @@ has the tensor owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -39,6 +40,11 @@ class TiedTensor:
             return _registered_tensors(module)[name]
         return None
 
+    def relocate(self, new_modules: Mapping[nn.Module, nn.Module]) -> TiedTensor:
+        """Return the same with modules of its locations replaced by others."""
+        locations = tuple((new_modules.get(m, m), name) for m, name in self.locations)
+        return replace(self, locations=locations)
+
 
 def find_tied_tensors(
     stages: Sequence[Stage], placement: Sequence[int], rank: int
@@ -48,18 +54,34 @@ def find_tied_tensors(
     The order is that of the stages, which is the same on every rank. All stages must have their
     layers, so this runs before a process drops the layers of other ranks.
     """
-    # A tensor as a key of a dict is compared by identity.
-    uses: dict[Tensor, list[tuple[int, str, TensorLocation]]] = {}  # rank, name, location
-    for stage in stages:
-        for name, tensor, location in _iter_stage_tensors(stage):
-            uses.setdefault(tensor, []).append((placement[stage.index], name, location))
     ties = []
-    for tensor_uses in uses.values():
-        ranks = tuple(dict.fromkeys(user for user, _, _ in tensor_uses))
+    for uses in collect_tensor_uses(stages).values():
+        ranks = tuple(dict.fromkeys(placement[use.stage] for use in uses))
         if len(ranks) > 1:
-            locations = tuple(location for user, _, location in tensor_uses if user == rank)
-            ties.append(TiedTensor(tensor_uses[0][1], ranks, locations))
+            locations = tuple(use.location for use in uses if placement[use.stage] == rank)
+            ties.append(TiedTensor(uses[0].name, ranks, locations))
     return tuple(ties)
+
+
+class TensorUse(NamedTuple):
+    """A place where a stage has a parameter or buffer."""
+
+    stage: int
+    name: str  # in the model
+    location: TensorLocation
+
+
+def collect_tensor_uses(stages: Sequence[Stage]) -> dict[Tensor, list[TensorUse]]:
+    """Return all uses of each parameter and buffer, in the order of the stages."""
+    # A tensor as a key of a dict is compared by identity.
+    uses: dict[Tensor, list[TensorUse]] = {}
+    for stage in stages:
+        for layer_name, layer in zip(stage.names, stage.layers, strict=True):
+            for path, module in layer.named_modules(prefix=layer_name):
+                for key, tensor in _registered_tensors(module).items():
+                    use = TensorUse(stage.index, f"{path}.{key}".lstrip("."), (module, key))
+                    uses.setdefault(tensor, []).append(use)
+    return uses
 
 
 def strip_compile_prefix(name: str) -> str:
@@ -89,25 +111,14 @@ def find_tied_names(module: nn.Module) -> dict[str, str]:
 
 def describe_tied_parameters(stages: Sequence[Stage], placement: Sequence[int]) -> list[str]:
     """Return a line of text for each parameter that a rank shares with an earlier rank."""
-    owners: dict[Tensor, tuple[str, int]] = {}
     lines = []
-    for stage in stages:
-        rank = placement[stage.index]
-        for layer_name, layer in zip(stage.names, stage.layers, strict=True):
-            for inner, parameter in layer.named_parameters():
-                name = f"{layer_name}.{inner}"
-                owner_name, owner = owners.setdefault(parameter, (name, rank))
-                if owner != rank:
-                    lines.append(f"{name} on rank {rank} is {owner_name} of rank {owner}")
+    for tensor, (owner, *uses) in collect_tensor_uses(stages).items():
+        owner_rank = placement[owner.stage]
+        for use in uses:
+            rank = placement[use.stage]
+            if isinstance(tensor, nn.Parameter) and rank != owner_rank:
+                lines.append(f"{use.name} on rank {rank} is {owner.name} of rank {owner_rank}")
     return lines
-
-
-def _iter_stage_tensors(stage: Stage) -> Iterator[tuple[str, Tensor, TensorLocation]]:
-    for layer_name, layer in zip(stage.names, stage.layers, strict=True):
-        for path, module in layer.named_modules():
-            prefix = ".".join(part for part in (layer_name, path) if part)
-            for name, tensor in _registered_tensors(module).items():
-                yield f"{prefix}.{name}", tensor, (module, name)
 
 
 def _registered_tensors(module: nn.Module) -> Mapping[str, Tensor]:

@@ -13,81 +13,22 @@ parameter, as they would see it from the unsplit model.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.model.stage_inputs import (
+    InputsByStage,
+    collect_tensors_by_cell,
+    propagate_version_bumps,
+)
 from penstock.runtime.execution import Execution
 from penstock.runtime.program_cache import Phase
-from penstock.runtime.stage_inputs import InputsByStage
-from penstock.stage.payload import (
-    Payload,
-    PayloadLayout,
-    flatten_values,
-    tensor_versions,
-    unflatten_values,
-)
+from penstock.stage.payload import Payload, PayloadLayout, tensor_versions, unflatten_values
 from penstock.torch_compat import keeps_graph
-
-Cell = tuple[int, int]  # stage, micro-batch
-
-
-def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, list[Tensor]]:
-    """Return the caller's tensors that enter each cell."""
-    return {
-        (stage, microbatch): flatten_values(values)[0]
-        for stage, batches in inputs_by_stage.items()
-        for microbatch, values in enumerate(batches)
-    }
-
-
-def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
-    """Return the payloads that carry the caller's tensors into the cells.
-
-    A tensor is marked as shared if it requires a gradient or enters several cells. Layers must not
-    change such a tensor in place.
-    """
-    flattened = {
-        (stage, microbatch): flatten_values(values)
-        for stage, batches in inputs_by_stage.items()
-        for microbatch, values in enumerate(batches)
-    }
-    use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
-    # `.data` shares the memory but has a version counter of its own, which starts at 0. So
-    # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
-    return {
-        cell: Payload(
-            tuple(tensor.data for tensor in tensors),
-            layout,
-            tuple(tensor.requires_grad for tensor in tensors),
-            frozenset(
-                index
-                for index, tensor in enumerate(tensors)
-                if tensor.requires_grad or use_counts[id(tensor)] > 1
-            ),
-        )
-        for cell, (tensors, layout) in flattened.items()
-    }
-
-
-def propagate_version_bumps(
-    caller_tensors: Iterable[Tensor], payload_tensors: Iterable[Tensor | None]
-) -> None:
-    """Increment the version of each caller tensor whose payload tensor a layer changed in place.
-
-    Without this the caller's autograd would use a saved input that no longer has its old values.
-    """
-    for caller_tensor, payload_tensor in zip(caller_tensors, payload_tensors, strict=True):
-        if (
-            payload_tensor is not None
-            and not payload_tensor.is_inference()
-            and payload_tensor._version
-        ):
-            torch.autograd.graph.increment_version(caller_tensor)
 
 
 class AutogradCall:
@@ -102,7 +43,6 @@ class AutogradCall:
         tensors_by_cell = collect_tensors_by_cell(inputs_by_stage)
         self._input_cells = list(tensors_by_cell)
         self.inputs = [tensor for tensors in tensors_by_cell.values() for tensor in tensors]
-        execution.cell_io.inputs = build_input_payloads(inputs_by_stage)
         self._output_layouts: list[PayloadLayout | None] = []
         self._output_sizes: list[int] = []
         self._input_versions: list[int] = []

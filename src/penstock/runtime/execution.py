@@ -15,8 +15,8 @@ carries out one phase of a program:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple, Protocol
@@ -28,11 +28,13 @@ from penstock.device.device import CallerStreams, Device, Gpu, GraphTimestamp, T
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import CellIO, TimedAction, Worker
-from penstock.schedules.ir import Program
+from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline, cost_from_spans
+from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.caller_context import CallerContext
 from penstock.stage.parameter_proxies import StageProxies
+from penstock.stage.payload import Payload
 from penstock.stage.rng import (
     RngSource,
     advance_caller_rng,
@@ -41,7 +43,7 @@ from penstock.stage.rng import (
     peek_seed,
 )
 from penstock.stage.stage import Stage
-from penstock.stage.stage_runner import SavedForBackward, StageRunner
+from penstock.stage.stage_runner import StageRunner
 
 
 class LaneExecutor(Protocol):
@@ -65,17 +67,6 @@ class TiedWeights(Protocol):
         """Add the gradients of the proxies to those of the original parameters."""
 
 
-class CellPolicy(NamedTuple):
-    """Rules for computing the cells of a call. The callables take a stage and a micro-batch."""
-
-    # what the forward of a cell saves
-    saved_for_backward: Callable[[int, int], SavedForBackward]
-    # whether the backward of a cell is split into I and W
-    splits_backward: Callable[[int, int], bool]
-    # raise if a layer uses a trainable tensor that is not a registered parameter
-    require_known_leaves: bool = False
-
-
 class RngPolicy(NamedTuple):
     """The source of the random numbers of a call."""
 
@@ -96,7 +87,8 @@ class CaptureOverrides(NamedTuple):
     """The differences between a step that is captured as a CUDA graph and any other step."""
 
     rng_policy: RngPolicy = DEFAULT_RNG_POLICY
-    require_known_leaves: bool = False  # see CellPolicy
+    # raise if a layer uses a trainable tensor that is not a registered parameter
+    require_known_leaves: bool = False
     devices: Sequence[Device] = ()  # by rank; empty: the devices of the pipe
 
 
@@ -106,35 +98,54 @@ NO_OVERRIDES = CaptureOverrides()
 class Execution:
     """One call of a pipe, in this process.
 
-    `devices` has an entry for each rank of this process. Stages of other ranks are left out.
+    Args:
+        stages: The stages of the pipe. Those of other ranks are left out.
+        schedule: The schedule. It says which cells are recomputed, and which backwards are split.
+        devices: The devices of the ranks of this process, by rank.
+        placement: The rank of each stage.
+        executor: Runs the lanes, and connects the ranks.
+        inputs: The payloads that enter cells from the caller.
+        tied_weights: The weights that several stages share, or None if there are none.
+        aux_sink: Where `add_loss` of a layer goes: None in a step, which sends it on to the loss.
+        require_known_leaves: Whether to raise if a layer uses a trainable tensor that is not a
+            registered parameter.
+        rng_policy: The source of random numbers.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
+        schedule: Schedule,
         devices: Mapping[int, Device],
         placement: Sequence[int],
-        cell_policy: CellPolicy,
         executor: LaneExecutor,
-        tied_weights: TiedWeights,
+        inputs: dict[tuple[int, int], Payload],
+        tied_weights: TiedWeights | None = None,
+        aux_sink: AuxLossSink | None = None,
+        require_known_leaves: bool = False,
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
     ) -> None:
         self.cell_io = CellIO()
-        self._devices, self._placement, self._executor = devices, placement, executor
+        self.cell_io.inputs = inputs
+        self.executor = executor
+        self._devices, self._placement = devices, placement
         if any(isinstance(device, Gpu) for device in devices.values()):
             _silence_stream_mismatch_warning()
         self.context = CallerContext.current(
             frozenset(device.device.type for device in devices.values())
         )
         self._tied_weights, self._rng_policy = tied_weights, rng_policy
+        # Read here, in the caller's thread: worker threads have a grad mode of their own.
+        saves_graphs = torch.is_grad_enabled()
         self.stage_runners = [
             StageRunner(
                 stage,
                 self.context,
-                partial(cell_policy.saved_for_backward, stage.index),
-                partial(cell_policy.splits_backward, stage.index),
-                cell_policy.require_known_leaves,
-                tied_weights.proxies[stage.index],
+                schedule.recomputed if saves_graphs else None,
+                schedule.divided,
+                require_known_leaves,
+                None if tied_weights is None else tied_weights.proxies[stage.index],
+                aux_sink,
             )
             for stage in stages
             if placement[stage.index] in devices
@@ -167,10 +178,13 @@ class Execution:
         return any(runner.has_drawn for runner in self.stage_runners)
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
-        """Run a phase, in order with the work that the caller has queued before and queues after.
+        """Run a phase. With `retain_graph`, the backwards keep what a further one would need."""
+        with self.ordered_with_caller(retain_graph):
+            self.executor.execute(self.workers, phase, self.context)
 
-        With `retain_graph`, the backwards keep what a further backward would need.
-        """
+    @contextmanager
+    def ordered_with_caller(self, retain_graph: bool = False) -> Iterator[None]:
+        """Run lanes in the context, in order with what the caller queues before and after it."""
         streams = CallerStreams()
         devices = list(self._devices.values())
         for worker in self.workers:
@@ -184,14 +198,15 @@ class Execution:
             else []
         )
         try:
-            self._executor.execute(self.workers, phase, self.context)
+            yield
         except BaseException:
             # After a CUDA error every further call fails, too. The first error is the one to show.
             with suppress(RuntimeError):
                 self._release_streams(streams)
             raise
         self._release_streams(streams)
-        self._tied_weights.accumulate_gradients()
+        if self._tied_weights is not None:
+            self._tied_weights.accumulate_gradients()
         self._update_caller_rng(states_before)
 
     def _release_streams(self, streams: CallerStreams) -> None:

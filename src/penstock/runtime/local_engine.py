@@ -1,13 +1,7 @@
 """`LocalEngine`: runs a pipe whose ranks are all in this process.
 
-A step takes this path:
-
-    step -> build_stage_inputs              split the batch
-         -> _run_with_fallback              choose the runtime; threads if a capture fails
-              -> GraphCache.run_step        runtime "graph": replay, or capture `_run_step`
-              -> _run_step                  runtimes "threads" and "inline"
-                   -> _build_execution      stage runners, workers, tied weights
-                   -> run_train_step
+`LocalCall` is one call of it: it chooses the runtime ("graph", "threads" or "inline") and builds
+what `step.py` needs to run the call.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,42 +27,45 @@ from penstock.data_parallel.grad_scaler import propagate_overflow
 from penstock.data_parallel.sync import Replicas
 from penstock.device.device import Device, Gpu
 from penstock.errors import ArgumentError, RunError
+from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
+from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
 from penstock.runtime.autograd_call import AutogradCall
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
 from penstock.runtime.cuda_graph.graph_cache import GraphCache
+from penstock.runtime.cuda_graph.graph_key import PreparedStep
 from penstock.runtime.execution import (
-    DEFAULT_RNG_POLICY,
     NO_OVERRIDES,
     CaptureOverrides,
     Execution,
     LaneExecutor,
 )
 from penstock.runtime.inline import InlineExecutor
-from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
+from penstock.runtime.loss_accumulator import LossAccumulator, combine_metrics, read_loss_scale
 from penstock.runtime.memory import Memory, count_resident_bytes, profile_step_memory
-from penstock.runtime.stage_inputs import Batch, build_stage_inputs
-from penstock.runtime.step_request import (
-    CallOptions,
+from penstock.runtime.program_cache import Phase
+from penstock.runtime.request import Request
+from penstock.runtime.step import (
     CheckpointPeers,
+    HasTimeline,
     PreparedPipe,
-    PreparedStep,
-    StepRequest,
-    build_cell_policy,
+    RuntimeUsed,
+    StepResult,
+    execute_step,
 )
 from penstock.runtime.threads import ThreadExecutor, WorkerPool
-from penstock.runtime.tied_gradients import LocalTiedWeights
-from penstock.runtime.train_step import HasTimeline, RuntimeUsed, StepResult, run_train_step
+from penstock.runtime.tied_gradients import build_local_tied_weights
 from penstock.runtime.transport import Mailboxes
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Program
 from penstock.schedules.timeline import Timeline
-from penstock.stage.aux_loss import block_aux_losses
+from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.compile_support import make_forward_lock
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
-from penstock.stage.loss import append_loss, resolve_reduction
+from penstock.stage.loss import LossReduction
 from penstock.stage.stage import Stage
+from penstock.torch_compat import get_dispatch_modes
 
 # ---- choosing the runtime ------------------------------------------------------------------------
 
@@ -85,7 +82,7 @@ def select_runtime(requested: str, devices: Sequence[Device], replicas: Replicas
     A pipe inside a layer of another pipe, whose step is being captured, always runs inline: work of
     other threads would not become part of the capture.
     """
-    if is_capturing():
+    if get_dispatch_modes() and is_capturing():
         return RuntimeUsed("inline", "it is part of a step that is captured")
     if requested in ("threads", "inline"):
         return RuntimeUsed(requested)
@@ -143,127 +140,61 @@ class LocalEngine:
 
     def __init__(self, prepared_pipe: PreparedPipe) -> None:
         self._prepared_pipe = prepared_pipe
-        self._placed_partition, self._program_cache = (
+        self.placed_partition, self.replicas = (
             prepared_pipe.placed_partition,
-            prepared_pipe.program_cache,
+            prepared_pipe.replicas,
         )
-        self._replicas = prepared_pipe.replicas
-        self._deferred_batchnorms = find_deferred_batch_norms(self._placed_partition.local_stages)
+        self.devices = list(self.placed_partition.devices.values())
+        self.deferred_batchnorms = find_deferred_batch_norms(self.placed_partition.local_stages)
         self._lazy_state = _LazyState()
 
-    def forward(self, options: CallOptions, batch: Batch) -> Any:
-        """Return the output of the model. It is part of the caller's graph if gradients are on."""
-        self._prepared_pipe.check_model_unchanged()
-        self._replicas.check_forward_allowed()
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, options.chunks, batch, self._device_of
-        )
-        key = options.build_program_key(stage_inputs.chunks, torch.is_grad_enabled())
-        program, *phases = self._program_cache.for_graph(
-            stage_inputs.graph
-        ).get_forward_backward_phases(key)
-        # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
-        stages = block_aux_losses(self._placed_partition.partition.stages)
-        runtime_used = select_runtime(
-            options.runtime, list(self._placed_partition.devices.values()), self._replicas
-        )
-        executor, in_caller_graph = (
-            self._build_executor(runtime_used.runtime),
-            torch.is_grad_enabled(),
-        )
-        # Inside the captured step of another pipe, the shared generators are not compared: the
-        # capture has rules of its own for random numbers (see cuda_graph/graph_rng.py).
-        overrides = CaptureOverrides(
-            DEFAULT_RNG_POLICY._replace(detect_outside_rng_use=not is_capturing())
-        )
-        execution = self._build_execution(executor, program, stages, in_caller_graph, overrides)
-        autograd_call = AutogradCall(execution, (phases[0], phases[1]), stage_inputs.by_stage)
-        with self._replicas.deferred_sync():
-            tensors = (
-                autograd_call.apply_autograd_function()
-                if torch.is_grad_enabled()
-                else autograd_call.forward()[0]
-            )
-        return stage_inputs.merge_outputs(autograd_call.unflatten_outputs(tensors))
+    @property
+    def step_lock(self) -> AbstractContextManager[object]:
+        """The lock that a step holds. Raise if the caller is one of the pipe's workers.
 
-    def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
-        """Run forward, loss and backward of a batch under the schedule."""
-        self._prepared_pipe.check_model_unchanged()
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, options.chunks, batch, self._device_of
-        )
-        loss_scale = read_loss_scale(
-            request.scaler, self._device_of(len(self._placed_partition.partition.stages) - 1)
-        )
-        with self._get_step_lock():
-            result = self._run_with_fallback(
-                PreparedStep(options, request, stage_inputs, loss_scale)
-            )
-        if torch.is_grad_enabled():
-            # All ranks are here, so only processes that hold shards of DTensors have to agree.
-            if request.scaler is not None:
-                propagate_overflow(self._placed_partition.partition.parameters(), None)
-            self._lazy_state.last_measured = result.measured
-        return result
+        While a step runs, `.grad` may have a provisional scale (see loss_accumulator.py), which a
+        step of another thread must not add to.
+        """
+        # A worker that waited for this lock would block the step that holds it, so it must get its
+        # error before.
+        if self._lazy_state.worker_pool is not None:
+            self._lazy_state.worker_pool.check_caller()
+        return self._lazy_state.step_lock
 
-    def _run_with_fallback(self, prepared_step: PreparedStep) -> StepResult:
-        """Run a step with the selected runtime, and in threads if it cannot be captured."""
-        runtime_used = select_runtime(
-            prepared_step.options.runtime,
-            list(self._placed_partition.devices.values()),
-            self._replicas,
-        )
-        if runtime_used.runtime == "graph":
-            # The counters of a deferred BatchNorm are part of the key of the captured graph. Left
-            # as the last step set them, they would make every step look like a new kind of step.
-            for layer in self._deferred_batchnorms:
-                layer.begin_minibatch(prepared_step.stage_inputs.chunks)
-            try:
-                return replace(
-                    self._graph_cache.run_step(prepared_step, self._run_step), ran=runtime_used
-                )
-            except CaptureError as error:
-                runtime_used = fall_back_to_threads(
-                    prepared_step.options.runtime, error, self._lazy_state.capture_warnings
-                )
-        return replace(
-            self._run_step(prepared_step, self._build_executor(runtime_used.runtime)),
-            ran=runtime_used,
-        )
+    def guarded(self, operation: str) -> AbstractContextManager[str]:
+        """Return an empty context: there are no other processes to tell of an error."""
+        return nullcontext(operation)
 
-    def _run_step(
+    def prepare(self, call_name: str, request: Request) -> LocalCall:
+        """Split the batch into the inputs of the stages."""
+        devices = self.placed_partition.stage_devices
+        inputs = self.placed_partition.partition.build_stage_inputs(request, devices)
+        loss_scale = (
+            None
+            if request.scaler is None
+            else read_loss_scale(request.scaler, devices[len(devices) - 1])
+        )
+        return LocalCall(self, request, inputs, loss_scale)
+
+    def replay_or_capture(self, call: LocalCall) -> StepResult:
+        """Run a step as a CUDA graph. Raise a CaptureError if that is not possible."""
+        # The counters of a deferred BatchNorm are part of the key of the captured graph. Left as
+        # the last step set them, they would make every step look like a new kind of step.
+        for layer in self.deferred_batchnorms:
+            layer.begin_minibatch(call.inputs.chunks)
+        prepared_step = PreparedStep(call.request, call.inputs, call.loss_scale)
+        return self._graph_cache.run_step(prepared_step, self._run_eagerly)
+
+    def _run_eagerly(
         self,
         prepared_step: PreparedStep,
         executor: LaneExecutor,
         overrides: CaptureOverrides = NO_OVERRIDES,
     ) -> StepResult:
-        options, request, stage_inputs = (
-            prepared_step.options,
-            prepared_step.request,
-            prepared_step.stage_inputs,
-        )
-        program, phase = self._prepared_pipe.select_step_program(options, stage_inputs)
-        reduction = stage_inputs.refine_reduction(
-            resolve_reduction(request.loss_fn, options.reduction)
-        )
-        # The loss is computed by the last stage, in its thread and on its device.
-        stages = append_loss(
-            self._placed_partition.partition.stages,
-            request.loss_fn,
-            reduction.target_counter,
-            stage_inputs.has_target,
-            request.return_outputs,
-        )
-        accumulator = LossAccumulator(
-            reduction,
-            stage_inputs.rows.fractions(),
-            stage_inputs.targets,
-            prepared_step.loss_scale,
-        )
-        execution = self._build_execution(executor, program, stages, False, overrides)
-        result = run_train_step(
-            execution, program, phase, stage_inputs, accumulator, self._replicas
-        )
+        """Run a step with its optimizer, in a given executor: to capture it, or to measure it."""
+        request, inputs, loss_scale = prepared_step
+        call = LocalCall(self, request, inputs, loss_scale, executor, overrides)
+        result = execute_step(self._prepared_pipe, call)
         if request.optimizer is not None:
             request.optimizer.step()
         return result
@@ -271,11 +202,15 @@ class LocalEngine:
     @property
     def _graph_cache(self) -> GraphCache:
         if self._lazy_state.graph_cache is None:
-            devices = list(self._placed_partition.devices.values())
             self._lazy_state.graph_cache = GraphCache(
-                self._placed_partition.partition, devices, self._placed_partition.placement
+                self.placed_partition.partition, self.devices, self.placed_partition.placement
             )
         return self._lazy_state.graph_cache
+
+    @property
+    def capture_warnings(self) -> set[str]:
+        """The reasons against a capture that the user was warned of."""
+        return self._lazy_state.capture_warnings
 
     def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return an empty context: there are no other processes to tell of an error."""
@@ -293,66 +228,43 @@ class LocalEngine:
         """Return a record that says that this process saves alone."""
         return CheckpointPeers()
 
-    def forecast(self, options: CallOptions, cost: Cost | None) -> Timeline:
+    def forecast(self, request: Request, cost: Cost | None) -> Timeline:
         """Return the simulated timeline of a step, by default with the costs of the last step."""
-        return self._prepared_pipe.forecast(options, cost, self._lazy_state.last_measured)
+        return self._prepared_pipe.forecast(request, cost, self._lazy_state.last_measured)
 
-    def measure_memory(self, options: CallOptions, batch: Batch, request: StepRequest) -> Memory:
+    def measure_memory(self, request: Request) -> Memory:
         """Run a step in this thread, undo its effects, and return the bytes it had alive."""
         self._prepared_pipe.check_model_unchanged()
-        if self._replicas:
+        if self.replicas:
             raise RunError(
                 "pipe.memory undoes the effects of its steps, which is not possible for stages in "
                 "DistributedDataParallel or fully_shard. Measure a pipe of the same model without "
                 "these wrappers."
             )
-        partition, placement = self._placed_partition.partition, self._placed_partition.placement
+        partition, placement = self.placed_partition.partition, self.placed_partition.placement
         stage_modules = (module for stage in partition.stages for module in stage.modules())
-        with (
-            self._get_step_lock(),
-            isolated_step(
-                list(dict.fromkeys([*partition.names(), *stage_modules])), batch
-            ) as isolated_batch,
-        ):
-            stage_inputs = build_stage_inputs(
-                partition, options.chunks, isolated_batch, self._device_of
-            )
-            program, _ = self._prepared_pipe.select_step_program(options, stage_inputs)
-            run_step = partial(self._run_step, PreparedStep(options, request, stage_inputs, None))
-            readings = profile_step_memory(run_step, self._placed_partition.devices, placement)
+        modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
+        batch = request.inputs, dict(request.keyword_inputs), request.target
+        with self.step_lock, isolated_step(modules, batch) as (args, kwargs, target):
+            isolated_request = replace(request, inputs=args, keyword_inputs=kwargs, target=target)
+            devices = self.placed_partition.stage_devices
+            inputs = partition.build_stage_inputs(isolated_request, devices)
+            program, _ = self._prepared_pipe.select_step_program(request, inputs)
+            run_step = partial(self._run_eagerly, PreparedStep(isolated_request, inputs, None))
+            readings = profile_step_memory(run_step, self.placed_partition.devices, placement)
         return Memory(program, readings, count_resident_bytes(partition.stages, placement))
 
-    def _build_execution(
-        self,
-        executor: LaneExecutor,
-        program: Program,
-        stages: Sequence[Stage],
-        in_caller_graph: bool,
-        overrides: CaptureOverrides,
-    ) -> Execution:
-        schedule = program.schedule
-        for layer in self._deferred_batchnorms:
-            layer.begin_minibatch(schedule.chunks)
-        devices, placement = self._placed_partition.devices, self._placed_partition.placement
-        # In a capture the ranks get devices whose timestamps the graph itself writes.
-        devices = dict(enumerate(overrides.devices)) or devices
-        tied_weights = LocalTiedWeights(
-            stages, list(devices.values()), placement, in_caller_graph, schedule.chunks
-        )
-        cell_policy = build_cell_policy(schedule, in_caller_graph or overrides.require_known_leaves)
-        return Execution(
-            stages, devices, placement, cell_policy, executor, tied_weights, overrides.rng_policy
-        )
-
-    def _build_executor(self, runtime: str) -> LaneExecutor:
-        mailbox_args = (
-            list(self._placed_partition.devices.values()),
-            self._placed_partition.placement,
-        )
+    def build_executor(self, runtime: str) -> LaneExecutor:
+        """Return the executor of one call."""
+        mailbox_args = self.devices, self.placed_partition.placement
         # A single rank gains nothing from a thread of its own.
-        if len(self._placed_partition.devices) == 1 or runtime == "inline":
+        if len(self.devices) == 1 or runtime == "inline":
             return InlineExecutor(Mailboxes(*mailbox_args))
         return ThreadExecutor(self._get_worker_pool(), *mailbox_args, self._build_forward_lock())
+
+    def remember_measured(self, measured: HasTimeline) -> None:
+        """Keep the measured times of a step, for `forecast`."""
+        self._lazy_state.last_measured = measured
 
     def _build_forward_lock(self) -> AbstractContextManager[object] | None:
         """Return the lock that lets one compiled stage at a time compute a forward.
@@ -360,31 +272,16 @@ class LocalEngine:
         Stages in DistributedDataParallel or fully_shard get none. They wait for other processes in
         their forward, and two processes that hold their locks for different stages would deadlock.
         """
-        return None if self._replicas else make_forward_lock(self._modules)
+        return make_forward_lock(self._modules) if self.replicas.is_empty else None
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        stage_modules = self._placed_partition.partition.compute_modules()
+        stage_modules = self.placed_partition.partition.compute_modules()
         return list(
             dict.fromkeys(
                 module for stage_module in stage_modules for module in stage_module.modules()
             )
         )
-
-    def _device_of(self, stage: int) -> torch.device:
-        return self._placed_partition.stage_device(stage).device
-
-    def _get_step_lock(self) -> AbstractContextManager[object]:
-        """Return the lock that a step holds. Raise if the caller is one of the pipe's workers.
-
-        While a step runs, `.grad` may have a provisional scale (see loss_accumulator.py), which a
-        step of another thread must not add to.
-        """
-        # A worker that waited for this lock would block the step that holds it, so it must get its
-        # error before.
-        if self._lazy_state.worker_pool is not None:
-            self._lazy_state.worker_pool.check_caller()
-        return self._lazy_state.step_lock
 
     def _get_worker_pool(self) -> WorkerPool:
         """Return the threads of the pipe. They start with its first call and end with the pipe."""
@@ -396,9 +293,9 @@ class LocalEngine:
                 # Threads run in no fixed order. Two ranks that communicate in one process group
                 # could start their collectives in another order than the peer process does.
                 check_separate_process_groups(
-                    self._placed_partition.partition, self._placed_partition.placement
+                    self.placed_partition.partition, self.placed_partition.placement
                 )
-                self._lazy_state.worker_pool = WorkerPool(len(self._placed_partition.devices))
+                self._lazy_state.worker_pool = WorkerPool(len(self.devices))
             return self._lazy_state.worker_pool
 
 
@@ -416,3 +313,141 @@ class _LazyState:
     # Threads, locks and captured graphs cannot be copied or pickled.
     def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
         return _LazyState, ()
+
+
+# ---- one call ------------------------------------------------------------------------------------
+
+
+class LocalTotals(NamedTuple):
+    """The totals of a step whose ranks are all in this process."""
+
+    accumulator: LossAccumulator
+    rescale_factor: Tensor | None
+
+    @property
+    def input_gradient_factor(self) -> Tensor | None:
+        """The factor for the gradients of the pipe's inputs."""
+        return self.rescale_factor
+
+
+class LocalCall:
+    """One call of a pipe in one process.
+
+    With an `executor`, the call runs in it. Otherwise the call chooses its runtime.
+    """
+
+    has_target: bool
+    replica_group = None  # only the wrappers of the stages reduce gradients
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        request: Request,
+        inputs: StageInputs,
+        loss_scale: Tensor | None,
+        executor: LaneExecutor | None = None,
+        overrides: CaptureOverrides = NO_OVERRIDES,
+    ) -> None:
+        self.request, self.inputs, self.loss_scale = request, inputs, loss_scale
+        self.has_target = inputs.has_target
+        self._engine, self._executor, self._overrides = engine, executor, overrides
+        self._runtime_used = RuntimeUsed("inline")
+        if executor is None:
+            self._runtime_used = select_runtime(request.runtime, engine.devices, engine.replicas)
+
+    def replay(self) -> StepResult | None:
+        """Run the step as a CUDA graph if that is its runtime. Fall back to threads if it fails."""
+        if self._runtime_used.runtime != "graph":
+            return None
+        try:
+            result = replace(self._engine.replay_or_capture(self), ran=self._runtime_used)
+        except CaptureError as error:
+            self._runtime_used = fall_back_to_threads(
+                self.request.runtime, error, self._engine.capture_warnings
+            )
+            return None
+        self.complete(None, None)
+        if torch.is_grad_enabled():
+            self._engine.remember_measured(result.measured)
+        return result
+
+    def build_execution(
+        self,
+        program: Program,
+        stages: Sequence[Stage],
+        aux_sink: AuxLossSink | None,
+        in_caller_graph: bool,
+    ) -> Execution:
+        """Return the execution of this call, with the inputs of its cells."""
+        schedule, partition = program.schedule, self._engine.placed_partition
+        for layer in self._engine.deferred_batchnorms:
+            layer.begin_minibatch(schedule.chunks)
+        # In a capture the ranks get devices whose timestamps the graph itself writes.
+        devices = dict(enumerate(self._overrides.devices)) or partition.devices
+        tied_weights = build_local_tied_weights(
+            stages, list(devices.values()), partition.placement, in_caller_graph, schedule.chunks
+        )
+        rng_policy = self._overrides.rng_policy
+        if not self.request.is_step:
+            # Inside the captured step of another pipe, the shared generators are not compared: the
+            # capture has rules of its own for random numbers (see cuda_graph/graph_rng.py).
+            rng_policy = rng_policy._replace(detect_outside_rng_use=not is_capturing())
+        return Execution(
+            stages,
+            schedule,
+            devices,
+            partition.placement,
+            self._executor or self._engine.build_executor(self._runtime_used.runtime),
+            build_input_payloads(self.inputs.by_stage),
+            tied_weights,
+            aux_sink,
+            in_caller_graph or self._overrides.require_known_leaves,
+            rng_policy,
+        )
+
+    def build_loss(self, execution: Execution, reduction: LossReduction) -> LossAccumulator:
+        """Return the accumulator of the losses of this step."""
+        inputs = self.inputs
+        self._accumulator = LossAccumulator(
+            reduction, inputs.rows.fractions(), inputs.targets, self.loss_scale
+        )
+        return self._accumulator
+
+    def combine(self, execution: Execution, program: Program) -> LocalTotals:
+        """Return the totals of the step. All losses are in this process."""
+        return LocalTotals(self._accumulator, self._accumulator.rescale_factor)
+
+    def complete(self, execution: Execution | None, totals: LocalTotals | None) -> None:
+        """Let processes that hold shards of DTensors agree whether gradients overflowed."""
+        if self.request.scaler is not None and torch.is_grad_enabled() and self._executor is None:
+            propagate_overflow(self._engine.placed_partition.partition.parameters(), None)
+
+    def build_result(
+        self, execution: Execution, program: Program, totals: LocalTotals
+    ) -> StepResult:
+        """Return the result of the step."""
+        accumulator, rows = totals.accumulator, self.inputs.rows
+        outputs = [m.extras.output[0] for m in accumulator.microbatch_losses if m.extras.output]
+        measured = execution.build_measured_run(program)
+        if self._executor is None and torch.is_grad_enabled():
+            self._engine.remember_measured(measured)
+        return StepResult(
+            accumulator.compute_total_loss(),
+            gather(outputs, rows) if outputs else None,
+            combine_metrics(accumulator, rows),
+            measured,
+            self._runtime_used,
+        )
+
+    def forward(self, execution: Execution, program: Program, phases: tuple[Phase, Phase]) -> Any:
+        """Return the output of `pipe(x)`. With gradients, it is part of the caller's graph."""
+        replicas = self._engine.replicas
+        replicas.check_forward_allowed()
+        autograd_call = AutogradCall(execution, phases, self.inputs.by_stage)
+        with replicas.deferred_sync():
+            tensors = (
+                autograd_call.apply_autograd_function()
+                if torch.is_grad_enabled()
+                else autograd_call.forward()[0]
+            )
+        return self.inputs.merge_outputs(autograd_call.unflatten_outputs(tensors))

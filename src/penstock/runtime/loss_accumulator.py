@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockTypeError, RunError
+from penstock.microbatch import MicrobatchRows, gather
+from penstock.stage.aux_loss import CarriedLoss
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, NO_EXTRAS, LossExtras, LossReduction
 from penstock.stage.payload import Payload, unflatten_values
 from penstock.stage.stage_runner import StageRunner
@@ -137,7 +139,11 @@ class LossAccumulator:
 
     def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
         """Record the loss of a micro-batch. Return the gradients with which its backward begins."""
-        microbatch_loss = MicrobatchLoss(*unflatten_values(outputs.tensors, outputs.layout))  # type: ignore[arg-type]
+        values = unflatten_values(outputs.tensors, outputs.layout)  # type: ignore[arg-type]
+        aux_loss = None
+        if type(values[-1]) is CarriedLoss:
+            values, aux_loss = values[:-1], values[-1].loss
+        microbatch_loss = MicrobatchLoss(*values)._replace(aux_loss=aux_loss)
         self._check_consistent_extras(microbatch_loss.extras)
         self._microbatch_losses[microbatch] = microbatch_loss
         # Among the tensors of the output, the loss comes first and the auxiliary loss last. The
@@ -238,7 +244,7 @@ class LossAccumulator:
                 f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses "
                 "ignore. This loss_fn returns no weight, so each micro-batch counts by its rows, "
                 "not by its targets. Return (loss, weight) with the number of targets that count.",
-                stacklevel=5,
+                stacklevel=8,  # the caller of pipe.step
             )
         return total.detach()
 
@@ -280,12 +286,11 @@ class LossAccumulator:
             / self._replica_share.replica_count
         )
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, rescale_factor: Tensor | None) -> None:
         """Rescale this step's gradients if needed, and add them to those of earlier steps."""
         if self._previous_gradients is not None:
-            factor = self.rescale_factor
-            assert factor is not None
-            self._previous_gradients.add_rescaled(factor)
+            assert rescale_factor is not None
+            self._previous_gradients.add_rescaled(rescale_factor)
 
     def restore_gradients(self) -> None:
         """Restore the gradients of earlier steps after the step has failed."""
@@ -341,6 +346,58 @@ class PreviousGradients:
         """Put the earlier gradients back and drop those of this step."""
         for leaf, earlier in self._gradient_by_leaf.items():
             leaf.grad = earlier
+
+
+def combine_metrics(loss_accumulator: LossAccumulator, rows: MicrobatchRows) -> dict[str, Any]:
+    """Combine the metrics of the micro-batches, name by name."""
+    device = loss_accumulator.microbatch_losses[0].loss.device
+    metrics = [
+        microbatch_loss.extras.metrics for microbatch_loss in loss_accumulator.microbatch_losses
+    ]
+    return {
+        name: _combine_metric([m[name] for m in metrics], loss_accumulator, rows, device)
+        for name in metrics[0]
+    }
+
+
+def _combine_metric(
+    values: Sequence[Any],
+    loss_accumulator: LossAccumulator,
+    rows: MicrobatchRows,
+    device: torch.device,
+) -> Any:
+    """Combine one metric: numbers like the losses, tensors with rows like the outputs.
+
+    If the micro-batches return different structures, the metric is the list of their values.
+    """
+    # A metric may be a tree, such as a dict of numbers. Its leaves are combined one by one.
+    flattened = [pytree.tree_flatten(value) for value in values]
+    if any(spec != flattened[0][1] for _, spec in flattened):
+        return list(values)
+
+    def combine_leaves(leaves: tuple[Any, ...]) -> Any:
+        if all(map(_is_scalar, leaves)):
+            return loss_accumulator.combine([_to_scalar_tensor(leaf, device) for leaf in leaves])
+        return gather(leaves, rows)
+
+    leaves = [
+        combine_leaves(leaves) for leaves in zip(*(leaves for leaves, _ in flattened), strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, flattened[0][1])
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _to_scalar_tensor(value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    # The dtypes of Python's own numbers, so that a metric loses no digits.
+    dtype = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _has_ignored_targets(targets: Sequence[tuple[Any, ...]]) -> bool:

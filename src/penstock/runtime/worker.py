@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from penstock.device.device import Device, Timestamp
 from penstock.errors import ErrorLocation
@@ -30,7 +32,6 @@ from penstock.schedules.ir import (
     consumes,
     produces,
 )
-from penstock.stage.cell_graph import Gradients
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
@@ -82,6 +83,26 @@ def bind_lane(program: Program, rank: int) -> tuple[BoundAction, ...]:
     return tuple(bind_action(index, action) for index, action in enumerate(program.lanes[rank]))
 
 
+class StepLoss(Protocol):
+    """The losses of one training step on this process."""
+
+    def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
+        """Record the loss of a micro-batch. Return the gradients with which its backward begins.
+
+        The worker of the last stage calls this as soon as an output is there, so that a backward
+        can begin while other micro-batches are still in their forward.
+        """
+
+    def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
+        """Set earlier gradients aside, if those of this step have a provisional scale."""
+
+    def finish_gradients(self, rescale_factor: Tensor | None) -> None:
+        """Give the gradients of this step their final scale."""
+
+    def restore_gradients(self) -> None:
+        """Restore the gradients of earlier steps after the step has failed."""
+
+
 class CellIO:
     """The payloads that enter cells from the caller and leave them for the caller.
 
@@ -91,15 +112,11 @@ class CellIO:
         forward          inputs              outputs
         backward         output_gradients    input_gradients
 
-    Attributes:
-        compute_output_gradients: Called with micro-batch and output as soon as an output is there.
-            Returns the gradients with which its backward begins. None: the caller supplies them.
-        before_backward: Called with stage runner and micro-batch before the backward of each cell.
+    `loss` computes the output gradients of a step. Without it, the caller supplies them.
     """
 
     def __init__(self) -> None:
-        self.compute_output_gradients: Callable[[int, Payload], Payload] | None = None
-        self.before_backward: Callable[[StageRunner, int], None] | None = None
+        self.loss: StepLoss | None = None
         self.inputs: dict[tuple[int, int], Payload] = {}
         self.outputs: dict[tuple[int, int], Payload] = {}
         self.output_gradients: dict[tuple[int, int], Payload] = {}
@@ -145,7 +162,20 @@ class Worker:
             # Waiting for messages comes before the start is recorded.
             received = {m.src: self._take_payload(m) for m in bound_action.consumed_messages}
             start = self.device.record_timestamp(self._last_end)
-            self._compute(action, received, bound_action.produced_messages)
+            op, stage, microbatch = action
+            stage_runner = self.stage_runners[stage]
+            try:
+                payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+            except BaseException as error:
+                # The error keeps its type and its traceback. The location is added as an
+                # attribute, for `RemoteError`, and as a note, for people.
+                layers, stage_label = stage_runner.stage.names, str(stage_runner.stage)
+                location = ErrorLocation(stage, layers, microbatch, str(action), stage_label)
+                error.whereabouts = location  # type: ignore[attr-defined]
+                error.add_note(f"{location} on rank {self.rank} ({self.device!r})")
+                raise
+            for message in bound_action.produced_messages:
+                self._ready_payloads[message] = payloads[message.dst]
             self._last_end = self.device.record_timestamp()
         self.timed_actions.append(TimedAction(bound_action, start, self._last_end))
 
@@ -158,70 +188,60 @@ class Worker:
         self._last_end = None
         return wait()
 
-    def _compute(
-        self, action: Compute, received: dict[int, Payload], produced_messages: tuple[Message, ...]
-    ) -> None:
-        op, stage, microbatch = action
-        stage_runner = self.stage_runners[stage]
-        try:
-            if op is Op.F:
-                with self.forward_lock:
-                    payloads = self._forward(stage_runner, microbatch, received)
-            elif op is Op.R:
-                with self.forward_lock:
-                    stage_runner.recompute(microbatch)
-                return
-            elif op is Op.W:
-                stage_runner.backward_weights(microbatch)
-                return
-            else:
-                payloads = self._backward(stage_runner, microbatch, received)
-        except BaseException as error:
-            # The error keeps its type and its traceback. The location is added as an attribute,
-            # for `RemoteError`, and as a note, for people.
-            layers, stage_label = stage_runner.stage.names, str(stage_runner.stage)
-            location = ErrorLocation(stage, layers, microbatch, str(action), stage_label)
-            error.whereabouts = location  # type: ignore[attr-defined]
-            error.add_note(f"{location} on rank {self.rank} ({self.device!r})")
-            raise
-        for message in produced_messages:
-            self._ready_payloads[message] = payloads[message.dst]
-
     def _forward(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
     ) -> dict[int, Payload]:
-        cell = stage_runner.stage.index, microbatch
-        caller_inputs = self._cell_io.inputs.get(cell)
+        cell_io, cell = self._cell_io, (stage_runner.stage.index, microbatch)
+        caller_inputs = cell_io.inputs.get(cell)
         if caller_inputs is not None:
             received[OUTSIDE] = caller_inputs
-        payloads = stage_runner.forward(microbatch, received)
+        with self.forward_lock:
+            payloads = stage_runner.forward(microbatch, received)
         if OUTSIDE in payloads:
-            self._cell_io.outputs[cell] = payloads[OUTSIDE]
-            if self._cell_io.compute_output_gradients is not None:
-                self._cell_io.output_gradients[cell] = self._cell_io.compute_output_gradients(
+            cell_io.outputs[cell] = payloads[OUTSIDE]
+            if cell_io.loss is not None:
+                cell_io.output_gradients[cell] = cell_io.loss.compute_output_gradients(
                     microbatch, payloads[OUTSIDE]
                 )
         return payloads
 
+    def _recompute(
+        self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
+    ) -> dict[int, Payload]:
+        with self.forward_lock:
+            stage_runner.recompute(microbatch)
+        return {}
+
     def _backward(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
     ) -> dict[int, Payload]:
-        cell = stage_runner.stage.index, microbatch
-        output_gradients = self._collect_output_gradients(stage_runner, microbatch, received)
+        cell_io, cell = self._cell_io, (stage_runner.stage.index, microbatch)
+        if cell_io.loss is not None:
+            cell_io.loss.before_backward(stage_runner, microbatch)
+        output_gradients = {source: payload.tensors for source, payload in received.items()}
+        caller_grads = cell_io.output_gradients.get(cell)
+        if caller_grads is not None:
+            output_gradients[OUTSIDE] = caller_grads.tensors
         input_gradients = stage_runner.backward(microbatch, output_gradients, self.retain_graph)
         payloads = {source: Payload(tensors) for source, tensors in input_gradients.items()}
         if OUTSIDE in payloads:
-            self._cell_io.input_gradients[cell] = payloads[OUTSIDE]
+            cell_io.input_gradients[cell] = payloads[OUTSIDE]
         return payloads
 
-    def _collect_output_gradients(
-        self, stage_runner: StageRunner, microbatch: int, received: Mapping[int, Payload]
-    ) -> dict[int, Gradients]:
-        """Return the gradients of a cell's outputs, by the stage that they come from."""
-        if self._cell_io.before_backward is not None:
-            self._cell_io.before_backward(stage_runner, microbatch)
-        gradients = {source: payload.tensors for source, payload in received.items()}
-        caller_grads = self._cell_io.output_gradients.get((stage_runner.stage.index, microbatch))
-        if caller_grads is not None:
-            gradients[OUTSIDE] = caller_grads.tensors
-        return gradients
+    def _backward_weights(
+        self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
+    ) -> dict[int, Payload]:
+        stage_runner.backward_weights(microbatch)
+        return {}
+
+
+# How a worker computes each op: from the payloads that the action consumes to those it produces.
+_COMPUTATIONS: dict[
+    Op, Callable[[Worker, StageRunner, int, dict[int, Payload]], dict[int, Payload]]
+] = {
+    Op.F: Worker._forward,
+    Op.R: Worker._recompute,
+    Op.B: Worker._backward,
+    Op.I: Worker._backward,
+    Op.W: Worker._backward_weights,
+}

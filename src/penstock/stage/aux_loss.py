@@ -14,31 +14,33 @@ and differentiated; its gradient flows back along the same messages.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PenstockTypeError, RunError
-from penstock.stage.recompute import is_checkpointing, is_recomputing
-from penstock.stage.stage import OUTSIDE, Stage, StageFunction
+from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import are_checkpoint_hooks, get_saved_tensor_hooks, is_in_backward
 
-LossCallback = Callable[[Tensor], object]
+
+class AuxLossSink(Protocol):
+    """The receiver of the losses that layers add: a list, or an object that takes none."""
+
+    def append(self, loss: Tensor, /) -> None:
+        """Take one loss."""
 
 
 class _AuxLossState(threading.local):
     """The receiver of the losses that layers add in this thread, or None."""
 
     def __init__(self) -> None:
-        self.callback: LossCallback | None = None
+        self.sink: AuxLossSink | None = None
 
 
-_thread_state = _AuxLossState()
+thread_state = _AuxLossState()
 
 
 def add_loss(value: Tensor) -> None:
@@ -66,8 +68,8 @@ def add_loss(value: Tensor) -> None:
     _check_scalar(value)
     if _is_torch_checkpoint_recompute():
         return
-    if _thread_state.callback is not None:
-        _thread_state.callback(value.reshape(()))
+    if thread_state.sink is not None:
+        thread_state.sink.append(value.reshape(()))
     elif value.requires_grad and torch.is_grad_enabled():
         raise RunError(
             "a layer added a loss that nothing collects, so it would be lost. Train with "
@@ -91,24 +93,11 @@ def added_losses() -> Iterator[list[Tensor]]:
     tensor(0.5000)
     """
     losses: list[Tensor] = []
-    with collect_aux_losses(losses.append):
+    previous, thread_state.sink = thread_state.sink, losses
+    try:
         yield losses
-
-
-# A class and not a generator with @contextmanager, as every cell enters one and this is faster.
-class collect_aux_losses:  # noqa: N801
-    """A context manager that passes each `add_loss` of this thread to a callback."""
-
-    __slots__ = ("_callback", "_previous")
-
-    def __init__(self, callback: LossCallback) -> None:
-        self._callback = callback
-
-    def __enter__(self) -> None:
-        self._previous, _thread_state.callback = _thread_state.callback, self._callback
-
-    def __exit__(self, *_: object) -> None:
-        _thread_state.callback = self._previous
+    finally:
+        thread_state.sink = previous
 
 
 def _check_scalar(value: Any) -> None:
@@ -131,107 +120,46 @@ def _is_torch_checkpoint_recompute() -> bool:
 # ---- on the way to the last stage --------------------------------------------------------------
 
 
-class _CarriedLoss(NamedTuple):
-    """The sum of the losses that were added so far, sent along with the values of a message."""
+class CollectedLosses(list[Tensor]):
+    """The losses of one cell: those that its layers add, after those of earlier stages.
+
+    `merged_count` losses were taken out again, because they are part of the cell's loss.
+    """
+
+    merged_count = 0
+
+
+class CarriedLoss(NamedTuple):
+    """The sum of the losses that were added so far: the last value of a message that carries it."""
 
     loss: Tensor
 
 
-class AuxLossCounter:
-    """A check that recomputations of a stage add as many losses as its forwards did.
-
-    The value of an auxiliary loss comes from the forward, its gradient from the recomputation. A
-    layer that adds it in only one of the two would train on a loss that is not reported, or report
-    one that it does not train on.
-    """
-
-    def __init__(self) -> None:
-        # How many forwards that are not recomputed yet have added each number of losses. Cells are
-        # not distinguished: a recomputation needs any forward with the same number.
-        self._forward_counts: Counter[int] = Counter()
-
-    def count(self, aux_losses: Sequence[Tensor]) -> None:
-        """Count the losses of one forward or recomputation, and raise if they do not match.
-
-        Losses that arrived from earlier stages count, too.
-        """
-        self._forward_counts[len(aux_losses)] += is_checkpointing() - is_recomputing()
-        if self._forward_counts[len(aux_losses)] < 0:
-            raise RunError(
-                f"these layers added {len(aux_losses)} losses in their recomputation, but not in "
-                "their forward. Call penstock.add_loss in both; the loss counts only once."
-            )
-
-
-class AuxLossStageFunction:
-    """The computation of a stage that sends on the losses of its layers and of earlier stages."""
-
-    def __init__(self, compute: StageFunction) -> None:
-        self._compute, self._counter = compute, AuxLossCounter()
-
-    def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
-        """Run the stage, and append the sum of the losses to the values for one destination."""
-        inputs, losses = split_aux_losses(inputs)
-        with collect_aux_losses(losses.append):
-            outputs = self._compute(inputs)
-        self._counter.count(losses)
-        if not losses:
-            return outputs
-        dst = max(outputs)
-        assert dst != OUTSIDE, "the stage feeds no other stage"
-        return {**outputs, dst: (*outputs[dst], _CarriedLoss(sum_losses(losses)))}
-
-
-def block_aux_losses(stages: Sequence[Stage]) -> Sequence[Stage]:
-    """Return the stages for `pipe(x)`, in which `add_loss` raises or does nothing.
-
-    It raises if the loss would be missed: gradients are enabled, or the caller is inside
-    `added_losses`. Otherwise the loss is dropped.
-    """
-    callback = (
-        _reject_loss
-        if torch.is_grad_enabled() or _thread_state.callback is not None
-        else _drop_loss
-    )
-    return [
-        replace(stage, compute=_NoAuxLossStageFunction(stage.compute, callback)) for stage in stages
-    ]
-
-
-class _NoAuxLossStageFunction:
-    """The computation of a stage that does not send losses on, but calls a callback for each."""
-
-    def __init__(self, compute: StageFunction, callback: LossCallback) -> None:
-        self._compute, self._callback = compute, callback
-
-    def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
-        """Run the stage."""
-        with collect_aux_losses(self._callback):
-            return self._compute(inputs)
-
-
-def _drop_loss(loss: Tensor) -> None:
-    pass
-
-
-def _reject_loss(loss: Tensor) -> None:
-    raise RunError(
-        "a layer added a loss inside pipe(x), which computes no loss to add it to. Train with "
-        "pipe.step(x, target=y)."
-    )
-
-
-def split_aux_losses(
+def take_carried_losses(
     inputs: Mapping[int, tuple[Any, ...]],
-) -> tuple[Mapping[int, tuple[Any, ...]], list[Tensor]]:
+) -> tuple[dict[int, tuple[Any, ...]], CollectedLosses]:
     """Return the inputs of a stage without the carried losses, and these losses."""
-    losses = [v[-1].loss for v in inputs.values() if v and isinstance(v[-1], _CarriedLoss)]
-    if losses:
-        inputs = {
-            source: values[:-1] if isinstance(values[-1], _CarriedLoss) else values
-            for source, values in inputs.items()
-        }
-    return inputs, losses
+    losses, remaining = CollectedLosses(), {}
+    for source, values in inputs.items():
+        if values and type(values[-1]) is CarriedLoss:
+            *values, carried = values  # type: ignore[assignment]
+            losses.append(carried.loss)
+        remaining[source] = tuple(values)
+    return remaining, losses
+
+
+def carry_losses(
+    outputs: dict[int, tuple[Any, ...]], losses: Sequence[Tensor]
+) -> dict[int, tuple[Any, ...]]:
+    """Return the outputs of a stage with the sum of the losses for the last of its destinations.
+
+    The last stage returns it to the caller, in memory of its own.
+    """
+    destination = max(outputs)
+    total = sum_losses(losses)
+    if destination == OUTSIDE:
+        total = total.clone()
+    return {**outputs, destination: (*outputs[destination], CarriedLoss(total))}
 
 
 def sum_losses(losses: Sequence[Tensor]) -> Tensor:
@@ -240,3 +168,34 @@ def sum_losses(losses: Sequence[Tensor]) -> Tensor:
     for loss in losses[1:]:
         total = total + loss.to(total.device)
     return total
+
+
+# ---- in `pipe(x)` --------------------------------------------------------------------------------
+
+
+class _DroppingSink:
+    """A sink that drops every loss."""
+
+    def append(self, loss: Tensor) -> None:
+        """Do nothing."""
+
+
+class _RejectingSink:
+    """A sink that takes no loss."""
+
+    def append(self, loss: Tensor) -> None:
+        """Raise."""
+        raise RunError(
+            "a layer added a loss inside pipe(x), which computes no loss to add it to. Train with "
+            "pipe.step(x, target=y)."
+        )
+
+
+def select_forward_sink() -> AuxLossSink:
+    """Return the sink for `pipe(x)`.
+
+    It raises if a loss would be missed: gradients are enabled, or the caller is inside
+    `added_losses`. Otherwise it drops the loss.
+    """
+    is_missed = torch.is_grad_enabled() or thread_state.sink is not None
+    return _RejectingSink() if is_missed else _DroppingSink()

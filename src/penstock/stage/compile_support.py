@@ -20,7 +20,7 @@ from functools import cache, wraps
 from inspect import unwrap
 from threading import Lock
 from types import FunctionType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -92,22 +92,37 @@ def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[ob
     return Lock() if has_compiled_module(modules) else nullcontext()
 
 
-def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
-    """Return a method that runs as written, even if its caller is compiled as a whole.
+def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
+    """Mark a method so that the compiler does not trace into it, and return it.
 
-    `torch.compiler.disable` does this, but it imports the compiler. So the returned method calls it
-    only once the compiler is loaded.
+    It does its work in a function that `outside_compiler` returns.
     """
-    # The wrapped method, made by the first call that finds the compiler loaded.
-    disabled: list[Callable[P, R]] = []
+    mark_as_not_compilable(method)
+    return method
+
+
+# Functions, and the same functions with the compiler switched off.
+_disabled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs as written, even if its caller is compiled as a whole.
+
+    `torch.compiler.disable` does this, but it imports the compiler. So it is called only once the
+    compiler is loaded.
+    """
+    if not is_dynamo_loaded():
+        return function
+    if function not in _disabled_functions:
+        _disabled_functions[function] = torch.compiler.disable(function)
+    return _disabled_functions[function]
+
+
+def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method that runs as written, even if its caller is compiled as a whole."""
 
     @wraps(method)
     def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_dynamo_loaded():
-            return method(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(method))
-        return disabled[0](*args, **kwargs)
+        return outside_compiler(method)(*args, **kwargs)
 
-    mark_as_not_compilable(run_eagerly)
-    return run_eagerly
+    return not_compiled(run_eagerly)

@@ -23,13 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import RunError
-from penstock.stage.aux_loss import (
-    AuxLossCounter,
-    AuxLossStageFunction,
-    collect_aux_losses,
-    split_aux_losses,
-    sum_losses,
-)
+from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import get_legacy_reduction, pytree, unwrap_compiled
 
@@ -155,21 +149,18 @@ def append_loss(
     has_target: bool,
     return_outputs: bool,
 ) -> list[Stage]:
-    """Return the stages of a training step: the last one computes the loss, all add aux losses."""
+    """Return the stages of a training step: the last one computes the loss, too."""
     *others, last = stages
     with_loss = LossStageFunction(last.compute, loss_fn, target_counter, has_target, return_outputs)
-    return [
-        *(replace(stage, compute=AuxLossStageFunction(stage.compute)) for stage in others),
-        replace(last, compute=with_loss),
-    ]
+    return [*others, replace(last, compute=with_loss)]
 
 
 class LossStageFunction:
     """The computation of the last stage, followed by the loss.
 
     The caller (`OUTSIDE`) sends the target, after the batch if this is also the first stage. It
-    receives the loss, its `LossExtras`, and the sum of the auxiliary losses, as far as there are
-    any.
+    receives the loss and its `LossExtras`, if there are any. The stage runner appends the sum of
+    the auxiliary losses.
 
     Auxiliary losses are weighted by rows. If the loss returns a weight of its own, the sum of these
     weights is known only at the end of the step. The auxiliary losses are then added to the loss
@@ -186,30 +177,27 @@ class LossStageFunction:
     ) -> None:
         self._compute, self._loss_fn, self._target_counter = compute, loss_fn, target_counter
         self._has_target, self._return_outputs = has_target, return_outputs
-        self._aux_loss_counter = AuxLossCounter()
         # The beginning of error messages: who returned the loss.
         self._origin = "loss_fn returned" if loss_fn else "the model, without a loss_fn, returned"
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage and the loss. The loss takes the place of the output."""
         targets: tuple[Any, ...] = ()
-        inputs, aux_losses = split_aux_losses(inputs)
         if self._has_target:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        with collect_aux_losses(aux_losses.append):
-            outputs = self._compute(inputs)
-            (output,) = outputs[OUTSIDE]
-            result = (
-                self._loss_fn(output, *targets) if self._loss_fn else extract_model_loss(output)
-            )
-        self._aux_loss_counter.count(aux_losses)
+        outputs = self._compute(inputs)
+        (output,) = outputs[OUTSIDE]
+        result = self._loss_fn(output, *targets) if self._loss_fn else extract_model_loss(output)
         loss, extras = parse_loss(result, self._origin)
-        aux_loss = sum_losses(aux_losses).to(loss.device, copy=True) if aux_losses else None
         if extras.weight is not None:
             _zero_grad_if_weightless(output, extras.weight)
-            loss, aux_loss = loss if aux_loss is None else loss + aux_loss, None
+            aux_losses = thread_state.sink
+            if isinstance(aux_losses, CollectedLosses) and aux_losses:
+                loss = loss + sum_losses(aux_losses).to(loss.device)
+                aux_losses.merged_count = len(aux_losses)
+                aux_losses.clear()
         elif self._target_counter is not None and targets and isinstance(targets[0], Tensor):
             weight = self._target_counter(targets[0])
             extras = extras._replace(weight=weight)
@@ -219,8 +207,6 @@ class LossStageFunction:
                 _zero_grad_if_weightless(output, weight)
         if self._return_outputs:
             extras = extras._replace(output=(output,))
-        if aux_loss is not None:
-            return {**outputs, OUTSIDE: (loss, extras, aux_loss)}
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
 
 

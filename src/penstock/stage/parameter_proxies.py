@@ -66,7 +66,7 @@ class ProxyPool:
     def get_proxy(self, original: Any) -> Any:
         """Return the proxy of an object, or the object itself if it can be used directly."""
         if id(original) not in self.foreign_ids and not (
-            self._replace_hooked and _has_hooks(original)
+            self._replace_hooked and has_hooks(original)
         ):
             return original
         if id(original) not in self._proxies:
@@ -116,6 +116,9 @@ class ProxyPool:
         return copy
 
 
+NO_PROXIES = ProxyPool()  # replaces nothing, and so stays empty
+
+
 class _ProxySwap(NamedTuple):
     """An entry of a module's registry, and the proxy that replaces it."""
 
@@ -141,10 +144,10 @@ class StageProxies:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        pool: ProxyPool | None = None,
+        pool: ProxyPool = NO_PROXIES,
         shared_ids: Collection[int] = (),
     ) -> None:
-        self._pool = pool = ProxyPool() if pool is None else pool
+        self._pool = pool
         self.modules: list[nn.Module] = list(modules)
         self._swaps: list[_ProxySwap] = []
         self._shared_entries: list[tuple[dict[str, Any], str]] = []
@@ -233,7 +236,8 @@ def _iterate_registered(
                     yield registry, name, unwrap_proxy(member)
 
 
-def _has_hooks(value: Any) -> bool:
+def has_hooks(value: Any) -> bool:
+    """Return whether a value is a parameter with hooks on its gradient."""
     return bool(value._backward_hooks) and isinstance(value, nn.Parameter)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
@@ -131,7 +131,8 @@ def _storage_address(tensor: Tensor) -> int:
 
     For a sparse tensor it is the address of the values, for a DTensor that of the local shard.
     """
-    tensor = to_local(tensor)
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        tensor = to_local(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:

@@ -19,16 +19,23 @@ that does none of this runs without any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.stage.aux_loss import (
+    AuxLossSink,
+    CarriedLoss,
+    CollectedLosses,
+    carry_losses,
+    take_carried_losses,
+    thread_state,
+)
 from penstock.stage.caller_context import CallerContext
 from penstock.stage.cell_graph import CellGraph, Gradients, GraphInputs, find_gradient_edge
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
@@ -65,14 +72,6 @@ from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grad
 from penstock.stage.weight_grad_ops import WeightGradDeferral
 
 
-class SavedForBackward(Enum):
-    """The things that a forward may keep for its backward."""
-
-    GRAPH = auto()  # the autograd graph
-    INPUTS = auto()  # the inputs, for a recomputation that builds the graph
-    NOTHING = auto()
-
-
 @dataclass(slots=True)
 class _RecomputeInputs:
     """The inputs and buffers that a recomputation needs.
@@ -82,12 +81,14 @@ class _RecomputeInputs:
         payload_versions: The version counters of their tensors after the forward.
         written_buffers: Snapshots, from before the forward, of the buffers that it changed.
         unwritten_buffers: Snapshots of the other buffers, which must stay unchanged.
+        aux_loss_count: How many losses the forward has added, those of earlier stages included.
     """
 
     payloads: dict[int, Payload]
     payload_versions: list[int]
     written_buffers: list[BufferSnapshot]
     unwritten_buffers: list[BufferSnapshot]
+    aux_loss_count: int
 
 
 class StageRunner:
@@ -100,35 +101,40 @@ class StageRunner:
     Args:
         stage: The stage to run.
         context: The PyTorch state of the calling thread, under which the layers compute.
-        saved_for_backward: Returns what the forward of a micro-batch keeps.
-        has_weight_backward: Returns whether the backward of a micro-batch is split into I and W.
+        recomputed_cells: The cells (stage, micro-batch) whose forward keeps only its inputs. None:
+            there is no backward, and nothing is kept.
+        split_cells: The cells whose backward is split into I and W.
         is_tracked: Whether to raise if a layer uses a leaf tensor that is not a parameter. It would
             get no gradient through `pipe(x)` or in a captured step.
-        proxies: Proxies for parameters that the stage cannot use directly.
+        proxies: Proxies for parameters that the stage cannot use directly, or None.
+        aux_sink: Where `add_loss` of a layer goes. None: with the messages to the last stage.
     """
 
     def __init__(
         self,
         stage: Stage,
         context: CallerContext,
-        saved_for_backward: Callable[[int], SavedForBackward],
-        has_weight_backward: Callable[[int], bool] = lambda microbatch: False,
+        recomputed_cells: Collection[tuple[int, int]] | None = (),
+        split_cells: Collection[tuple[int, int]] = (),
         is_tracked: bool = False,
         proxies: StageProxies | None = None,
+        aux_sink: AuxLossSink | None = None,
     ) -> None:
         self.stage = stage
-        self._proxies = StageProxies(stage.modules()) if proxies is None else proxies
-        modules = self._proxies.modules
+        self._proxies, self._aux_sink = proxies, aux_sink
+        # A call in another thread may have put its proxies into the modules.
+        modules = (
+            [unwrap_proxy(m) if "_stands_for" in m.__dict__ else m for m in stage.modules()]
+            if proxies is None
+            else proxies.modules
+        )
         self.parameters = find_trainable_parameters(modules)
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
-        self._context, self._saved_for_backward, self._has_weight_backward = (
-            context,
-            saved_for_backward,
-            has_weight_backward,
-        )
+        self._context, self._recomputed_cells = context, recomputed_cells
+        self._split_cells = split_cells if recomputed_cells is not None else ()
         self._behavior = stage.behavior_for(modules)
         self._modules_with_buffers = [module for module in modules if module._buffers]
         # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
@@ -145,6 +151,8 @@ class StageRunner:
         self._pending_weight_grads: dict[int, list[PendingWeightGrad]] = {}
         # Indices of collected gradients that were allocated here, and may be added to in place.
         self._owned_sums: set[int] = set()
+        # How many losses the last forward or recomputation has added.
+        self._aux_loss_count = 0
 
     @property
     def has_drawn(self) -> bool:
@@ -163,19 +171,14 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
-        keep = self._saved_for_backward(microbatch)
-        if keep is SavedForBackward.INPUTS and not self._needs_backward(
-            p.needs_grad for p in input_payloads.values()
-        ):
-            # Nothing requires grad, so there is nothing to recompute. The graph is empty, and tells
-            # the next stages that the outputs need no gradient.
-            keep = SavedForBackward.GRAPH
         read_only = [payload for payload in input_payloads.values() if payload.shared]
         before = payload_versions(read_only) if read_only else []
-        if keep is SavedForBackward.GRAPH:
-            self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
-            output_payloads = build_payloads(outputs, is_in_graph)
-        elif keep is SavedForBackward.INPUTS:
+        if self._recomputed_cells is None:
+            outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
+            output_payloads = build_payloads(outputs, lambda tensor: False)
+        elif (self.stage.index, microbatch) in self._recomputed_cells and self._needs_backward(
+            p.needs_grad for p in input_payloads.values()
+        ):
             with torch.no_grad():
                 self._recompute_inputs[microbatch], outputs = self._forward_for_recompute(
                     microbatch, input_payloads
@@ -183,8 +186,10 @@ class StageRunner:
             # There is no graph yet to ask, so every floating-point output may need a gradient.
             output_payloads = build_payloads(outputs, is_differentiable)
         else:
-            outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
-            output_payloads = build_payloads(outputs, lambda tensor: False)
+            # Also for a recomputed cell in which nothing requires grad: the empty graph tells the
+            # next stages that the outputs need no gradient.
+            self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
+            output_payloads = build_payloads(outputs, is_in_graph)
         if read_only:
             check_unchanged(read_only, before)
         self._protect_outputs(output_payloads, outputs, read_only)
@@ -229,7 +234,8 @@ class StageRunner:
         tensors = [
             t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())
         ]
-        return storage_addresses([*tensors, *self._proxies.proxy_tensors])
+        proxies = () if self._proxies is None else self._proxies.proxy_tensors
+        return storage_addresses([*tensors, *proxies])
 
     def recompute(self, microbatch: int) -> None:
         """Build the graph of a cell whose forward kept only its inputs; otherwise do nothing.
@@ -266,6 +272,15 @@ class StageRunner:
             restore_buffers(self._modules_with_buffers, saved.written_buffers),
         ):
             self._graphs[microbatch], _ = self._build_graph(microbatch, inputs)
+        # The value of an auxiliary loss comes from the forward, its gradient from the
+        # recomputation. A layer that adds it in only one of the two would train on a loss that is
+        # not reported, or report one that it does not train on.
+        if self._aux_loss_count != saved.aux_loss_count:
+            raise RunError(
+                f"these layers added {self._aux_loss_count} losses in their recomputation, but "
+                f"{saved.aux_loss_count} in their forward. Call penstock.add_loss in both; the "
+                "loss counts only once."
+            )
         self._record_parameter_versions()
 
     def _record_parameter_versions(self) -> None:
@@ -306,7 +321,11 @@ class StageRunner:
         written = find_written(buffers, behavior.silent_writes)
         unwritten = exclude_written(buffers, written)
         return _RecomputeInputs(
-            saved_payloads, payload_versions(saved_payloads.values()), written, unwritten
+            saved_payloads,
+            payload_versions(saved_payloads.values()),
+            written,
+            unwritten,
+            self._aux_loss_count,
         ), flatten_outputs(outputs)
 
     def _build_graph(
@@ -328,9 +347,7 @@ class StageRunner:
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
         values = unpack_with_graph_inputs(input_payloads, graph_inputs.tensors)
-        outputs = flatten_outputs(
-            self._run_layers(microbatch, values, self._has_weight_backward(microbatch))
-        )
+        outputs = flatten_outputs(self._run_layers(microbatch, values))
         graph_inputs.tensors = ()  # the graph keeps those that its backward needs
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
@@ -343,33 +360,51 @@ class StageRunner:
         graph = CellGraph(roots, inputs_need_grad, graph_inputs)
         # Walking the graph is slow, so a stage is checked in one forward only.
         if self._is_tracked and not behavior.uses_only_parameters:
-            parameters = {*map(self._proxies.get_proxy, self.parameters)}
-            graph.check_leaves_are_parameters(parameters)
+            graph.check_leaves_are_parameters(set(self._used_parameters()))
             behavior.uses_only_parameters = True
         return graph, outputs
 
     @mark_cell_boundary
-    def _run_layers(
-        self, microbatch: int, values: NeighborValues, defer_weight_grads: bool = False
-    ) -> NeighborValues:
+    def _run_layers(self, microbatch: int, values: NeighborValues) -> NeighborValues:
         """Run the layers under everything that this cell needs: proxies, autocast, random numbers.
 
-        Parameter proxies are installed first: the deferral of weight gradients puts its own proxies
-        on top of them.
+        Losses that the layers add, and those of earlier stages, go on with the outputs.
         """
-        behavior, context = self._behavior, self._context
-        if (
-            not self.may_draw_random
-            and context.is_grad_mode_only
-            and not self._proxies
-            and not defer_weight_grads
-        ):
-            return self.stage.compute(values)
+        losses = CollectedLosses()
+        for source_values in values.values():
+            if source_values and type(source_values[-1]) is CarriedLoss:
+                values, losses = take_carried_losses(values)
+                break
+        previous_sink = thread_state.sink
+        thread_state.sink = losses if self._aux_sink is None else self._aux_sink
+        try:
+            if (
+                self.may_draw_random
+                or not self._context.is_grad_mode_only
+                or self._proxies is not None
+                or self._split_cells
+            ):
+                outputs = self._run_in_context(microbatch, values)
+            else:
+                outputs = self.stage.compute(values)
+        finally:
+            thread_state.sink = previous_sink
+        self._aux_loss_count = len(losses) + losses.merged_count
+        return carry_losses(outputs, losses) if losses else outputs
+
+    def _run_in_context(self, microbatch: int, values: NeighborValues) -> NeighborValues:
+        behavior, defers_weight_grads = (
+            self._behavior,
+            torch.is_grad_enabled() and (self.stage.index, microbatch) in self._split_cells,
+        )
         rng_mode: CellRngMode | None = None
         with ExitStack() as stack:
-            stack.enter_context(self._proxies.activate())
-            stack.enter_context(context.apply_for_forward())
-            if defer_weight_grads:
+            # Parameter proxies are installed first: the deferral of weight gradients puts its own
+            # proxies on top of them.
+            if self._proxies is not None:
+                stack.enter_context(self._proxies.activate())
+            stack.enter_context(self._context.apply_for_forward())
+            if defers_weight_grads:
                 self._pending_weight_grads[microbatch] = stack.enter_context(
                     self._weight_grad_deferral.activate()
                 )
@@ -404,8 +439,9 @@ class StageRunner:
         if self.collected_grads is None:
             self._check_loss_requires_grad(graph, gradients)
             return graph.backward_accumulate(gradients, retain_graph)
-        leaves = [self._proxies.get_proxy(parameter) for parameter in self.parameters]
-        input_grads, parameter_grads = graph.backward_collect(gradients, leaves, retain_graph)
+        input_grads, parameter_grads = graph.backward_collect(
+            gradients, self._used_parameters(), retain_graph
+        )
         for index, gradient in enumerate(parameter_grads):
             if gradient is not None:
                 self._add_collected_grad(index, gradient)
@@ -432,8 +468,17 @@ class StageRunner:
         These are the parameters, their proxies, and unregistered leaves of the graph. The proxies
         are listed by themselves: those whose gradient is left for W are not in the graph.
         """
-        proxies = map(self._proxies.get_proxy, self.parameters)
-        return [*self.parameters, *proxies, *self._graphs[microbatch].find_leaves()]
+        return [
+            *self.parameters,
+            *self._used_parameters(),
+            *self._graphs[microbatch].find_leaves(),
+        ]
+
+    def _used_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the layers compute with: proxies where there are any."""
+        if self._proxies is None:
+            return self.parameters
+        return [self._proxies.get_proxy(parameter) for parameter in self.parameters]
 
     def start_collecting_grads(self) -> None:
         """Let the next backwards sum parameter gradients in `collected_grads`, not in `.grad`."""
@@ -465,6 +510,9 @@ class StageRunner:
 def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that require grad, without duplicates."""
     parameters = [
-        unwrap_proxy(p) for module in modules for p in module._parameters.values() if p is not None
+        p if type(p) is nn.Parameter and "_stands_for" not in p.__dict__ else unwrap_proxy(p)
+        for module in modules
+        for p in module._parameters.values()
+        if p is not None
     ]
     return [p for p in dict.fromkeys(parameters) if p.requires_grad]

@@ -145,10 +145,10 @@ def test_trace_cache_is_bounded() -> None:
         torch.testing.assert_close(
             pipe(batch), torch.cat([model(piece) for piece in batch.chunk(2)])
         )
-    whole = pipe._placed_partition.partition.layout
+    whole = pipe._placed_partition.partition
     assert isinstance(whole, TracedPartition)
-    assert [len(ways) for ways in whole._trace_cache.values()] == [MAX_TRACES_PER_KEY] * len(
-        whole._trace_cache
+    assert [len(ways) for ways in whole._memory.cache.values()] == [MAX_TRACES_PER_KEY] * len(
+        whole._memory.cache
     )
 
 
@@ -271,3 +271,36 @@ class Supervised(Four):
 def test_list_shared_by_a_unit_and_the_model() -> None:
     """Stages had copies of the list, and the model read the old contents of its own."""
     assert_same(Supervised)
+
+
+class Noisy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.dropout(super().forward(x))
+
+
+class Again(nn.Module):
+    """A model whose first unit is its last one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Noisy(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(self.outer(self.inner(x)))
+
+
+def test_copy_of_a_shared_unit_follows_train_and_eval() -> None:
+    """The copy kept on applying dropout after `eval()`."""
+    torch.manual_seed(0)
+    model, x = Again(), torch.ones(6, 4)
+    pipe = Pipe(model, 2, stages=[1, 1, 1], example=x, runtime="inline")
+    with torch.no_grad():
+        for mode in (False, True, False):
+            pipe.train(mode)
+            alike = torch.allclose(pipe(x), model.eval()(x))
+            model.train(mode)
+            assert alike is not mode

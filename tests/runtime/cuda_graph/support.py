@@ -19,7 +19,7 @@ from penstock import Pipe
 from penstock.runtime import local_engine
 from penstock.runtime.cuda_graph import graph_cache
 from penstock.runtime.local_engine import LocalEngine
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.step import StepResult
 from tests.runtime.cuda_graph.emulated import EmulatedGraph
 
 

@@ -1,7 +1,7 @@
 """Build the stages of a traced model: decide what each stage owns, and give it the modules.
 
     TracedModel --assign_calls--> StageOwnership, TraceAssignment
-                --build_stages--> Stage (modules and a `StageForward`), TracedPartition
+                --build_partition--> Stage (modules and a `StageForward`), TracedPartition
 
 The layers of a `Stage` are the modules whose parameters and buffers it holds:
 
@@ -37,7 +37,10 @@ from penstock.model.traced.traced_partition import (
     StageOwnership,
     TraceCache,
     TracedPartition,
+    TraceMemory,
 )
+from penstock.model_summary import ModelSummary
+from penstock.schedules.ir import StageGraph
 from penstock.stage.stage import Stage
 
 
@@ -155,31 +158,39 @@ def _find_parameter_owners(
     return owners
 
 
-def build_stages(
+def build_partition(
     traced_model: TracedModel,
     ownership: StageOwnership,
     summary: CutSummary,
+    outline: ModelSummary,
     devices: Mapping[int, torch.device],
     local_model: LocalModel | None = None,
-) -> tuple[list[Stage], TracedPartition]:
+    remote_stages: Mapping[int, Stage] | None = None,
+) -> TracedPartition:
     """Build the stages of this process and the partition that they belong to.
 
     Args:
         traced_model: The model.
         ownership: What each stage owns, from `assign_calls`.
-        summary: The cut, for reports.
+        summary: The cut.
+        outline: The cut, for reports.
         devices: The devices of the stages to build.
         local_model: The part of the model that this process keeps, or None for the whole model.
+        remote_stages: The stages of other processes, by index.
     """
     parents = traced_model.find_parents() if local_model is None else local_model.parents
-    stages = build_draft_stages(traced_model, ownership, summary.assignment, devices, parents)
+    local_stages = build_draft_stages(traced_model, ownership, summary.assignment, devices, parents)
+    stages = {**(remote_stages or {}), **{stage.index: stage for stage in local_stages}}
     # Programs depend on the cut and on the devices, and on nothing else of a partition.
     key = summary.calls_per_stage, tuple(devices.items())
     # A process that keeps only a part of the model cannot share a cache with copies of the model.
-    trace_cache = (
+    cache = (
         OrderedDict() if local_model else traced_model.trace_caches.setdefault(key, OrderedDict())
     )
     partition = TracedPartition(
+        tuple(stages[index] for index in sorted(stages)),
+        StageGraph.chain(ownership.num_stages, summary.assignment.edges),
+        outline,
         traced_model.model,
         traced_model.units,
         parents,
@@ -187,12 +198,12 @@ def build_stages(
         devices,
         summary,
         local_model,
-        trace_cache,
+        TraceMemory(cache),
     )
     partition.add_example(
         traced_model.example, traced_model.trace, summary.assignment, traced_model.constants
     )
-    return stages, partition
+    return partition
 
 
 def build_draft_stages(

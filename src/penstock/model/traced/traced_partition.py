@@ -22,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CutError, RunError
+from penstock.errors import ArgumentError, CutError, RunError
+from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
+from penstock.model.partition import Partition
+from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.model.traced.assignment import (
     OwnerStages,
     TraceAssignment,
@@ -42,9 +45,10 @@ from penstock.model.traced.guards import (
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
 from penstock.model.traced.pytrees import IdentityKey, flatten
 from penstock.model.traced.stage_program import StageProgram, build_stage_program
-from penstock.model.traced.trace import Trace, UnitCall
+from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
+from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
 
 # ---- the summary of a cut, for reports -----------------------------------------------------------
@@ -157,14 +161,30 @@ class _CompiledTrace:
     programs: Mapping[int, StageProgram]
     loss_targets: LossTargets | None
     target_replay: TraceReplay  # computes the loss targets, if there are any
-    fingerprint: str  # of the assignment
+    fingerprint: str  # of the assignment, which all processes must agree on
 
 
 TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
 
 
 @dataclass
-class TracedPartition:
+class TraceMemory:
+    """The part of a traced partition that changes between calls.
+
+    Compiled traces refer to functions and tensors of one model, so a copy of the model starts with
+    an empty memory and traces again.
+    """
+
+    cache: TraceCache = field(default_factory=OrderedDict)
+    # The parents' children, parameters and buffers at the first check; see `check_unchanged`.
+    initial_members: list[Any] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[type[TraceMemory], tuple[()]]:
+        return TraceMemory, ()
+
+
+@dataclass(frozen=True, eq=False)
+class TracedPartition(Partition):
     """A traced model that has been cut into stages.
 
     Attributes:
@@ -184,13 +204,9 @@ class TracedPartition:
     devices: Mapping[int, torch.device]
     summary: CutSummary
     local_model: LocalModel | None = None
-    _trace_cache: TraceCache = field(default_factory=OrderedDict, repr=False)
-    # The parents' children, parameters and buffers at the first check; see `check_unchanged`.
-    _initial_members: list[Any] = field(default_factory=list, repr=False)
+    _memory: TraceMemory = field(default_factory=TraceMemory, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Compiled traces refer to functions and tensors of this model. A copy traces again.
-        return {**self.__dict__, "_trace_cache": OrderedDict(), "_initial_members": []}
+    needs_whole_batch = True  # the path of the forward may depend on any input
 
     def add_example(
         self,
@@ -201,13 +217,26 @@ class TracedPartition:
     ) -> None:
         """Put the trace of the example into the cache."""
         key, _, _ = self._make_cache_key(*example, self.read_settings())
-        if key not in self._trace_cache:
+        if key not in self._memory.cache:
             self._add_to_cache(key, trace, assignment, constants)
 
+    def named_roots(self) -> list[tuple[str, nn.Module]]:
+        """Return the model."""
+        return [("", self.model)]
+
     @property
+    def wrapper_modules(self) -> list[nn.Module]:
+        """The model itself, and the units of other processes."""
+        remote_units = () if self.local_model is None else self.local_model.remote_units
+        return [self.model, *(module for unit in remote_units for module in unit.modules())]
+
     def children(self) -> dict[str, nn.Module | None]:
-        """The direct children of the model, by name."""
+        """Return the direct children of the model, by name."""
         return dict(self.model._modules)
+
+    def root(self, model: nn.Module) -> nn.Module:
+        """Return the model, or the part of it that this process keeps."""
+        return self.model
 
     def read_settings(self) -> ModelSettings:
         """Return the current settings of the parents.
@@ -217,11 +246,7 @@ class TracedPartition:
         """
         return read_model_settings(self.parents.values())
 
-    def get_default_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments that the model needs in a pipe and the caller left out."""
-        return build_default_kwargs(self.model, inputs)
-
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
         """Raise if a unit, or a member of a parent, was replaced since the model was cut.
 
         The stages refer to the objects from then, and would silently ignore the new ones.
@@ -237,7 +262,7 @@ class TracedPartition:
                 )
         # The first call, when the pipe is built, takes the members to compare with.
         members = list(_iter_members(self.parents, self.ownership.buffer_writers))
-        initial = self._initial_members = self._initial_members or members
+        initial = self._memory.initial_members = self._memory.initial_members or members
         if len(members) == len(initial) and all(
             a is b for a, b in zip(members, initial, strict=True)
         ):
@@ -249,6 +274,85 @@ class TracedPartition:
             "the Pipe after the change, or change the tensor in place (copy_, load_state_dict)."
         )
 
+    def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
+        """Split a batch: trace each micro-batch, and give each stage the inputs that it uses."""
+        check_inputs(batch.inputs, batch.keyword_inputs.values(), devices.get(0))
+        default_inputs = build_default_kwargs(self.model, batch.keyword_inputs)
+        inputs, keyword_inputs = batch.inputs, {**default_inputs, **batch.keyword_inputs}
+        last_stage = len(self.stages) - 1
+        last_device = devices.get(last_stage)
+        target = tuple(move_to_device(value, last_device) for value in batch.target)
+        names = [*(f"input {index}" for index in range(len(inputs))), *keyword_inputs, "target"]
+        pieces, rows = scatter((*inputs, *keyword_inputs.values(), *target), batch.chunks, names)
+        settings, keywords_start = self.read_settings(), len(inputs)
+        keywords_end = keywords_start + len(keyword_inputs)
+        plans = [
+            self.trace_microbatch(
+                piece[:keywords_start],
+                dict(zip(keyword_inputs, piece[keywords_start:keywords_end], strict=True)),
+                settings,
+            )
+            for piece in pieces
+        ]
+        # Micro-batches of one batch may take different paths through the forward. The program is
+        # the same for all of them, so an edge that one micro-batch needs is an edge for all.
+        edges = sorted({edge for plan in plans for edge in plan.compiled.assignment.edges})
+        graph = StageGraph.chain(len(self.stages), edges)
+        by_stage = self._assign_inputs(plans, settings, graph, devices)
+        targets, target_counter = [piece[-1] for piece in pieces] if target else [], None
+        # Without a target, the model may compute the loss itself, from labels among its inputs.
+        model_targets = None if target else _find_model_targets(plans)
+        loss_shares: Sequence[float | Tensor] = ()
+        if not batch.uses_model_loss:
+            loss_shares = _compute_loss_shares(rows, model_targets, last_device)
+        elif model_targets is not None:
+            targets = [move_to_device(labels, last_device) for labels in model_targets[0]]
+            target_counter = model_targets[1]
+        has_target = bool(targets) and last_stage in by_stage
+        if has_target:
+            append_target(by_stage, last_stage, targets)
+        label_inputs: list[tuple[Any, ...]] = [()]
+        if not model_targets and not target:
+            label_inputs = [
+                tuple(value for name, value in zip(names, piece, strict=False) if "label" in name)
+                for piece in pieces
+            ]
+        return StageInputs(
+            by_stage,
+            rows,
+            len(pieces),
+            graph,
+            has_target,
+            " ".join(plan.compiled.fingerprint for plan in plans),
+            target_counter,
+            loss_shares,
+            label_inputs,
+        )
+
+    def _assign_inputs(
+        self,
+        plans: Sequence[TracedMicrobatch],
+        settings: ModelSettings,
+        graph: StageGraph,
+        devices: InputDevices,
+    ) -> dict[int, list[tuple[Any, ...]]]:
+        """Return a forward request and the tensors of the batch for each stage and micro-batch."""
+        destinations = {
+            stage: tuple(dst for src, dst in graph.edges if src == stage)
+            for stage in range(len(self.stages))
+        }
+        requests = [plan.make_forward_request(settings, destinations) for plan in plans]
+        by_stage: dict[int, list[tuple[Any, ...]]] = {}
+        for index, device in devices.items():
+            programs = [plan.compiled.programs[index] for plan in plans]
+            self.stages[index].may_draw_random |= any(p.uses_rng for p in programs)
+            self.stages[index].may_mutate_inputs |= any(p.mutates_inputs for p in programs)
+            by_stage[index] = [
+                (request, *(move_to_device(plan.tensors[i], device) for i in program.input_indices))
+                for request, plan, program in zip(requests, plans, programs, strict=True)
+            ]
+        return by_stage
+
     def trace_microbatch(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: ModelSettings
     ) -> TracedMicrobatch:
@@ -259,9 +363,9 @@ class TracedPartition:
         """
         key, leaves, spec = self._make_cache_key(args, kwargs, settings)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for compiled in self._trace_cache.get(key, ()):
+        for compiled in self._memory.cache.get(key, ()):
             if compiled.guards.matches(tensors):
-                self._trace_cache.move_to_end(key)
+                self._memory.cache.move_to_end(key)
                 return TracedMicrobatch(compiled, leaves, spec, tensors)
         try:
             trace, constants = trace_model(self.model, self.units, args, dict(kwargs), self._device)
@@ -338,11 +442,11 @@ class TracedPartition:
             fingerprint_assignment(assignment),
         )
         # The newest first: the next micro-batches are probably like this one.
-        traces = self._trace_cache.setdefault(key, [])
+        traces = self._memory.cache.setdefault(key, [])
         traces.insert(0, compiled)
         del traces[MAX_TRACES_PER_KEY:]
-        if len(self._trace_cache) > MAX_CACHE_KEYS:
-            self._trace_cache.popitem(last=False)
+        if len(self._memory.cache) > MAX_CACHE_KEYS:
+            self._memory.cache.popitem(last=False)
         return compiled
 
     def _get_buffer(self, name: str) -> Tensor:
@@ -361,11 +465,23 @@ class TracedPartition:
         assert buffer is not None
         return buffer
 
-    def apply_cast(self, cast_fn: TensorCast) -> None:
-        """Drop all traces, after the model was cast to another dtype."""
+    def refresh(self, cast: TensorCast) -> None:
+        """Drop all traces, and cast the tensors that are not in the pipe's children."""
         if self.local_model is not None:
-            self.local_model.apply_cast(cast_fn)
-        self._trace_cache, self._initial_members = OrderedDict(), []
+            self.local_model.apply_cast(cast)
+        # A new cache: pipes of copies of the model, which are not cast, may share the old one.
+        self._memory.cache, self._memory.initial_members = OrderedDict(), []
+        for index, device in self.devices.items():
+            stage_forward: Any = self.stages[index].compute  # a `StageForward`
+            stage_forward.refresh_buffers(device)
+
+    def check_stage_fn_allowed(self) -> None:
+        """Raise an ArgumentError: a stage runs a part of the model's own forward."""
+        raise ArgumentError(
+            "stage_fn wraps the layers of a Sequential, but here the stages are parts of one "
+            "forward. Wrap the model's blocks before you make the Pipe, as in fully_shard(block) "
+            "or block.compile()."
+        )
 
     def _make_cache_key(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: ModelSettings
@@ -374,6 +490,42 @@ class TracedPartition:
         leaves, spec = flatten((args, dict(kwargs)))
         leaf_keys = tuple([_make_leaf_key(leaf) for leaf in leaves])
         return (str(spec), leaf_keys, settings, read_torch_state()), leaves, spec
+
+    def describe_skips(self) -> list[str]:
+        """Return nothing: values that skip stages are part of the graph."""
+        return []
+
+    def describe_cut(self) -> dict[str, str]:
+        """Return the units of each stage, and a hash of the values that stages send."""
+        units = {
+            f"stage {stage.index}": ", ".join(name or "the model" for name in stage.names)
+            for stage in self.stages
+        }
+        sent_values = fingerprint_assignment(self.summary.assignment)
+        return {**units, "the values sent between stages": sent_values}
+
+    def find_unit_stages(self) -> dict[str, list[int]]:
+        """Return the stages of the calls of each unit, in the order of the calls."""
+        stages_by_unit: dict[str, list[int]] = {}
+        for call, stage in self.ownership.call_stages.items():
+            stages_by_unit.setdefault(call.unit, []).append(stage)
+        return stages_by_unit
+
+    def find_function_stages(self) -> dict[Any, list[int | None]]:
+        """Return the stages of the operations between units, by function."""
+        function_stages: dict[Any, list[int | None]] = {}
+        assignment = self.summary.assignment
+        for index, node in enumerate(assignment.trace.nodes):
+            if node.kind is not NodeKind.UNIT:
+                stage = assignment.node_stages.get(index)
+                function_stages.setdefault(node.func, []).append(stage)
+        return function_stages
+
+    def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return how many targets count in the model's own loss, or None if that is not known."""
+        plan = self.trace_microbatch(args, kwargs, self.read_settings())
+        loss_targets = plan.compute_loss_targets()
+        return None if loss_targets is None else loss_targets[1](loss_targets[0])
 
 
 @dataclass(frozen=True)
@@ -384,16 +536,6 @@ class TracedMicrobatch:
     leaves: list[Any]
     tree_spec: Any
     tensors: Sequence[Tensor]
-
-    @property
-    def edges(self) -> list[tuple[int, int]]:
-        """The pairs of stages (source, destination) between which values are sent."""
-        return self.compiled.assignment.edges
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the assignment, which all processes must agree on."""
-        return self.compiled.fingerprint
 
     def compute_loss_targets(self) -> tuple[Tensor, TargetCounter] | None:
         """Return the targets of the model's own loss and a counter of those that count.
@@ -422,17 +564,33 @@ class TracedMicrobatch:
             self.compiled.programs, plain_leaves, positions, self.tree_spec, settings, destinations
         )
 
-    def uses_rng(self, stage: int) -> bool:
-        """Return whether a stage draws random numbers between units."""
-        return self.compiled.programs[stage].uses_rng
 
-    def mutates_inputs(self, stage: int) -> bool:
-        """Return whether a stage changes a received tensor or one of the batch in place."""
-        return self.compiled.programs[stage].mutates_inputs
+def _compute_loss_shares(
+    rows: MicrobatchRows,
+    model_targets: tuple[list[Tensor], TargetCounter] | None,
+    device: torch.device | None,
+) -> Sequence[float | Tensor]:
+    """Return the weight of each micro-batch in the model's own loss: by counted targets or rows."""
+    if model_targets is None:
+        return rows.fractions()
+    counts = torch.stack([model_targets[1](target) for target in model_targets[0]])
+    return list((counts / counts.sum()).to(device).unbind())
 
-    def select_inputs(self, stage: int) -> list[Tensor]:
-        """Return the tensors of the batch that a stage takes."""
-        return [self.tensors[index] for index in self.compiled.programs[stage].input_indices]
+
+def _find_model_targets(
+    microbatch_plans: Sequence[TracedMicrobatch],
+) -> tuple[list[Tensor], TargetCounter] | None:
+    """Return the targets of the model's own loss and their counter.
+
+    Return None unless every micro-batch has such targets and counts them in the same way.
+    """
+    pairs = [pair for plan in microbatch_plans if (pair := plan.compute_loss_targets()) is not None]
+    if (
+        len(pairs) < len(microbatch_plans)
+        or len({counter.ignore_index for _, counter in pairs}) > 1
+    ):
+        return None
+    return [target for target, _ in pairs], pairs[0][1]
 
 
 def _iter_members(

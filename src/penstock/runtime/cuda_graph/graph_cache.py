@@ -49,6 +49,7 @@ from penstock.runtime.cuda_graph.grad_buffers import (
 )
 from penstock.runtime.cuda_graph.graph_key import (
     GraphKey,
+    PreparedStep,
     StepModules,
     build_graph_key,
     check_optimizer_numbers_unchanged,
@@ -67,8 +68,7 @@ from penstock.runtime.cuda_graph.recorded_graph import (
 from penstock.runtime.cuda_graph.static_inputs import FlatInputs, StaticInputs, flatten_inputs
 from penstock.runtime.execution import CaptureOverrides, LaneExecutor, MeasuredRun
 from penstock.runtime.inline import InlineExecutor
-from penstock.runtime.step_request import PreparedStep
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.step import StepResult
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import TimedAction
 from penstock.schedules.timeline import Timeline
@@ -370,7 +370,9 @@ class GraphCache:
         # they hold numbers that occur, not uninitialised memory.
         static_inputs.copy_from(inputs.tensors)
         bound_inputs, loss_scale = static_inputs.bind(prepared.stage_inputs, inputs)
-        static_step = PreparedStep(prepared.options, prepared.request, bound_inputs, loss_scale)
+        # Without the batch of the first capture, which the graph would keep alive.
+        request = replace(prepared.request, inputs=(), keyword_inputs={}, target=())
+        static_step = PreparedStep(request, bound_inputs, loss_scale)
         modules = step_modules.modules
         # Parameters without a gradient in the first step have no buffer. If the capture gives them
         # one, it is an error, and `.grad` goes back to what it was.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.partition import Partition
+from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.cuda_graph.fingerprint import (
     CachedHash,
@@ -34,9 +35,18 @@ from penstock.runtime.cuda_graph.fingerprint import (
     fingerprint_tensors_and_hooks,
 )
 from penstock.runtime.cuda_graph.static_inputs import FlatInputs
-from penstock.runtime.step_request import PreparedStep
+from penstock.runtime.request import Request
 from penstock.stage.caller_context import CallerContext
 from penstock.torch_compat import get_global_hook_ids
+
+
+class PreparedStep(NamedTuple):
+    """A step whose batch is split. Its gradients are multiplied by `loss_scale`."""
+
+    request: Request
+    stage_inputs: StageInputs
+    loss_scale: Tensor | None
+
 
 # ---- the modules of a step ------------------------------------------------------------------
 
@@ -140,7 +150,7 @@ def build_graph_key(
     device_types: frozenset[str],
 ) -> GraphKey:
     """Return the key of one step. Raise `CaptureError` under modes that no replay can follow."""
-    options, request, stage_inputs = prepared.options, prepared.request, prepared.stage_inputs
+    request, stage_inputs = prepared.request, prepared.stage_inputs
     context = CallerContext.current(device_types)
     if context.inference_mode:
         raise CaptureError("it runs under torch.inference_mode. Use torch.no_grad instead")
@@ -151,7 +161,7 @@ def build_graph_key(
         )
     fingerprint = Fingerprinter()
     request_facts = (
-        (options.chunks, options.checkpoint, options.training, options.reduction),
+        (request.chunks, request.checkpoint, request.training, request.reduction),
         (fingerprint(request.loss_fn), request.return_outputs, request.scaler is None),
         _fingerprint_optimizer(request.optimizer, step_modules.parameters, fingerprint),
         (context, torch.get_default_dtype(), *get_global_hook_ids()),

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.model.stage_inputs import InputsByStage, StageInputs
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
-from penstock.runtime.stage_inputs import InputsByStage, StageInputs
 from penstock.torch_compat import foreach_copy_, pytree
 
 # shape, stride, dtype, device, requires_grad

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,13 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.microbatch import Chunk, MicrobatchRows, NoChunk
 from penstock.model.placement import PlacedPartition
-from penstock.model.traced.traced_partition import TracedPartition
-from penstock.runtime.autograd_call import Cell, build_input_payloads, collect_tensors_by_cell
+from penstock.model.stage_inputs import (
+    Cell,
+    InputsByStage,
+    StageInputs,
+    build_input_payloads,
+    collect_tensors_by_cell,
+)
 from penstock.runtime.distributed.channels import CallCacheEntry, ProcessTransport
 from penstock.runtime.distributed.control_channel import (
     ControlChannel,
@@ -35,8 +40,7 @@ from penstock.runtime.distributed.control_channel import (
 )
 from penstock.runtime.distributed.payload_codec import WireTensorSpec
 from penstock.runtime.distributed.process_groups import ProcessGroups
-from penstock.runtime.stage_inputs import Batch, InputsByStage, StageInputs, build_stage_inputs
-from penstock.runtime.step_request import CallOptions
+from penstock.runtime.request import Request
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from penstock.stage.rng import peek_seed
@@ -58,48 +62,48 @@ class DataPolicy:
 # -------------------------------------------------------------------------------------------------
 
 
-def collect_call_facts(options: CallOptions, **extra_facts: object) -> RankFacts:
-    """Return the facts that must be equal on every rank and do not depend on the batch."""
+def collect_call_facts(request: Request, **extra_facts: object) -> RankFacts:
+    """Return the facts that must be equal on every rank and do not depend on the request."""
     contexts = [
         f"{kind} {torch.get_autocast_dtype(kind)}"
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
     return {
-        "chunks": str(options.chunks),
-        "checkpoint": options.checkpoint,
-        "training mode": str(options.training),
+        "chunks": str(request.chunks),
+        "checkpoint": request.checkpoint,
+        "training mode": str(request.training),
         "gradients": str(torch.is_grad_enabled()),
         "autocast": ", ".join(contexts) or "none",
         **{name: str(value) for name, value in extra_facts.items()},
     }
 
 
-def collect_batch_facts(batch: Batch) -> RankFacts:
-    """Return the dtypes, shapes and plain values of a batch."""
+def collect_batch_facts(request: Request) -> RankFacts:
+    """Return the dtypes, shapes and plain values of a request."""
     return {
-        "inputs": _describe_value(batch.inputs),
+        "inputs": _describe_value(request.inputs),
         **{
             f"input {name!r}": _describe_value(value)
-            for name, value in batch.keyword_inputs.items()
+            for name, value in request.keyword_inputs.items()
         },
-        "target": _describe_value(batch.target),
+        "target": _describe_value(request.target),
     }
 
 
-def collect_batch_tensors(batch: Batch) -> list[Tensor]:
+def collect_batch_tensors(request: Request) -> list[Tensor]:
     """Return all tensors of a batch: inputs, keyword inputs and targets."""
-    leaves = pytree.tree_leaves([batch.inputs, dict(batch.keyword_inputs), batch.target])
+    leaves = pytree.tree_leaves([request.inputs, dict(request.keyword_inputs), request.target])
     unwrapped = (leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf for leaf in leaves)
     return [leaf for leaf in unwrapped if isinstance(leaf, Tensor)]
 
 
-def describe_batch_strides(batch: Batch) -> str:
-    """Return the strides of all tensors of a batch.
+def describe_batch_strides(request: Request) -> str:
+    """Return the strides of all tensors of a request.
 
     They belong to the cache key: messages keep strides, and equal shapes may have different ones.
     """
-    return str([tensor.stride() for tensor in collect_batch_tensors(batch)])
+    return str([tensor.stride() for tensor in collect_batch_tensors(request)])
 
 
 def describe_module_flags(modules: Iterable[nn.Module]) -> str:
@@ -189,16 +193,21 @@ class CallSetup:
             placed_partition,
             data_policy,
         )
-        self._is_traced = isinstance(placed_partition.partition.layout, TracedPartition)
+        self._partition = placed_partition.partition
         self._data_rank = placed_partition.placement[0]
+        # Inputs of remote stages are sent from host memory.
+        self._input_devices = placed_partition.stage_devices
+        if self.scatters_inputs:
+            host = dict.fromkeys(range(len(placed_partition.placement)), torch.device("cpu"))
+            self._input_devices = {**host, **placed_partition.stage_devices}
 
     @property
     def scatters_inputs(self) -> bool:
-        """Whether the data rank sends each stage its part of the batch."""
-        return self._data_policy.data == "first" and not self._is_traced
+        """Whether the data rank sends each stage its part of the request."""
+        return self._data_policy.data == "first" and not self._partition.needs_whole_batch
 
     def prepare_call(
-        self, call_name: str, options: CallOptions, batch: Batch, facts: RankFacts, local_state: str
+        self, call_name: str, request: Request, facts: RankFacts, local_state: str
     ) -> AgreedCall:
         """Raise RemoteError unless all ranks make the same call. Return the inputs of this rank.
 
@@ -207,7 +216,7 @@ class CallSetup:
         modules = [m for stage in self._placed_partition.local_stages for m in stage.modules()]
         local_state += describe_module_flags(modules)
         if self.scatters_inputs:
-            return self._prepare_scattered_call(call_name, options, batch, facts, local_state)
+            return self._prepare_scattered_call(call_name, request, facts, local_state)
         general_facts, seed = facts, peek_seed()
         if self._data_policy.data == "first":
             # Compare the general facts first: a rank that makes another call would not take part
@@ -215,29 +224,27 @@ class CallSetup:
             seed = check_ranks_agree(
                 self._groups.pipeline_channel, call_name, facts, local_state=local_state, seed=seed
             ).seed
-            batch = broadcast_batch(
-                self._groups.pipeline_channel, self._data_rank, batch, f"the data of {call_name}"
+            request = broadcast_batch(
+                self._groups.pipeline_channel, self._data_rank, request, f"the data of {call_name}"
             )
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, options.chunks, batch, self._input_device
-        )
-        if self._is_traced and self._data_policy.data == "first":
+        stage_inputs = self._partition.build_stage_inputs(request, self._input_devices)
+        if self._data_policy.data == "first":
             self._check_input_gradients(stage_inputs)
-        facts = {**facts, **collect_batch_facts(batch)}
+        facts = {**facts, **collect_batch_facts(request)}
         if stage_inputs.assignment_digest:
             facts["the division of the forward"] = stage_inputs.assignment_digest
-        samples = sample_tensors(collect_batch_tensors(batch))
+        samples = sample_tensors(collect_batch_tensors(request))
         agreement = check_ranks_agree(
             self._groups.pipeline_channel,
             call_name,
             facts,
             samples,
-            local_state + describe_batch_strides(batch),
+            local_state + describe_batch_strides(request),
             seed,
         )
         cache_entry, is_first_call = self._find_cache_entry(agreement.cache_key)
         announcement = BatchAnnouncement.from_stage_inputs(
-            stage_inputs, bool(batch.target) or stage_inputs.target_count is not None
+            stage_inputs, bool(request.target) or stage_inputs.target_count is not None
         )
         return AgreedCall(
             stage_inputs,
@@ -250,7 +257,7 @@ class CallSetup:
         )
 
     def _prepare_scattered_call(
-        self, call_name: str, options: CallOptions, batch: Batch, facts: RankFacts, local_state: str
+        self, call_name: str, request: Request, facts: RankFacts, local_state: str
     ) -> AgreedCall:
         """Prepare a call in which only the data rank splits the batch and announces its sizes.
 
@@ -258,13 +265,11 @@ class CallSetup:
         about the batch are local state of the data rank, so they are part of that key.
         """
         stage_inputs, text = None, None
-        local_state += describe_batch_strides(batch)
+        local_state += describe_batch_strides(request)
         if self._data_rank == self._groups.rank:
-            stage_inputs = build_stage_inputs(
-                self._placed_partition.partition, options.chunks, batch, self._input_device
-            )
-            local_state += str(collect_batch_facts(batch))
-            text = BatchAnnouncement.from_stage_inputs(stage_inputs, bool(batch.target)).to_json()
+            stage_inputs = self._partition.build_stage_inputs(request, self._input_devices)
+            local_state += str(collect_batch_facts(request))
+            text = BatchAnnouncement.from_stage_inputs(stage_inputs, bool(request.target)).to_json()
         agreement = check_ranks_agree(
             self._groups.pipeline_channel, call_name, facts, None, local_state, peek_seed()
         )
@@ -275,9 +280,8 @@ class CallSetup:
             )
             cache_entry.batch_announcement = announced_text
         announcement = BatchAnnouncement.from_json(cache_entry.batch_announcement)
-        graph = self._placed_partition.partition.graph
         stage_inputs = stage_inputs or StageInputs(
-            {}, announcement.rows, announcement.chunks, graph
+            {}, announcement.rows, announcement.chunks, self._partition.graph
         )
         return AgreedCall(
             stage_inputs,
@@ -298,15 +302,6 @@ class CallSetup:
         always_sent = self._data_policy.shapes == "sent"
         return CallCacheEntry() if always_sent else cached, not cached.is_complete
 
-    def _input_device(self, stage: int) -> torch.device | None:
-        """Return the device for the inputs of a stage. None leaves them where they are.
-
-        Inputs of remote stages are sent from host memory.
-        """
-        if self._placed_partition.is_local(stage):
-            return self._groups.device.device
-        return torch.device("cpu") if self.scatters_inputs else None
-
     def _check_input_gradients(self, stage_inputs: StageInputs) -> None:
         """Raise if an input on another rank than the data rank requires grad.
 
@@ -323,9 +318,9 @@ class CallSetup:
 
 
 def broadcast_batch(
-    channel: ControlChannel, source_rank: int, batch: Batch, description: str
-) -> Batch:
-    """Return the batch of one rank on every rank, with its markers and requires_grad flags.
+    channel: ControlChannel, source_rank: int, request: Request, description: str
+) -> Request:
+    """Return the request with the batch of one rank, its markers and its requires_grad flags.
 
     `broadcast_value` sends tensors and plain values only. So the Chunk and NoChunk wrappers are
     taken off and sent as a list of markers.
@@ -342,19 +337,19 @@ def broadcast_batch(
             return value
 
         values = pytree.tree_map(
-            unwrap_leaf, (batch.inputs, dict(batch.keyword_inputs), batch.target)
+            unwrap_leaf, (request.inputs, dict(request.keyword_inputs), request.target)
         )
         message = [values, markers, requires_grad]
     values, markers, requires_grad = channel.broadcast_value(source_rank, message, description)
     if channel.rank == source_rank:
-        return batch
+        return request
     leaves, spec = pytree.tree_flatten(values)
     restored = [
         _restore_leaf(*fields) for fields in zip(leaves, markers, requires_grad, strict=True)
     ]
     inputs, keyword_inputs, target = pytree.tree_unflatten(restored, spec)
     assert isinstance(keyword_inputs, Mapping)
-    return Batch(inputs, keyword_inputs, target, batch.uses_model_loss)
+    return replace(request, inputs=inputs, keyword_inputs=keyword_inputs, target=target)
 
 
 def _get_chunk_marker(leaf: Any) -> Any:
@@ -409,7 +404,7 @@ def receive_inputs(
 
     Every rank but the data rank calls this. All receives are posted before the first wait.
     """
-    local_cells = [cell for cell in cells if placed_partition.is_local(cell[0])]
+    local_cells = [cell for cell in cells if cell[0] in placed_partition.stage_devices]
     waits: list[Callable[[], Payload]] = [
         transport.recv_from(placed_partition.placement[0], Message(OUTSIDE, *cell))
         for cell in local_cells

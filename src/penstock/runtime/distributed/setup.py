@@ -27,14 +27,12 @@ from penstock.errors import ArgumentError
 from penstock.model.placement import PlacedPartition, ProcessContext
 from penstock.model.sequential import is_plain_sequential
 from penstock.model.tied import TiedTensor
-from penstock.model.traced.assignment import fingerprint_assignment
-from penstock.model.traced.traced_partition import TracedPartition
 from penstock.runtime.distributed.call_setup import DataPolicy, collect_call_facts
 from penstock.runtime.distributed.control_channel import check_ranks_agree
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
-from penstock.runtime.distributed.tied_weights import broadcast_tied_weights
 from penstock.runtime.distributed.topology import Topology
-from penstock.runtime.step_request import CallOptions
+from penstock.runtime.request import Request
+from penstock.runtime.tied_gradients import broadcast_tied_weights
 from penstock.torch_compat import TORCH_VERSION
 
 
@@ -103,25 +101,10 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
     return {name: f"{type(layer).__name__} {_hash_layer(layer)}" for name, layer in layers.items()}
 
 
-def _describe_stages(placed_partition: PlacedPartition) -> dict[str, str]:
-    """Return the facts that describe how a traced model is divided. Empty for a Sequential."""
-    traced = placed_partition.partition.layout
-    if not isinstance(traced, TracedPartition):
-        return {}
-    units_by_stage = {
-        f"stage {stage.index}": ", ".join(name or "the model" for name in stage.names)
-        for stage in placed_partition.partition.stages
-    }
-    return {
-        **units_by_stage,
-        "the values sent between stages": fingerprint_assignment(traced.summary.assignment),
-    }
-
-
 def check_same_pipe(
     groups: ProcessGroups,
     call_name: str,
-    options: CallOptions,
+    request: Request,
     data_policy: DataPolicy,
     placed_partition: PlacedPartition,
     extra_facts: Mapping[str, str],
@@ -130,8 +113,8 @@ def check_same_pipe(
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": TORCH_VERSION.split("+")[0],
-        **collect_call_facts(options, **asdict(data_policy)),
-        **_describe_stages(placed_partition),
+        **collect_call_facts(request, **asdict(data_policy)),
+        **placed_partition.partition.describe_cut(),
         **extra_facts,
     }
     check_ranks_agree(groups.pipeline_channel, call_name, facts)

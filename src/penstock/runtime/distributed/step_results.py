@@ -28,8 +28,12 @@ from penstock.runtime.distributed.control_channel import (
     hash_facts,
 )
 from penstock.runtime.execution import Execution, build_measured_timeline, compute_span_seconds
-from penstock.runtime.loss_accumulator import LossAccumulator, PreviousGradients, ReplicaShare
-from penstock.runtime.train_step import combine_metrics
+from penstock.runtime.loss_accumulator import (
+    LossAccumulator,
+    PreviousGradients,
+    ReplicaShare,
+    combine_metrics,
+)
 from penstock.schedules.ir import Program
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
@@ -67,6 +71,19 @@ class GlobalResult:
     used_rng: bool
     has_outputs: bool
     timings: GatheredTimings
+    averaged_replicas: int = 1  # how many replicas the pipe averages gradients over
+
+    @property
+    def input_gradient_factor(self) -> Tensor | None:
+        """The factor for gradients of inputs, which are not averaged over replicas.
+
+        Gradients of a step are scaled so that their mean over replicas is right. An input belongs
+        to one replica, so its gradient is divided by the number of replicas here.
+        """
+        if self.averaged_replicas == 1:
+            return self.rescale_factor
+        factor = torch.ones(()).double() if self.rescale_factor is None else self.rescale_factor
+        return factor / self.averaged_replicas
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,11 @@ class GatheredTimings:
 
 
 def all_gather_results(
-    channel: ControlChannel, program: Program, execution: Execution, rank_result: RankResult
+    channel: ControlChannel,
+    program: Program,
+    execution: Execution,
+    rank_result: RankResult,
+    averaged_replicas: int = 1,
 ) -> GlobalResult:
     """Send the results of this rank to all ranks of the pipeline, and return those of all.
 
@@ -121,6 +142,7 @@ def all_gather_results(
         any(row[3] for row in rows),
         bool(last_row[4]),
         GatheredTimings(program, [row[_HEADER_LENGTH:] for row in rows]),
+        averaged_replicas,
     )
 
 
@@ -321,7 +343,7 @@ class DistributedLossAccumulator:
     def finish_gradients(self, rescale_factor: Tensor | None) -> None:
         """Multiply the gradients of this step by the factor and add them to the earlier ones."""
         if self.accumulator is not None:
-            self.accumulator.finish_gradients()
+            self.accumulator.finish_gradients(self.accumulator.rescale_factor)
         elif self._previous_gradients is not None:
             self._previous_gradients.add_rescaled(
                 torch.ones(()) if rescale_factor is None else rescale_factor

@@ -27,18 +27,16 @@ from penstock import (
     stash,
 )
 from penstock.microbatch import MicrobatchRows
-from penstock.runtime.stage_inputs import Batch, build_stage_inputs
+from penstock.model.stage_inputs import Batch
 from penstock.runtime.transport import Mailbox
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from tests.support import (
     CHECKPOINTS,
-    SCHEDULES,
     closely,
     each_checkpoint,
     each_door,
     each_runtime,
-    each_schedule,
 )
 
 
@@ -161,21 +159,6 @@ def test_side_inputs_match_the_unsplit_model(
             model.zero_grad()
             pipe.zero_grad()
             compare(pipe, model, door, rows, learns)
-
-
-@each_schedule
-def test_side_inputs_under_every_schedule(schedule: str) -> None:
-    model = network()
-    devices = ["cpu"] * (6 // SCHEDULES[schedule])
-    pipe = Pipe(
-        copy.deepcopy(model),
-        6,
-        stages=6,
-        devices=devices,
-        schedule=schedule,
-        loss_fn=functional.mse_loss,
-    )
-    compare(pipe, model, "step", 12, learns=True)
 
 
 def test_side_inputs_of_a_plain_sequential() -> None:
@@ -314,12 +297,11 @@ def test_stage_inputs_are_moved_once_per_device() -> None:
     """An input is moved once per device and shared by the stages on it."""
     split = Pipe(network(), 2, stages=6)._placed_partition
     here = split.devices[0]
-    split = replace(split, devices=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
+    split = replace(split, devices={0: here, 1: Elsewhere()}, placement=(0, 1, 1, 0, 1, 0))  # type: ignore[dict-item]
     x, mask = real(4, 4), real(4, 1)
     named = {"mask": mask, "positions": torch.arange(4)}
-    stage_inputs = build_stage_inputs(
-        split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.stage_device(stage).device
-    )
+    batch = Batch((x,), named, (x,), chunks=2)
+    stage_inputs = split.partition.build_stage_inputs(batch, split.stage_devices)
     sizes = {stage: len(values[0]) for stage, values in stage_inputs.by_stage.items()}
     assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}
     side = {stage: stage_inputs.by_stage[stage][1][-1].values for stage in (0, 1, 2, 4)}

@@ -1,0 +1,191 @@
+"""The arguments of one call of a pipe, and the inputs of each stage that they are split into.
+
+    model         positional inputs         keyword inputs                    target
+    Sequential    the first stage           every stage with a layer that     the last stage
+                                            takes an input of that name
+    traced        every stage whose part    every stage whose part of the     the last stage
+                  of the forward uses it    forward uses it
+
+Each tensor goes straight to the device of the stage that uses it, not from stage to stage.
+`Partition.build_stage_inputs` does this for both kinds of models.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.microbatch import MicrobatchRows, gather
+from penstock.schedules.ir import StageGraph
+from penstock.stage.loss import LossReduction, TargetCounter, extract_model_loss
+from penstock.stage.payload import Payload, flatten_values
+from penstock.torch_compat import pytree
+
+# For each stage, the input values of each micro-batch.
+InputsByStage = Mapping[int, list[tuple[Any, ...]]]
+Cell = tuple[int, int]  # stage, micro-batch
+# The devices of the stages whose inputs this process supplies, by stage.
+InputDevices = Mapping[int, torch.device]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of one call of a pipe.
+
+    Attributes:
+        inputs: The positional inputs of the model.
+        keyword_inputs: The inputs by name.
+        target: The target in a tuple, or an empty tuple.
+        chunks: The number of micro-batches to split it into.
+        uses_model_loss: Whether this is a step whose loss the model computes itself.
+    """
+
+    inputs: tuple[Any, ...]
+    keyword_inputs: Mapping[str, Any] = field(default_factory=dict)
+    target: tuple[Any, ...] = ()
+    chunks: int = 1
+    uses_model_loss: bool = False
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """The inputs of each stage from outside the pipe, split into micro-batches."""
+
+    by_stage: InputsByStage
+    rows: MicrobatchRows
+    chunks: int
+    # which stage sends to which in this call
+    graph: StageGraph
+    # whether the last input of the last stage is the target
+    has_target: bool = False
+    # a digest of how a traced forward was assigned to stages; ranks compare it
+    assignment_digest: str = ""
+    # how the model's own loss counts its targets, if that is known
+    target_count: TargetCounter | None = None
+    # the weights of the micro-batches in the model's own loss, for `pipe(x)`
+    loss_shares: Sequence[float | Tensor] = ()
+    # inputs with "label" in their names, if it is not known how the model's own loss counts them
+    label_inputs: Sequence[tuple[Any, ...]] = ()
+    # the tensors before the split, if all inputs are tensors that are split by their rows
+    unsplit_tensors: tuple[Tensor, ...] = ()
+
+    def refine_reduction(self, reduction: LossReduction) -> LossReduction:
+        """Return the reduction, with the target counter of the model's own loss if it has one."""
+        if self.target_count is None or reduction.is_sum:
+            return reduction
+        return replace(reduction, target_counter=self.target_count)
+
+    def merge_outputs(self, outputs: Sequence[Any]) -> Any:
+        """Combine the outputs of the micro-batches into the output of the batch.
+
+        If the output contains the model's own loss, that is averaged; all else is concatenated.
+        """
+        losses = [extract_model_loss(output) for output in outputs]
+        if not self.loss_shares or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
+            return gather(outputs, self.rows)
+        weighted_losses = [
+            _weight_loss(*pair) for pair in zip(losses, self.loss_shares, strict=True)
+        ]
+        total = torch.stack(weighted_losses).sum().to(losses[0].dtype)
+        leaves = pytree.tree_leaves(outputs[0])
+        loss_index = next(index for index, leaf in enumerate(leaves) if leaf is losses[0])
+        return total if outputs[0] is losses[0] else gather(outputs, self.rows, {loss_index: total})
+
+    def split_alike(self, unsplit_tensors: Sequence[Tensor]) -> InputsByStage:
+        """Split other tensors in place of `unsplit_tensors`, in the same way."""
+        columns = [torch.split(whole, list(self.rows.counts)) for whole in unsplit_tensors]
+        pieces, input_count = (
+            list(zip(*columns, strict=True)),
+            len(unsplit_tensors) - self.has_target,
+        )
+        by_stage = {0: [piece[:input_count] for piece in pieces]}
+        if self.has_target:
+            append_target(by_stage, max(self.by_stage), [piece[-1] for piece in pieces])
+        return by_stage
+
+    @property
+    def targets(self) -> list[tuple[Any, ...]]:
+        """The targets of each micro-batch, or the inputs that may be targets of the model's loss.
+
+        An entry is an empty tuple if there is no target.
+        """
+        if not self.has_target:
+            return list(self.label_inputs) or [()] * self.chunks
+        return [values[-1:] for values in self.by_stage[max(self.by_stage)]]
+
+
+def append_target(
+    inputs_by_stage: dict[int, list[tuple[Any, ...]]], last_stage: int, targets: list[Any]
+) -> None:
+    """Append the target of each micro-batch to the inputs of the last stage."""
+    inputs = inputs_by_stage.get(last_stage, [()] * len(targets))
+    inputs_by_stage[last_stage] = [
+        (*values, target) for values, target in zip(inputs, targets, strict=True)
+    ]
+
+
+def _weight_loss(loss: Tensor, share: float | Tensor) -> Tensor:
+    """Multiply a loss by its share. A loss with share 0 counts as 0, even if it is NaN."""
+    return loss * share if isinstance(share, float) else (loss * share).masked_fill(share == 0, 0)
+
+
+# ---- the inputs as payloads of cells -------------------------------------------------------------
+
+
+def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, list[Tensor]]:
+    """Return the caller's tensors that enter each cell."""
+    return {
+        (stage, microbatch): flatten_values(values)[0]
+        for stage, batches in inputs_by_stage.items()
+        for microbatch, values in enumerate(batches)
+    }
+
+
+def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
+    """Return the payloads that carry the caller's tensors into the cells.
+
+    A tensor is marked as shared if it requires a gradient or enters several cells. Layers must not
+    change such a tensor in place.
+    """
+    flattened = {
+        (stage, microbatch): flatten_values(values)
+        for stage, batches in inputs_by_stage.items()
+        for microbatch, values in enumerate(batches)
+    }
+    use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
+    # `.data` shares the memory but has a version counter of its own, which starts at 0. So
+    # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
+    return {
+        cell: Payload(
+            tuple(tensor.data for tensor in tensors),
+            layout,
+            tuple(tensor.requires_grad for tensor in tensors),
+            frozenset(
+                index
+                for index, tensor in enumerate(tensors)
+                if tensor.requires_grad or use_counts[id(tensor)] > 1
+            ),
+        )
+        for cell, (tensors, layout) in flattened.items()
+    }
+
+
+def propagate_version_bumps(
+    caller_tensors: Iterable[Tensor], payload_tensors: Iterable[Tensor | None]
+) -> None:
+    """Increment the version of each caller tensor whose payload tensor a layer changed in place.
+
+    Without this the caller's autograd would use a saved input that no longer has its old values.
+    """
+    for caller_tensor, payload_tensor in zip(caller_tensors, payload_tensors, strict=True):
+        if (
+            payload_tensor is not None
+            and not payload_tensor.is_inference()
+            and payload_tensor._version
+        ):
+            torch.autograd.graph.increment_version(caller_tensor)

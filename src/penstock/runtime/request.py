@@ -1,0 +1,57 @@
+"""`Request`: one call of a pipe, from the public method down to the split of its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.model.stage_inputs import Batch
+from penstock.stage.loss import LossFn
+
+
+@dataclass(frozen=True)
+class Request(Batch):
+    """The batch of one call of a pipe, with the options of the call and of the pipe.
+
+    Attributes:
+        checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never".
+        training: Whether the pipe is in training mode.
+        runtime: The runtime that was asked for.
+        reduction: How losses are combined: "mean", "sum", or None for what `loss_fn` does.
+        is_step: Whether this is `pipe.step`. Otherwise it is `pipe(x)`.
+        loss_fn: The loss of a step. None: the model computes it.
+        return_outputs: Whether a step returns the outputs of the model.
+        scaler: The scaler of the gradients of a step.
+        optimizer: The optimizer whose `step()` is called after the backwards.
+    """
+
+    checkpoint: str = "except_last"
+    training: bool = True
+    runtime: str = "threads"
+    reduction: str | None = None
+    is_step: bool = False
+    loss_fn: LossFn | None = None
+    return_outputs: bool = False
+    scaler: torch.amp.GradScaler | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    def check_optimizer(self) -> None:
+        """Raise if an optimizer was given and cannot step: no gradients, or a scaler decides."""
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise PenstockTypeError(
+                "optimizer must be a torch.optim.Optimizer, not "
+                f"{type(self.optimizer).__name__}. Pass the optimizer itself."
+            )
+        if not torch.is_grad_enabled():
+            raise ArgumentError(
+                "step(optimizer=...) was called under torch.no_grad(), so there are no gradients. "
+                "Leave the optimizer out, or enable gradients."
+            )
+        if self.scaler is not None:
+            raise ArgumentError(
+                "step(optimizer=..., scaler=...) was called, but the scaler decides whether the "
+                "optimizer steps. Leave the optimizer out and call scaler.step(optimizer) after "
+                "the step."
+            )
