@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +29,7 @@ from penstock.checker.trial import (
 )
 from penstock.config import RUNTIMES
 from penstock.errors import ArgumentError, PenstockError, RunError
+from penstock.model.isolation import preserve_rng
 from penstock.model.sequential import is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.schedules.families import FAMILIES, family_of
@@ -243,16 +242,11 @@ def _describe_model(checked: CheckedModel) -> str:
 @contextmanager
 def _preserve_global_state() -> Iterator[None]:
     """Enable gradients inside the context. Restore random states and thread count afterwards."""
-    numpy = sys.modules.get("numpy")  # not imported: a model that does not use it needs no state
-    states = random.getstate(), numpy and numpy.random.get_state()
     threads = torch.get_num_threads()
     # The ranks are threads of this process. Each of them gets one core.
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
+        with preserve_rng(), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_num_threads(threads)
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.compat.legacy_pipe import DeviceLike, chunk_on_dim_zero
 from penstock.device.accelerator import get_accelerator_type, list_accelerators
-from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
+from penstock.model.profiler import measure_layer_bytes, measure_layer_times
 from penstock.schedules.balance import balance_costs
 
 __all__ = ["balance_by_size", "balance_by_time"]

@@ -19,7 +19,7 @@ from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.device.nvidia import virtual_devices
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.model.sequential_profiler import measure_layer_times
+from penstock.model.profiler import measure_layer_times
 from penstock.pipe import Pipe
 from penstock.runtime.step import StepResult
 from penstock.schedules.balance import balance_costs

@@ -1,4 +1,4 @@
-"""What only NVIDIA GPUs have: timestamps inside a captured step, and virtual GPUs.
+"""Features that only NVIDIA GPUs have: timestamps inside a captured step, and virtual GPUs.
 
 Both call the CUDA driver through NVIDIA's bindings, as PyTorch has no such functions. On ROCm,
 which PyTorch also calls "cuda", they are refused.

@@ -33,6 +33,7 @@ from penstock.model.huggingface import (
     find_planned_units,
     install_output_hooks,
 )
+from penstock.model.isolation import preserve_rng
 from penstock.model.partition import Partition
 from penstock.model.profiler import ModuleCall, profile_call, profile_calls
 from penstock.model.tied import TiedTensor, find_tied_names, find_tied_tensors
@@ -118,7 +119,8 @@ def choose_unit_counts(
     # With one stage there is nothing to choose, so nothing is measured.
     if balance == "parameters" or stages == 1:
         return balance_costs(list(map(parameter_bytes, units)), stages), []
-    unit_calls = list(build_unit_calls(traced_model))
+    with preserve_rng():
+        unit_calls = list(build_unit_calls(traced_model))
     # Every unit is measured on the first device. `measure_devices` finds out how much faster or
     # slower devices of another model are.
     costs = profile_calls(unit_calls, limits.devices[0])

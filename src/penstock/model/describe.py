@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.microbatch import scatter
+from penstock.model.isolation import isolated
 from penstock.model.sequential_stage import SkipRoute
 from penstock.model.traced.assignment import TraceAssignment
 from penstock.model.traced.build_stages import TracedModel
-from penstock.model.traced.dry_run import preserve_model_state
 from penstock.model.traced.torch_functions import get_function_name
 from penstock.model.traced.trace import NodeKind
 from penstock.model.traced.traced_partition import CutSummary, StageOwnership, UnitCost
@@ -32,7 +32,7 @@ from penstock.model_summary import (
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.skip import popped_keys, stashed_keys
 from penstock.stage.stage import OUTSIDE, Stage
-from penstock.torch_compat import FakeTensorMode, pytree
+from penstock.torch_compat import FakeTensorMode, force_eager, pytree
 
 # Name of a parameter, the parameter, and the stages that have it.
 ParameterStages = Iterable[tuple[str, nn.Parameter, Iterable[int]]]
@@ -112,9 +112,15 @@ def measure_transfer_bytes(
     sizes: dict[tuple[int, int, int], int] = {}
     batch = example if isinstance(example, tuple) else (example,)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+
     # Some layers cannot run on fake tensors (they read values, or use an operator without a fake
     # implementation). The sizes are only printed and drawn, so they are then left out.
-    with suppress(Exception), preserve_model_state(module, []):
+    def map_tensor(tensor: Tensor) -> Tensor:
+        # A layer may read the values of a buffer.
+        return fake.from_tensor(tensor) if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+    modules = dict.fromkeys([*module.modules(), *(m for stage in stages for m in stage.modules())])
+    with suppress(Exception), isolated(list(modules), map_tensor=map_tensor), force_eager():
         microbatch = pytree.tree_map_only(Tensor, fake.from_tensor, scatter(batch, chunks)[0][0])
         inputs: dict[int, dict[int, Any]] = {0: {OUTSIDE: microbatch}}  # by stage, by source
         with fake, added_losses():

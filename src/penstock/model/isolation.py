@@ -1,18 +1,23 @@
-"""Run modules without side effects: two ways, for two purposes.
+"""Run something on modules, and restore everything afterwards.
 
-| | `isolated_module` | `isolated_step` |
-|---|---|---|
-| used for | timing one unit, maybe on another device | measuring the memory of a whole step |
-| the module computes with | copies of its tensors and attributes | its own tensors |
-| afterwards | the original attributes are put back | changed values are restored |
-| cost | memory for a copy of everything | a snapshot of buffers and attributes only |
+`isolated` is a context in which modules may do anything to themselves. At its end they are bitwise
+what they were, and all tensors and containers are the same objects as before, because stages,
+proxies and captured graphs refer to them:
 
-Both restore buffers, Python attributes, gradients and random states. `isolated_step` keeps the
-identity of all tensors, which the pipe needs: stages, proxies and captured graphs refer to them.
-Parameters are not part of its snapshot, because a step without an optimizer does not write them.
+    attributes, training flags, hooks,      the same objects under the same names
+    parameters and buffers by name
+    lists, dicts, sets, plain objects       the same items
+    values of tensors                       copied before, written back where they changed
+    requires_grad, `tensor.data = other`    set back
+    gradients                               taken away before, put back after
+    random generators                       state set back: of Python, NumPy, every device, and
+                                            those in attributes
 
-In both, a module object itself is never copied. Some modules cannot be copied, and some have a hook
-or an attribute that refers to the whole model.
+With `map_tensor`, the modules compute with other tensors inside the context: with copies on another
+device, or with fake tensors. No value has to be saved then.
+
+A module object itself is never copied. Some modules cannot be copied, and some have a hook or an
+attribute that refers to the whole model.
 """
 
 from __future__ import annotations
@@ -29,13 +34,70 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from penstock.device.accelerator import fork_rng, synchronize
+from penstock.model.traced.containers import has_same_contents, is_state_object, set_contents
 
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
+TensorMap = Callable[[Tensor], Tensor]
+
+# ---- random generators ---------------------------------------------------------------------------
 
 
-# ---- copies of everything that a module holds ----------------------------------------------------
+class HostRngState:
+    """The states of the global generators of Python, and of NumPy if anything has imported it."""
+
+    def __init__(self) -> None:
+        self._python_state = random.getstate()
+        self._numpy_state = _get_numpy_state()
+
+    def find_used(self) -> list[str]:
+        """Return the names of the generators that were drawn from since."""
+        states = (
+            ("random", self._python_state, random.getstate()),
+            ("numpy.random", self._numpy_state, _get_numpy_state()),
+        )
+        return [name for name, before, now in states if str(before) != str(now)]
+
+    def restore(self) -> None:
+        """Set the states back."""
+        random.setstate(self._python_state)
+        if self._numpy_state is not None:
+            sys.modules["numpy"].random.set_state(self._numpy_state)
+
+
+def _get_numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state()
+
+
+@contextmanager
+def preserve_rng(device: DeviceLike = None) -> Iterator[None]:
+    """Restore all global random generators afterwards: of Python, NumPy and every device.
+
+    Reading the state of an accelerator starts it. One that nothing has used yet is therefore left
+    alone, unless `device`, on which the caller is going to compute, is an accelerator.
+    """
+    host_state, cpu_state = HostRngState(), torch.get_rng_state()
+    accelerator = torch.accelerator.current_accelerator()
+    device_module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    # Not every accelerator has these functions: Apple's GPUs do not.
+    is_used = getattr(device_module, "is_initialized", lambda: False)() or (
+        accelerator is not None
+        and device is not None
+        and torch.device(device).type == accelerator.type
+    )
+    device_states = device_module.get_rng_state_all() if is_used else None
+    try:
+        yield
+    finally:
+        host_state.restore()
+        torch.set_rng_state(cpu_state)
+        if device_states is not None:
+            device_module.set_rng_state_all(device_states)
+
+
+# ---- copies of nested values ---------------------------------------------------------------------
 
 
 class StructureCopier:
@@ -46,7 +108,7 @@ class StructureCopier:
     tied. `copy.deepcopy` cannot be used: it would also copy modules and whatever they refer to.
     """
 
-    def __init__(self, map_tensor: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, map_tensor: TensorMap) -> None:
         self._map_tensor = map_tensor
         # By id of the original. The original is kept, too, so that its id is not used again.
         self._copies: dict[int, tuple[Any, Any]] = {}
@@ -56,10 +118,6 @@ class StructureCopier:
         if id(value) not in self._copies:
             self._copies[id(value)] = value, self._copy_value(value)
         return self._copies[id(value)][1]
-
-    def keep_original(self, value: Any) -> None:
-        """Use this object itself in place of a copy."""
-        self._copies[id(value)] = value, value
 
     def _copy_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -71,14 +129,14 @@ class StructureCopier:
             # Without `no_grad` the copied parameters are results of the original ones, not leaves.
             with torch.no_grad():
                 return copy.deepcopy(value)
-        if type(value).__module__.partition(".")[0] == "numpy":
-            return copy.deepcopy(value)  # an array or a generator; numpy need not be installed
+        if _is_of_numpy(value):
+            return copy.deepcopy(value)  # an array or a generator
         if callable(value) or isinstance(value, torch.Size):
             return value
         if isinstance(value, tuple | frozenset):
             items = map(self, value)
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict | list | set) or is_plain_object(value):
+        if isinstance(value, dict | list | set) or _is_plain_object(value):
             return self._copy_container(value)
         return value
 
@@ -104,7 +162,7 @@ class StructureCopier:
         return new
 
 
-def is_plain_object(value: Any) -> bool:
+def _is_plain_object(value: Any) -> bool:
     """Return whether an object consists of its attributes alone, or is a `random.Random`.
 
     Objects of PyTorch have state in C++. An object with a `__del__` may release something, and so
@@ -117,7 +175,12 @@ def is_plain_object(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict)
 
 
-def build_tensor_copier(device: DeviceLike) -> Callable[[Tensor], Tensor]:
+def _is_of_numpy(value: Any) -> bool:
+    """Return whether NumPy defines the type of a value. NumPy need not be installed."""
+    return type(value).__module__.partition(".")[0] == "numpy"
+
+
+def build_tensor_copier(device: DeviceLike) -> TensorMap:
     """Return a function that copies a tensor to the device.
 
     A tensor on `meta` has no values, so its copy gets synthetic ones. Parameters stay parameters.
@@ -143,151 +206,88 @@ def _synthesize_tensor(tensor: Tensor, device: DeviceLike) -> Tensor:
     return new.normal_(std=0.02) if new.is_floating_point() or new.is_complex() else new
 
 
-@contextmanager
-def isolated_module(module: nn.Module, device: DeviceLike) -> Iterator[nn.Module]:
-    """Let a module compute with copies of its tensors and attributes, on the device.
-
-    Inside the context the `__dict__` of every submodule is replaced by a copy. Afterwards the
-    original ones are put back, so nothing that the module did to itself remains.
-    """
-    copier = StructureCopier(build_tensor_copier(device))
-    if isinstance(module, torch.jit.ScriptModule):
-        yield copier(module).to(device)
-        return
-    parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    before = [(part, part.__class__, part.__dict__) for part in parts]
-    # A hook's handle refers to the dict that the hook is in. A hook that removes itself must find
-    # that dict in use. So the dicts are not copied, and their contents are restored.
-    hooks = [(hook_dict, dict(hook_dict)) for part in parts for hook_dict in _iter_hook_dicts(part)]
-    for hook_dict, _ in hooks:
-        copier.keep_original(hook_dict)
-    copies = [copier(part.__dict__) for part in parts]
-    try:
-        for part, state in zip(parts, copies, strict=True):
-            object.__setattr__(part, "__dict__", state)  # not through `nn.Module.__setattr__`
-        for part in parts:
-            if isinstance(part, nn.RNNBase):
-                part.flatten_parameters()  # cuDNN needs the copied weights in one block, too
-        yield module
-    finally:
-        for part, kind, state in before:
-            object.__setattr__(part, "__class__", kind)  # a lazy module changes its class when run
-            object.__setattr__(part, "__dict__", state)
-        for hook_dict, entries in hooks:
-            hook_dict.clear()
-            hook_dict.update(entries)
-
-
-def _iter_hook_dicts(module: nn.Module) -> Iterator[dict[Any, Any]]:
-    for name, value in vars(module).items():
-        if "_hooks" in name and isinstance(value, dict):
-            yield value
-
-
-@contextmanager
-def preserve_global_state(
-    tensors: Iterable[Any], device: DeviceLike
-) -> Iterator[Callable[[], None]]:
-    """Restore random states afterwards, and compute gradients whatever the caller's mode is.
-
-    `inference_mode(False)` also enables gradients under `no_grad`. Autograd's own threads are off,
-    as they are in the workers of a pipe, so a measured backward takes as long as in a run.
-
-    The context yields a function that waits for the device and for those of the tensors.
-    """
-    devices = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
-    if device is not None:
-        devices.add(torch.device(device))
-
-    def synchronize_all() -> None:
-        for used in devices:
-            synchronize(used)
-
-    with (
-        fork_rng(devices),
-        _preserve_host_rng(),
-        torch.inference_mode(False),
-        torch.autograd.set_multithreading_enabled(False),
-    ):
-        yield synchronize_all
-
-
-@contextmanager
-def _preserve_host_rng() -> Iterator[None]:
-    """Restore the global random states of Python, and of NumPy if it is imported."""
-    state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-
 def iter_module_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Iterate over the parameters and buffers of a module, each once."""
     return chain(module.parameters(), module.buffers())
 
 
-# ---- a snapshot that is restored -----------------------------------------------------------------
-#
-# The modules run a step with their own tensors. Their state is recorded before and restored after:
-#
-#     buffers, tensors in attributes      values copied back where they changed
-#     lists, dicts, sets, plain objects   items put back, compared by identity
-#     random generators                   state set back
-#     gradients, gradient hooks           taken away before, put back after
-#     parameters                          not recorded: a step without an optimizer leaves them
-
-InputT = TypeVar("InputT")
-
-_MUTABLE_CONTAINERS = (dict, list, set, deque)
+# ---- snapshots -----------------------------------------------------------------------------------
 
 
-class ObjectSnapshot:
-    """A record of what objects hold, down to tensors, lists and plain objects."""
+class StateSnapshot:
+    """A record of what modules hold, down to the tensors in lists and plain objects.
 
-    def __init__(self) -> None:
+    `copy_value` tells for which tensors the values are copied. The values are kept in the memory of
+    the host: there is more of it, and a snapshot must not count when GPU memory is measured.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], copy_value: Callable[[Tensor], bool] = lambda _: True
+    ) -> None:
+        self._copy_value = copy_value
         self._recorded: dict[int, Any] = {}  # by id; the object is kept so that its id stays taken
         self._restorers: list[Callable[[], object]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for module in modules:
+                if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++
+                    self.record([*module.parameters(), *module.buffers()])
+                    continue
+                self._restorers.append(partial(_set_class, module, type(module)))
+                self.record(vars(module))
 
     def record(self, value: Any) -> None:
-        """Record a value and everything in it, except for modules, parameters and functions."""
-        if id(value) in self._recorded or isinstance(value, nn.Parameter | nn.Module | torch.Size):
+        """Record a value and everything in it, except for modules and functions."""
+        if id(value) in self._recorded or isinstance(value, nn.Module | torch.Size):
             return
         self._recorded[id(value)] = value
         if isinstance(value, Tensor):
-            self.record_tensor(value)
+            self._record_tensor(value)
         elif isinstance(value, torch.Generator):
-            state = value.get_state()
-            self._restorers.append(partial(value.set_state, state))
-        elif isinstance(value, _MUTABLE_CONTAINERS):
+            self._restorers.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._restorers.append(partial(value.setstate, value.getstate()))
+        elif _is_of_numpy(value):
+            self._record_numpy(value)
+        elif isinstance(value, dict | list | set | deque):
             self._record_container(value)
         elif isinstance(value, tuple | frozenset):
             for item in value:
                 self.record(item)
-        elif not callable(value) and is_plain_object(value):
-            self._record_container(value.__dict__)
+        elif is_state_object(value):
+            self._record_container(vars(value))
 
-    def record_tensor(self, tensor: Tensor) -> None:
-        """Record the values of a tensor, also of a parameter.
-
-        Tensors on `meta` have no values. Sparse tensors and inference tensors cannot be written
-        back, so they are left out.
-        """
-        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_inference():
+    def _record_tensor(self, tensor: Tensor) -> None:
+        # Only the class of a wrapper, such as a DTensor, knows where its values are.
+        is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if is_wrapper or is_lazy(tensor) or tensor.layout is not torch.strided:
             return
-        before = tensor.detach().clone()
+        if tensor.is_inference():
+            return
+        alias, requires_grad = tensor.detach(), tensor.requires_grad
+        value = None
+        if self._copy_value(tensor) and not tensor.is_meta:
+            value = alias.to("cpu", copy=True)
 
         def restore_tensor() -> None:
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if _get_memory(tensor) != _get_memory(alias):
+                tensor.data = alias
             # Compare values: BatchNorm writes its running statistics without raising the version
             # counter. Write only on a change, because a write raises it for every tensor.
-            if not torch.equal(tensor, before):
-                tensor.detach().copy_(before)
+            if value is not None and not torch.equal(alias, value.to(alias.device)):
+                alias.copy_(value)
 
         self._restorers.append(restore_tensor)
+
+    def _record_numpy(self, value: Any) -> None:
+        if hasattr(value, "set_state"):  # a RandomState
+            self._restorers.append(partial(value.set_state, value.get_state()))
+        elif hasattr(value, "bit_generator"):  # a Generator
+            bits = value.bit_generator
+            self._restorers.append(partial(setattr, bits, "state", bits.state))
+        elif hasattr(value, "__setitem__") and value.flags.writeable:  # an array
+            self._restorers.append(partial(value.__setitem__, ..., value.copy()))
 
     def _record_container(self, container: Any) -> None:
         try:
@@ -298,32 +298,112 @@ class ObjectSnapshot:
             self.record(item)
 
         def restore_container() -> None:
-            if not _has_same_items(container, before):
-                container.clear()
-                (container.extend if isinstance(container, list | deque) else container.update)(
-                    before
-                )
+            if not has_same_contents(container, before):
+                set_contents(container, before)
 
         self._restorers.append(restore_container)
 
     def restore(self) -> None:
         """Put back everything that was recorded and has changed."""
-        with torch.no_grad():
-            for undo in self._restorers:
-                undo()
+        with torch.inference_mode(False), torch.no_grad():
+            for restore in self._restorers:
+                restore()
 
 
-def _has_same_items(container: Any, before: Any) -> bool:
-    """Compare items by identity, because `==` of tensors is another tensor."""
-    if isinstance(container, set):
-        return bool(container == before)
-    if isinstance(container, dict):
-        return container.keys() == before.keys() and all(
-            container[key] is before[key] for key in container
-        )
-    return len(container) == len(before) and all(
-        a is b for a, b in zip(container, before, strict=True)
-    )
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    if type(module) is not kind:  # a lazy module changes its class when it is run
+        object.__setattr__(module, "__class__", kind)
+
+
+def _get_memory(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@contextmanager
+def preserve_gradients(parameters: Iterable[Tensor | None]) -> Iterator[None]:
+    """Take gradients and gradient hooks away from the parameters, and put them back afterwards.
+
+    A hook on an accumulated gradient may belong to an optimizer that steps during the backward.
+    """
+    present = {id(p): p for p in parameters if p is not None}.values()
+    before = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in present]
+    for parameter, gradient, hooks in before:
+        if gradient is not None:
+            parameter.grad = None
+        if hooks:
+            parameter._post_accumulate_grad_hooks.clear()
+    try:
+        yield
+    finally:
+        for parameter, gradient, hooks in before:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
+
+
+# ---- isolation -----------------------------------------------------------------------------------
+
+InputT = TypeVar("InputT")
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))  # training, hooks, tables of members
+
+
+@contextmanager
+def isolated(
+    modules: Sequence[nn.Module],
+    *,
+    inputs: object = None,
+    map_tensor: TensorMap | None = None,
+    copy_value: Callable[[Tensor], bool] = lambda _: True,
+) -> Iterator[None]:
+    """Restore modules, their gradients and all random generators afterwards.
+
+    Args:
+        modules: The modules, each with its submodules in the list.
+        inputs: Values that are restored as well.
+        map_tensor: Returns the tensor that a module computes with in place of one of its own.
+        copy_value: Tells for which tensors the values are restored, if there is no `map_tensor`.
+            A caller leaves out tensors that cannot be written, because copies take memory.
+    """
+    snapshot = StateSnapshot(modules, copy_value if map_tensor is None else lambda _: False)
+    snapshot.record(inputs)
+    parameters = [p for m in modules if _has_tables(m) for p in m._parameters.values()]
+    with preserve_rng(), preserve_gradients(parameters):
+        try:
+            if map_tensor is not None:
+                _replace_state(modules, StructureCopier(map_tensor))
+            yield
+        finally:
+            snapshot.restore()
+
+
+def _has_tables(module: nn.Module | None) -> bool:
+    """Return whether a module has its members in dicts. A ScriptModule has them in C++."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def _replace_state(modules: Sequence[nn.Module], copier: StructureCopier) -> None:
+    """Replace all tensors and attributes of modules by copies."""
+    for module in filter(_has_tables, modules):
+        tables: Any = module._parameters, module._buffers
+        for table in tables:
+            table.update({name: copier(tensor) for name, tensor in table.items()})
+        scripted = {k: copier(m) for k, m in module._modules.items() if not _has_tables(m)}
+        module._modules.update(scripted)
+        attributes = [name for name in vars(module) if name not in _MODULE_INTERNALS]
+        vars(module).update({name: copier(vars(module)[name]) for name in attributes})
+
+
+@contextmanager
+def enable_backward() -> Iterator[None]:
+    """Compute gradients as a worker of a pipe does, whatever the caller's mode is.
+
+    `inference_mode(False)` also enables gradients under `no_grad`. Autograd's own threads are off,
+    as they are in the workers, so a measured backward takes as long as in a run.
+    """
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 @contextmanager
@@ -333,48 +413,5 @@ def isolated_step(modules: Sequence[nn.Module], inputs: InputT) -> Iterator[Inpu
     The yielded inputs share memory with the given ones and are detached from their graph. A
     backward therefore ends there and gives no gradient to the modules that computed them.
     """
-    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
-    with preserve_global_state(tensors, None), restored_after(modules, inputs):
+    with isolated(modules, inputs=inputs), enable_backward():
         yield StructureCopier(lambda t: t.detach().requires_grad_(t.requires_grad))(inputs)
-
-
-@contextmanager
-def restored_after(modules: Sequence[nn.Module], inputs: object = None) -> Iterator[None]:
-    """Restore the modules and the inputs after the context.
-
-    Gradients are None at the start of the context. Hooks on accumulated gradients do not run, since
-    they may belong to an optimizer that steps during the backward.
-    """
-    snapshot = ObjectSnapshot()
-    snapshot.record(inputs)
-    for module in modules:
-        snapshot.record(module.__dict__)
-        # `nn.Embedding(max_norm=...)` rescales rows of its weight in place during the forward.
-        if getattr(module, "max_norm", None) is not None:
-            for parameter in module.parameters(recurse=False):
-                snapshot.record_tensor(parameter)
-    with _isolate_gradients(dict.fromkeys(p for m in modules for p in m._parameters.values())):
-        try:
-            yield
-        finally:
-            snapshot.restore()
-
-
-@contextmanager
-def _isolate_gradients(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
-    """Take gradients and gradient hooks away from the parameters, and put them back afterwards."""
-    present = [p for p in parameters if p is not None]
-    before = [(p, p.grad) for p in present]
-    hook_dicts = [hooks for p in present if (hooks := p._post_accumulate_grad_hooks)]
-    saved_hooks = [dict(hooks) for hooks in hook_dicts]
-    for parameter in present:
-        parameter.grad = None
-    for hooks in hook_dicts:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        for hooks, entries in zip(hook_dicts, saved_hooks, strict=True):
-            hooks.update(entries)

@@ -38,6 +38,7 @@ from penstock.model.cut import (
 from penstock.model.describe import measure_transfer_bytes
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition
+from penstock.model.profiler import measure_layer_bytes, measure_layer_times
 from penstock.model.sequential import (
     PipeSequential,
     check_model,
@@ -46,7 +47,6 @@ from penstock.model.sequential import (
     is_plain_sequential,
     list_module_tensors,
 )
-from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
 from penstock.model.tied import (
     TiedTensor,
     describe_tied_parameters,

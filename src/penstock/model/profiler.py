@@ -1,50 +1,62 @@
-"""Measure one call of a module: seconds of F, I and W, and bytes.
+"""Measure calls of modules: seconds of F, I and W, and bytes.
 
     F  forward
     I  gradient of the inputs
     W  gradient of the weights, where it can be deferred; otherwise it is part of I
 
-The call runs a few times with copies of its arguments (see `model/isolation.py`). Afterwards every
-parameter, gradient, buffer, attribute, mode and random state is what it was before.
+There are two ways to get the arguments of the calls. The units of a traced model are called with
+arguments of the shapes in the trace. The layers of a Sequential run one after the other on an
+example, each with the output of the one before, detached as at the start of a stage:
 
-Blocks of a model are mostly equal, so calls with equal cost keys are measured once.
+    example -> [layer 0] -> detach -> [layer 1] -> detach -> ...
+                backward of 0 alone    backward of 1 alone
+
+The measurement is the same. A module runs a few times, isolated (`model/isolation.py`), on copies
+of its tensors. Afterwards every parameter, gradient, buffer, attribute, mode, random state and
+stashed value is what it was before.
+
+Blocks of a model are mostly equal, so calls of units with equal cost keys are measured once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from statistics import median
 from time import perf_counter
-from typing import Any
-from weakref import ref
+from typing import Any, TypeVar
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.errors import RunError
+from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
+from penstock.microbatch import scatter
 from penstock.model.isolation import (
     DeviceLike,
     StructureCopier,
+    TensorMap,
     build_tensor_copier,
-    isolated_module,
+    enable_backward,
+    isolated,
     iter_module_tensors,
-    preserve_global_state,
+    preserve_gradients,
+    preserve_rng,
 )
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.cell_graph import CellGraph, GraphInputs, find_gradient_edge
+from penstock.stage.skip import SkipKey, Skips, use_skips
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
-from penstock.torch_compat import get_storage_address
 
-# ---- measuring -----------------------------------------------------------------------------------
+# ---- units of a traced model ---------------------------------------------------------------------
 
 ModuleCall = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
-StorageSizes = dict[int, int]  # bytes, by address of the storage
 
 
 def profile_calls(calls: Iterable[ModuleCall], device: DeviceLike = None) -> list[UnitCost]:
@@ -82,9 +94,7 @@ def profile_call(
     160
     """
     arguments = tuple(args), dict(kwargs or {})
-    tensors: list[Tensor] = []
-    StructureCopier(_append_to(tensors))(arguments)
-    tensors += iter_module_tensors(module)
+    tensors = [*_collect_tensors(arguments), *iter_module_tensors(module)]
     resident_bytes = sum(
         t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
         for t in iter_module_tensors(module)
@@ -92,184 +102,300 @@ def profile_call(
     # Tensors on `meta` get memory on the device of the others, or on the CPU.
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-    end = perf_counter() + timeout
+    with preserve_rng(device), enable_backward():
+        arguments = StructureCopier(build_tensor_copier(device))(arguments)
+        with _profiled_call(f"a {type(module).__name__}", module, arguments, device) as call:
+            saved_bytes, seconds = call.measure(runs, timeout)
+    return UnitCost(*seconds, saved_bytes, resident_bytes)
+
+
+# ---- layers of a Sequential ----------------------------------------------------------------------
+
+ResultT = TypeVar("ResultT")
+
+
+def measure_layer_times(
+    layers: Sequence[nn.Module],
+    example: tuple[Any, ...],
+    *,
+    unpack: bool = False,
+    timeout: float = 1.0,
+    device: DeviceLike = None,
+) -> list[float]:
+    """Return the seconds of each layer's forward and backward: the median over many runs.
+
+    The whole takes about `timeout` seconds, of which each layer gets an equal part. With `unpack`,
+    a tuple that a layer returns becomes the arguments of the next, as in `PipeSequential`. Without
+    it, the tuple stays one value, as in `nn.Sequential`.
+
+    >>> len(measure_layer_times([nn.Linear(4, 4), nn.ReLU()], (torch.ones(8, 4),), timeout=0.0))
+    2
+    """
+    batch = scatter(example, 1)[0][0]
+    timeout /= max(len(layers), 1)
+    return _measure_layers(
+        layers, batch, unpack, device, lambda call: sum(call.measure(inf, timeout)[1])
+    )
+
+
+def measure_layer_bytes(
+    layers: Sequence[nn.Module],
+    example: tuple[Any, ...],
+    *,
+    unpack: bool = False,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: DeviceLike = None,
+) -> list[float]:
+    """Return the bytes of each layer: its parameters, and what one micro-batch keeps.
+
+    The example is split into `chunks` micro-batches, and the first one is measured. If two layers
+    keep the same tensor (one as its output, the next as its input), it counts for the first.
+    Parameters count `param_scale` times: 2 for parameters and gradients, more with the state of an
+    optimizer.
+
+    >>> measure_layer_bytes([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], (torch.ones(8, 4),))
+    [288.0, 128.0, 160.0]
+    """
+    if chunks < 1:
+        raise ArgumentError(f"chunks={chunks}: a batch is split into at least one micro-batch")
+    microbatch = scatter(example, chunks)[0][0]
+    saved_bytes = _measure_layers(
+        layers, microbatch, unpack, device, lambda call: call.measure_saved_bytes()
+    )
+    return [
+        saved + param_scale * sum(p.nbytes for p in layer.parameters())
+        for layer, saved in zip(layers, saved_bytes, strict=True)
+    ]
+
+
+def _measure_layers(
+    layers: Sequence[nn.Module],
+    example: tuple[Any, ...],
+    unpack: bool,
+    device: DeviceLike,
+    measure: Callable[[_CallProfiler], ResultT],
+) -> list[ResultT]:
+    """Run the layers one after the other, and return a measurement of each."""
+    results = []
+    # Weak references: a storage that nothing keeps is freed, and its memory may be used again by a
+    # storage that has to be counted.
+    counted: WeakSet[torch.UntypedStorage] = WeakSet()
+    skips = Skips()
+    with preserve_rng(device), enable_backward():
+        values = StructureCopier(build_tensor_copier(device))(example)
+        for index, layer in enumerate(layers):
+            name = f"layer {index} ({type(layer).__name__})"
+            with _profiled_call(name, layer, (values, {}), device, skips, counted) as call:
+                results.append(measure(call))
+                output = call.output
+            values = output if unpack and isinstance(output, tuple) else (output,)
+            del call  # frees the layer's activations
+    return results
+
+
+# ---- one call ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _profiled_call(
+    name: str, module: nn.Module, arguments: Any, device: DeviceLike, *state: Any
+) -> Iterator[_CallProfiler]:
+    """Isolate a module on the device, and yield the profiler of a call of it."""
+    copy_tensor = build_tensor_copier(device)
+    parts = list(module.modules())
     try:
-        with (
-            preserve_global_state(tensors, device) as synchronize,
-            isolated_module(module, device) as isolated,
-        ):
-            profiler = _CallProfiler(isolated, arguments, build_tensor_copier(device), synchronize)
-            saved_bytes = profiler.measure_saved_bytes()
-            seconds: list[tuple[float, float, float]] = []
-            while not seconds or (len(seconds) < runs and perf_counter() < end):
-                seconds.append(profiler.measure_seconds())
+        with isolated(parts, map_tensor=copy_tensor):
+            if isinstance(module, torch.jit.ScriptModule):
+                module = StructureCopier(copy_tensor)(module).to(device)
+            for part in parts:
+                if isinstance(part, nn.RNNBase):
+                    part.flatten_parameters()  # cuDNN needs the copied weights in one block, too
+            yield _CallProfiler(module, arguments, copy_tensor, *state)
     except Exception as error:
-        error.add_note(
-            f"This happened while Penstock measured a {type(module).__name__} on the example."
-        )
+        error.add_note(f"This happened while Penstock measured {name} on the example.")
         raise
-    forward, input_grad, weight_grad = map(median, zip(*seconds, strict=True))
-    return UnitCost(forward, input_grad, weight_grad, saved_bytes, resident_bytes)
 
 
-def time_call(function: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Return the seconds that a function takes, including its work on the devices."""
-    synchronize()
-    start = perf_counter()
-    function()
-    synchronize()
-    return perf_counter() - start
-
-
-class _CallProfiler:
-    """A profiler that runs an isolated module on copies of its arguments.
+class _CallProfiler(Skips):
+    """A profiler that runs an isolated module on its arguments.
 
     Forward and backward run through the same classes as in a pipe (`CellGraph`,
     `WeightGradDeferral`), so that their overhead is part of the measurement.
+
+    It is the store of skips during a forward: what the module pops is an input, and what it
+    stashes is an output. `skips` has the values that earlier layers stashed. `counted` are the
+    storages that earlier layers keep, which are not counted again.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        arguments: tuple[Sequence[Any], Mapping[str, Any]],
-        copy_tensor: Callable[[Tensor], Tensor],
-        synchronize: Callable[[], None],
+        arguments: Any,
+        copy_tensor: TensorMap,
+        skips: Skips | None = None,
+        counted: WeakSet[torch.UntypedStorage] | None = None,
     ) -> None:
         self._module, self._arguments, self._copy_tensor = module, arguments, copy_tensor
-        self._synchronize = synchronize
-        self._deferral = WeightGradDeferral(list(module.modules()))
-        self._can_split_backward = True
+        self._skips = Skips() if skips is None else skips
+        self._counted = WeakSet() if counted is None else counted
+        self._popped: dict[SkipKey, Any] = {}
+        self._is_first_run = True
+        self._input_refs: list[ReferenceType[Tensor]] = []
+        self._stashed: list[Any] = []
+        self.output: Any = None  # of the first run, detached
+        self._deferral: WeightGradDeferral | None = WeightGradDeferral(list(module.modules()))
+        tensors = (*_collect_tensors(arguments), *iter_module_tensors(module))
+        self._accelerators = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+
+    def measure(self, runs: float, timeout: float) -> tuple[int, tuple[float, float, float]]:
+        """Return the bytes, and the median seconds of F, I and W of up to `runs` further runs."""
+        end = perf_counter() + timeout
+        saved_bytes = self.measure_saved_bytes()
+        self._time_backward(self._first_graph, [])
+        seconds: list[tuple[float, float, float]] = []
+        while not seconds or (len(seconds) < runs and perf_counter() < end):
+            seconds.append(self._time_run())
+        forward, input_grad, weight_grad = map(median, zip(*seconds, strict=True))
+        return saved_bytes, (forward, input_grad, weight_grad)
 
     def measure_saved_bytes(self) -> int:
-        """Return the bytes that a forward keeps for its backward, and run the backward once.
+        """Run the first forward, and return the bytes that it and no earlier layer keeps.
 
         Storages are counted once, however many saved tensors are views of them. Parameters and
         buffers are not counted: they exist anyway.
         """
-        saved: StorageSizes = {}
+        saved: set[torch.UntypedStorage] = set()
 
         def pack(tensor: Tensor) -> Tensor:
-            _record_storage(saved, tensor)
+            saved.update(_find_storage(tensor))
             return tensor
 
-        args, kwargs, graph_inputs = self._build_graph_inputs()
-        inputs: list[Tensor] = []
-        StructureCopier(_append_to(inputs))((args, kwargs))
-        input_refs = [ref(tensor) for tensor in inputs]
-        with saved_tensors_hooks(pack, lambda tensor: tensor), added_losses():
-            graph, ones = _build_graph(self._module(*args, **kwargs), graph_inputs)
+        args, kwargs = self._start_graph(self._arguments)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self._run_module(args, kwargs)
+        self.output = _detach(output)
+        self._first_graph = self._build_graph(output)
         # `torch.utils.checkpoint` keeps the inputs of a function for recomputation without calling
         # the hook. So the inputs are let go here, and those that are still alive are counted.
-        del args, kwargs
-        inputs.clear()
-        for tensor in (reference() for reference in input_refs):
+        del args, kwargs, output
+        for tensor in (reference() for reference in self._input_refs):
             if tensor is not None:
-                _record_storage(saved, tensor)
-        self._time_backward(graph, ones, [])
+                saved.update(_find_storage(tensor))
+        self._is_first_run = False
         for tensor in iter_module_tensors(self._module):
-            saved.pop(_storage_key(tensor), None)
-        return sum(saved.values())
+            self._counted.update(_find_storage(tensor))
+        saved.difference_update(self._counted)
+        self._counted.update(saved)
+        return sum(storage.nbytes() for storage in saved)
 
-    def measure_seconds(self) -> tuple[float, float, float]:
-        """Return the seconds of F, I and W.
+    def _time_run(self) -> tuple[float, float, float]:
+        """Return the seconds of F, I and W of one run.
 
         Some modules cannot run with a deferred weight gradient, for example if their forward
         computes a gradient itself. Then W is 0 and I is the whole backward.
         """
-        if self._can_split_backward:
-            try:
-                return self._time_run(split_backward=True)
-            except RunError:
-                self._can_split_backward = False
-        return self._time_run(split_backward=False)
-
-    def _time_run(self, split_backward: bool) -> tuple[float, float, float]:
-        args, kwargs, graph_inputs = self._build_graph_inputs()
+        args, kwargs = self._start_graph(self._arguments)
         outputs: list[Any] = []
-        pending: list[PendingWeightGrad] = []
-        with ExitStack() as stack:
-            stack.enter_context(added_losses())
-            if split_backward:
-                pending = stack.enter_context(self._deferral.activate())
-            forward = time_call(
-                lambda: outputs.append(self._module(*args, **kwargs)), self._synchronize
-            )
-        # `pop` lets go of the outputs, so that the backward can free the graph as it goes.
-        graph, ones = _build_graph(outputs.pop(), graph_inputs)
-        return forward, *self._time_backward(graph, ones, pending)
+        deferral: AbstractContextManager[list[PendingWeightGrad]] = (
+            nullcontext([]) if self._deferral is None else self._deferral.activate()
+        )
+        try:
+            with deferral as pending:
+                forward = self._time(lambda: outputs.append(self._run_module(args, kwargs)))
+            # `pop` lets go of the outputs, so that the backward can free the graph as it goes.
+            return forward, *self._time_backward(self._build_graph(outputs.pop()), pending)
+        except RunError:
+            if self._deferral is None:
+                raise
+            self._deferral = None
+            return self._time_run()
 
     def _time_backward(
-        self,
-        graph: CellGraph,
-        output_gradients: tuple[Tensor | None, ...],
-        pending_weight_grads: list[PendingWeightGrad],
+        self, graph: _BackwardGraph, pending_weight_grads: list[PendingWeightGrad]
     ) -> tuple[float, float]:
-        with _preserve_gradients(graph.find_leaves()):
-            input_grad = time_call(
-                lambda: graph.backward_accumulate({OUTSIDE: output_gradients}, False),
-                self._synchronize,
-            )
-            return input_grad, time_call(
-                lambda: accumulate_weight_grads(pending_weight_grads), self._synchronize
-            )
+        cell_graph, ones = graph
+        # Most leaves are copies. One that the module uses through a closure is the user's own.
+        with preserve_gradients(cell_graph.find_leaves()):
+            input_grad = self._time(lambda: cell_graph.backward_accumulate({OUTSIDE: ones}, False))
+            return input_grad, self._time(lambda: accumulate_weight_grads(pending_weight_grads))
 
-    def _build_graph_inputs(self) -> tuple[Sequence[Any], Mapping[str, Any], GraphInputs]:
-        """Return copies of the arguments, as the inputs of a graph of their own."""
-        copies = StructureCopier(self._copy_tensor)(self._arguments)
-        tensors: list[Tensor] = []
-        StructureCopier(_append_to(tensors))(copies)
-        outer = [tensor for tensor in tensors if tensor.requires_grad]
-        graph_inputs = GraphInputs.from_entry(outer) if outer else GraphInputs.from_leaves(())
-        inner = dict(zip(map(id, outer), graph_inputs.tensors, strict=True))
-        args, kwargs = StructureCopier(lambda tensor: inner.get(id(tensor), tensor))(copies)
-        graph_inputs.tensors = ()  # or they would stay alive and count as kept for the backward
-        return args, kwargs, graph_inputs
+    def _time(self, function: Callable[[], object]) -> float:
+        """Return the seconds that a function takes, including its work on the devices."""
+        self._synchronize()
+        start = perf_counter()
+        function()
+        self._synchronize()
+        return perf_counter() - start
+
+    def _synchronize(self) -> None:
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+
+    # ---- inputs and outputs -------------------------------------------------------------------
+
+    def _run_module(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._stashed.clear()
+        with use_skips(self), added_losses():
+            return self._module(*args, **kwargs)
+
+    def stash(self, key: SkipKey, value: Any, shared: bool) -> None:
+        """Take a value as an output. Later layers get that of the first run."""
+        self._stashed.append(value)
+        if self._is_first_run:
+            self._skips.stash(key, _detach(value), shared)
+
+    def pop(self, key: SkipKey) -> Any:
+        """Return a value that an earlier layer stashed, as an input."""
+        if key not in self._popped:
+            self._popped[key] = self._skips.pop(key)
+        return self._start_graph(self._popped[key])
+
+    def _start_graph(self, values: Any) -> Any:
+        """Return copies of values, as the inputs of a graph of their own.
+
+        The copies of the first run share memory with the values, so that a tensor which two layers
+        keep is one storage.
+        """
+        copies = (
+            _detach(values) if self._is_first_run else StructureCopier(self._copy_tensor)(values)
+        )
+        outer = [tensor for tensor in _collect_tensors(copies) if tensor.requires_grad]
+        if outer:
+            inner = dict(zip(map(id, outer), GraphInputs.from_entry(outer).tensors, strict=True))
+            copies = StructureCopier(lambda tensor: inner.get(id(tensor), tensor))(copies)
+        self._input_refs += map(ref, _collect_tensors(copies))
+        return copies
+
+    def _build_graph(self, output: Any) -> _BackwardGraph:
+        """Return the graph of a run, and a gradient of ones for each of its ends."""
+        tensors = _collect_tensors((output, self._stashed))
+        self._stashed.clear()
+        ends = [tensor for tensor in tensors if tensor.requires_grad]
+        roots = {OUTSIDE: tuple(map(find_gradient_edge, ends))}
+        return CellGraph(roots, {}, GraphInputs((), ())), tuple(map(torch.ones_like, ends))
 
 
-def _build_graph(
-    output: Any, graph_inputs: GraphInputs
-) -> tuple[CellGraph, tuple[Tensor | None, ...]]:
-    """Return the graph that ends in the output, and a gradient of ones for each of its ends."""
+_BackwardGraph = tuple[CellGraph, tuple[Tensor | None, ...]]
+
+
+def _detach(values: Any) -> Any:
+    """Return values that share memory with these and have no graph."""
+    return StructureCopier(lambda t: t.detach().requires_grad_(t.requires_grad))(values)
+
+
+def _collect_tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in nested values, each once."""
     tensors: list[Tensor] = []
-    StructureCopier(_append_to(tensors))(output)
-    ends = [tensor for tensor in tensors if tensor.requires_grad]
-    needs_grad = (True,) * len(graph_inputs.inputs)
-    graph = CellGraph(
-        {OUTSIDE: tuple(map(find_gradient_edge, ends))}, {OUTSIDE: needs_grad}, graph_inputs
-    )
-    return graph, tuple(map(torch.ones_like, ends))
 
-
-def _append_to(tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
     def append(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    return append
+    StructureCopier(append)(values)
+    return tensors
 
 
-def _record_storage(storages: StorageSizes, tensor: Tensor) -> None:
-    if tensor.layout is torch.strided:
-        storages[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
-
-
-def _storage_key(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:  # a sparse tensor has no single storage
-        return id(tensor)
-    return get_storage_address(tensor.untyped_storage())
-
-
-@contextmanager
-def _preserve_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take the gradients away from leaves, and put them back afterwards.
-
-    Most leaves are copies. A leaf that the module uses through a closure is the user's own.
-    """
-    before = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in before:
-            leaf.grad = gradient
+def _find_storage(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Return the storage of a tensor; a sparse tensor has no single one."""
+    return [tensor.untyped_storage()] if tensor.layout is torch.strided else []

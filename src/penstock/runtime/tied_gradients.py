@@ -243,11 +243,11 @@ def _collect_ids(stage: Stage) -> set[int]:
 
 def _find_shared_ids(ids_by_stage: Sequence[set[int]]) -> set[int]:
     """Return the ids that several stages have."""
-    seen: set[int] = set()
+    earlier_ids: set[int] = set()
     shared: set[int] = set()
     for ids in ids_by_stage:
-        shared |= seen & ids
-        seen |= ids
+        shared |= earlier_ids & ids
+        earlier_ids |= ids
     return shared
 
 

@@ -372,13 +372,13 @@ def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:
     """Yield the named schedules of the same placement."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
-    seen: set[Schedule] = set()  # with one stage per rank, some families are the same
+    yielded: set[Schedule] = set()  # with one stage per rank, some families are the same
     for name, family in FAMILIES.items():
         exists = family.free or family.stages_per_rank == per_rank
         if family.trains and exists and family.placement(ranks, per_rank) == placement:
             schedule = make(name, ranks, chunks, per_rank)
-            if schedule not in seen:
-                seen.add(schedule)
+            if schedule not in yielded:
+                yielded.add(schedule)
                 yield schedule
 
 

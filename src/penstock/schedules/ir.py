@@ -157,7 +157,7 @@ class StageGraph:
 
 
 class OpRule(NamedTuple):
-    """What an op is called, needs, makes and costs. All other modules read it from here.
+    """The name of an op, and what it needs, makes and costs. All other modules read it from here.
 
     Attributes:
         name: The name in legends.

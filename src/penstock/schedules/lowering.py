@@ -160,7 +160,7 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
     graph = graph or StageGraph.chain(schedule.stages)
     lanes: list[list[Action]] = [[] for _ in schedule.lanes]
     messages: list[tuple[float, int, Message]] = []  # a heap of (time made, order, message)
-    made = count()  # keeps messages of one time in the order in which they were made
+    sequence = count()  # keeps messages of one time in the order in which they were made
     order: list[tuple[int, int]] = []
 
     def write(rank: int, action: Action) -> None:
@@ -178,6 +178,6 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
         write_messages(until=span.start)
         write(span.rank, span.action)
         for message in filter(schedule.crosses, produces(span.action, graph)):
-            heappush(messages, (span.end, next(made), message))
+            heappush(messages, (span.end, next(sequence), message))
     write_messages(until=float("inf"))
     return Program(schedule, graph, tuple(map(tuple, lanes)), tuple(order))

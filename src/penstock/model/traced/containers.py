@@ -101,20 +101,6 @@ _SPECIAL_METHODS = frozenset(
 _LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
 
 
-@contextmanager
-def preserve_containers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the contents of the modules' containers at the end of the context."""
-    before = _snapshot_containers(
-        container for module in modules for _, container in iter_containers(module)
-    )
-    try:
-        yield
-    finally:
-        for container, snapshot in before:
-            if not has_same_contents(container, snapshot):
-                set_contents(container, snapshot)
-
-
 def _snapshot_containers(containers: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return each container with a shallow copy, also the containers inside state objects."""
     outer = list(containers)

@@ -1,10 +1,10 @@
-"""Run a model without computing it, and leave no trace of the run.
+"""Run a model without computing it.
 
-A dry run executes units and operations on fake tensors, which have a shape and no contents. This
-module has the parts that the tracer needs for it:
+A dry run executes units and operations on fake tensors, which have a shape and no contents. It is
+isolated (`model/isolation.py`), so it leaves no trace. This module has the parts that the tracer
+needs for it:
 
 - `FakeTensorFactory` makes the fake tensors.
-- `preserve_model_state` undoes everything that a forward changes.
 - `run_on_fakes` executes a unit or a function, and falls back to `run_on_dummy_data` where PyTorch
   has no fake implementation.
 - `find_mutated` and its helpers find in-place changes.
@@ -14,8 +14,6 @@ module has the parts that the tracer needs for it:
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.device.accelerator import fork_rng, list_used_accelerators
 from penstock.errors import ArgumentError
+from penstock.model.isolation import StateSnapshot, build_tensor_copier
 from penstock.model.meta_init import (
     MetaTensorSlot,
     allocate_like,
@@ -34,7 +32,7 @@ from penstock.model.meta_init import (
     has_meta_tensors,
     initialize_module,
 )
-from penstock.model.traced.containers import call_tracking_containers, preserve_containers
+from penstock.model.traced.containers import call_tracking_containers
 from penstock.model.traced.interception import FunctionCall
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
@@ -47,7 +45,6 @@ from penstock.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     UnsupportedOperatorException,
-    force_eager,
 )
 
 # ---- fake tensors ------------------------------------------------------------------------------
@@ -99,99 +96,6 @@ _FAKE_TENSOR_ERRORS = (
 )
 
 
-# ---- leaving everything as it was --------------------------------------------------------------
-
-
-@contextmanager
-def preserve_model_state(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
-    """Undo everything that a dry run changes, at the end of the context.
-
-    Restored are the attributes, parameters, buffers and containers of all modules, `.grad`, and the
-    state of the random generators. `parents` are the modules around the units. Their forward runs
-    on real tensors and may write into buffers.
-    """
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    snapshots = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
-    # The contents of buffers are copied for two kinds of modules only. Parents run on real tensors.
-    # Units run on fake tensors, which leaves the contents alone, except for one-element buffers
-    # such as `num_batches_tracked`.
-    owners = [*parents, *(m for m in modules if any(map(_is_scalar, m._buffers.values())))]
-    buffers = list(
-        dict.fromkeys(
-            b for m in owners for b in m._buffers.values() if b is not None and not b.is_meta
-        )
-    )
-    copies = [buffer.detach().clone() for buffer in buffers]
-    with (
-        _preserve_rng_state(),
-        _preserve_grads(model),
-        force_eager(),  # otherwise the compiler gives up on compiled modules that run under a mode
-        preserve_containers(modules),
-    ):
-        try:
-            yield
-        finally:
-            for module, (attributes, parameters, old_buffers) in zip(
-                modules, snapshots, strict=True
-            ):
-                attributes["_parameters"].clear()
-                attributes["_parameters"].update(parameters)
-                attributes["_buffers"].clear()
-                attributes["_buffers"].update(old_buffers)
-                _restore_attributes(module, attributes)
-            with torch.no_grad():
-                for buffer, copy in zip(buffers, copies, strict=True):
-                    if not torch.equal(buffer, copy):
-                        buffer.copy_(copy)
-
-
-def _is_scalar(buffer: Tensor | None) -> bool:
-    """Return whether a buffer has exactly one element."""
-    return buffer is not None and buffer.numel() == 1
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Restore a module's attributes if any of them was set, added or removed.
-
-    Attributes are compared by identity: they may be tensors, or lists of tensors.
-    """
-    current = module.__dict__
-    if current.keys() != attributes.keys() or any(
-        current[key] is not attributes[key] for key in current
-    ):
-        current.clear()
-        current.update(attributes)
-
-
-@contextmanager
-def _preserve_grads(model: nn.Module) -> Iterator[None]:
-    """Restore the `.grad` of all parameters: a forward may run a backward."""
-    before = [(p, p.grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-
-
-@contextmanager
-def _preserve_rng_state() -> Iterator[None]:
-    """Restore the random state of Python, NumPy and PyTorch.
-
-    NumPy is left alone if nothing has imported it, and accelerators if nothing has used one.
-    """
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    with fork_rng(list_used_accelerators()):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-
-
 # ---- executing on fake tensors -----------------------------------------------------------------
 
 
@@ -237,7 +141,7 @@ def run_on_fakes(
     `DATA_DEPENDENT_ERRORS`, because all stages need to know that result.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    before = [dict(module.__dict__) for module in modules]
+    before = StateSnapshot(modules, copy_value=lambda _: False)
     try:
         with (
             fake_factory.mode,
@@ -250,8 +154,7 @@ def run_on_fakes(
             raise
     # A unit may have cached a fake tensor in an attribute before it failed. The run on dummy data
     # must not find it.
-    for module, attributes in zip(modules, before, strict=True):
-        _restore_attributes(module, attributes)
+    before.restore()
     return run_on_dummy_data(fake_factory, unit, target, args, kwargs, known_tensors), True
 
 
@@ -333,19 +236,13 @@ def run_on_dummy_data(
 
 
 def _run_on_real_tensors(target: Any, real_args: Any, real_kwargs: Any) -> Any:
-    """Execute a unit or a function on real tensors and restore the buffers of the unit."""
+    """Execute a unit or a function on real tensors; a unit computes with copies of its own."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    copy_tensor = build_tensor_copier(None)
     with _replace_module_tensors(
-        modules, lambda t: make_dummy_tensor(t) if isinstance(t, FakeTensor) else t
+        modules, lambda t: make_dummy_tensor(t) if isinstance(t, FakeTensor) else copy_tensor(t)
     ):
-        buffers = [b for m in modules for b in m.buffers(recurse=False)]
-        copies = [buffer.detach().clone() for buffer in buffers]
-        try:
-            return _call_target(target, real_args, real_kwargs)
-        finally:
-            with torch.no_grad():
-                for buffer, copy in zip(buffers, copies, strict=True):
-                    buffer.copy_(copy)
+        return _call_target(target, real_args, real_kwargs)
 
 
 def make_dummy_tensor(leaf: Any) -> Any:
@@ -455,46 +352,32 @@ class UninitializedBuffers:
             }
 
 
-@contextmanager
 def replace_meta_tensors(
     model: nn.Module, units: Collection[nn.Module], fake_factory: FakeTensorFactory
-) -> Iterator[UninitializedBuffers]:
-    """Replace all meta tensors of a model for the duration of the context."""
-    uninitialized = UninitializedBuffers()
+) -> UninitializedBuffers:
+    """Replace all meta tensors of an isolated model."""
     if not has_meta_tensors(model):
-        yield uninitialized
-        return
-    device = fake_factory.device
+        return UninitializedBuffers()
     unit_modules = {module for unit in units for module in unit.modules()}
-    before = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
     replacements: dict[Tensor, Tensor] = {}
     slots: list[MetaTensorSlot] = []
-    try:
-        for path, module in model.named_modules():
-            for tensors in (module._parameters, module._buffers):
-                for key, meta_tensor in tensors.items():
-                    if meta_tensor is None or not meta_tensor.is_meta:
-                        continue
-                    is_real = tensors is module._buffers and module not in unit_modules
-                    if meta_tensor not in replacements:
-                        replacements[meta_tensor] = (
-                            allocate_like(meta_tensor, device)
-                            if is_real
-                            else fake_factory.from_tensor(meta_tensor)
-                        )
-                        if is_real:
-                            slots.append(
-                                MetaTensorSlot(f"{path}.{key}" if path else key, module, key)
-                            )
-                    tensors[key] = replacements[meta_tensor]
-            _replace_meta_attributes(module, replacements)
-        uninitialized.names = set(_find_uninitialized(model, slots))
-        yield uninitialized
-    finally:
-        for module, parameters, buffers, attributes in before:
-            module.__dict__.update(attributes)
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, meta_tensor in tensors.items():
+                if meta_tensor is None or not meta_tensor.is_meta:
+                    continue
+                is_real = tensors is module._buffers and module not in unit_modules
+                if meta_tensor not in replacements:
+                    replacements[meta_tensor] = (
+                        allocate_like(meta_tensor, fake_factory.device)
+                        if is_real
+                        else fake_factory.from_tensor(meta_tensor)
+                    )
+                    if is_real:
+                        slots.append(MetaTensorSlot(f"{path}.{key}" if path else key, module, key))
+                tensors[key] = replacements[meta_tensor]
+        _replace_meta_attributes(module, replacements)
+    return UninitializedBuffers(set(_find_uninitialized(model, slots)))
 
 
 def _replace_meta_attributes(module: nn.Module, replacements: dict[Tensor, Tensor]) -> None:
@@ -510,11 +393,13 @@ def _find_uninitialized(model: nn.Module, slots: Sequence[MetaTensorSlot]) -> It
         (slot, slot.tensor, slot.tensor._version) for slot in slots if slot.tensor is not None
     ]
     initializers = find_initializers(model)
-    with torch.random.fork_rng([]):
-        for module in dict.fromkeys(slot.module for slot in slots):
-            initialize_module(
-                module, initializers, run_reset_parameters=True, run_init_weights=True
-            )
+    modules = dict.fromkeys(slot.module for slot in slots)
+    # A module with a buffer on `meta` may have real parameters, which keep their values.
+    parameters = StateSnapshot(())
+    parameters.record([p for module in modules for p in module.parameters()])
+    for module in modules:
+        initialize_module(module, initializers, run_reset_parameters=True, run_init_weights=True)
+    parameters.restore()
     return (slot.name for slot, tensor, version in before if slot.is_uninitialized(tensor, version))
 
 

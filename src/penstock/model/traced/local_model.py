@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,16 +55,11 @@ def is_remote_unit(module: nn.Module) -> bool:
     return _REMOTE_UNIT_KEY in module.__dict__
 
 
-@contextmanager
-def fake_remote_tensors(
-    modules: Collection[nn.Module], fake_factory: FakeTensorFactory
-) -> Iterator[None]:
-    """Replace remote tensors of modules by fake tensors for the duration of the context.
+def fake_remote_tensors(modules: Collection[nn.Module], fake_factory: FakeTensorFactory) -> None:
+    """Replace remote tensors of isolated modules by fake tensors.
 
-    A trace has to compute with all units, and a remote tensor raises in every operation. Attributes
-    that are set on the modules inside the context are undone.
+    A trace has to compute with all units, and a remote tensor raises in every operation.
     """
-    snapshots = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
     fakes: dict[int, Tensor] = {}  # by the id of the remote tensor, so that tied ones stay tied
     for module in modules:
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -75,16 +69,6 @@ def fake_remote_tensors(
                     if id(tensor) not in fakes:
                         fakes[id(tensor)] = _make_fake(tensor, fake_factory)
                     tensors[key] = fakes[id(tensor)]
-    try:
-        yield
-    finally:
-        for module, attributes, parameters, buffers in snapshots:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 def _make_fake(tensor: RemoteTensor, fake_factory: FakeTensorFactory) -> Tensor:

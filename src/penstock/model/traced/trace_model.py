@@ -21,16 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.model.isolation import isolated
 from penstock.model.traced.containers import (
     apply_container_updates,
     find_shared_containers,
     get_forward_hooks,
 )
-from penstock.model.traced.dry_run import (
-    FakeTensorFactory,
-    preserve_model_state,
-    replace_meta_tensors,
-)
+from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
 from penstock.model.traced.interception import (
     HookSkipped,
     NullHookHandle,
@@ -49,6 +46,7 @@ from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.model.traced.value_table import EscapedTensor
 from penstock.nested_values import flatten, iter_tensors, unflatten
+from penstock.torch_compat import force_eager
 
 # ---- the consistency check ---------------------------------------------------------------------
 #
@@ -221,6 +219,9 @@ def trace_model(
     a unit without being returned.
     """
     input_leaves, spec = flatten((args, kwargs))
+    # A process has units of other processes that are not in its local model.
+    unit_modules = (module for unit in units.values() for module in unit.modules())
+    modules = list(dict.fromkeys([*model.modules(), *unit_modules]))
     # A forward may call functions that cache their results (`functools.cache` on a mask). They
     # compute in the first run only, so the check after it finds another path. The second trace sees
     # the filled caches, as every later run does.
@@ -229,7 +230,12 @@ def trace_model(
             _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
         ]
         fake_factory = FakeTensorFactory(device)
-        with replace_meta_tensors(model, units.values(), fake_factory) as uninitialized:
+        with (
+            # Parameters are not written: operations get fake tensors in their place.
+            isolated(modules, copy_value=lambda tensor: not isinstance(tensor, nn.Parameter)),
+            force_eager(),  # otherwise the compiler gives up on compiled modules under a mode
+        ):
+            uninitialized = replace_meta_tensors(model, units.values(), fake_factory)
             trace, constants, is_stable = _trace_once(model, units, leaves, spec, fake_factory)
         if is_stable:
             break
@@ -254,31 +260,28 @@ def _trace_once(
     args, kwargs = unflatten(leaves, tree_spec)
     parents = [original for original, _ in proxy_model.parent_copies.values()]
     copies = [copy for _, copy in proxy_model.parent_copies.values()]
-    with (
-        preserve_model_state(model, parents),
-        fake_remote_tensors([*copies, *_find_remote_modules(units)], fake_factory),
-    ):
-        tracer = Tracer([model, proxy_model.model], fake_factory)
-        tracer.unit_hooks = proxy_model.unit_hooks
-        tracer.shared_containers = find_shared_containers(parents, units)
-        inputs = tracer.value_table.register_inputs(
-            [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        )
-        buffers_before = {
-            name: dict(copy._buffers) for name, (_, copy) in proxy_model.parent_copies.items()
-        }
-        with tracer:
-            output = proxy_model.model(*args, **kwargs)
-        _warn_about_lost_attributes(proxy_model)
-        reassigned_buffers = {
-            f"{name}.{key}" if name else key: buffer
-            for name, (_, copy) in proxy_model.parent_copies.items()
-            for key, buffer in copy._buffers.items()
-            if buffer is not None and buffer is not buffers_before[name].get(key)
-        }
-        trace = tracer.build_trace(inputs, output, reassigned_buffers)
-        # A new ProxyModel: the forward may have set attributes on the copies of the first one.
-        is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
+    fake_remote_tensors([*copies, *_find_remote_modules(units)], fake_factory)
+    tracer = Tracer([model, proxy_model.model], fake_factory)
+    tracer.unit_hooks = proxy_model.unit_hooks
+    tracer.shared_containers = find_shared_containers(parents, units)
+    inputs = tracer.value_table.register_inputs(
+        [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    )
+    buffers_before = {
+        name: dict(copy._buffers) for name, (_, copy) in proxy_model.parent_copies.items()
+    }
+    with tracer:
+        output = proxy_model.model(*args, **kwargs)
+    _warn_about_lost_attributes(proxy_model)
+    reassigned_buffers = {
+        f"{name}.{key}" if name else key: buffer
+        for name, (_, copy) in proxy_model.parent_copies.items()
+        for key, buffer in copy._buffers.items()
+        if buffer is not None and buffer is not buffers_before[name].get(key)
+    }
+    trace = tracer.build_trace(inputs, output, reassigned_buffers)
+    # A new ProxyModel: the forward may have set attributes on the copies of the first one.
+    is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
     return trace, tracer.value_table.collect_constants(), is_stable
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from penstock.device.device import Device, GraphTimestamp, Timestamp
 from penstock.device.nvidia import GraphTimestamps, ReplayTimestamps
 from penstock.fingerprint import fingerprint_attributes
+from penstock.model.isolation import StateSnapshot
 from penstock.model.partition import Partition
 from penstock.runtime.cuda_graph.capture_guard import (
     CaptureError,
@@ -55,7 +56,6 @@ from penstock.runtime.cuda_graph.static_buffers import (
     GradBufferMap,
     GradBufferPool,
     GradUpdateDetector,
-    ModuleTablesSnapshot,
     ReassignedTensors,
     StaticInputs,
     check_dense_grads,
@@ -319,7 +319,8 @@ class GraphCache:
         """Capture the step and store its graph. On an error, leave everything as it was."""
         history, modules_before, host_rng = (
             self._history,
-            ModuleTablesSnapshot(step_modules.modules),
+            # Without the values of tensors: a capture computes nothing.
+            StateSnapshot(step_modules.modules, copy_value=lambda _: False),
             HostRngGuard(),
         )
         # Old graphs go first, so that their memory is free for the new one.

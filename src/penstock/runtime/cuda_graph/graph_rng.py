@@ -16,15 +16,13 @@ eager step:
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 
+from penstock.model.isolation import HostRngState
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, CaptureGuard
 from penstock.runtime.cuda_graph.recorded_graph import RecordedGraph
 from penstock.runtime.execution import RngPolicy
@@ -155,33 +153,13 @@ class GraphGenerators:
 # ---- random numbers of the host -------------------------------------------------------------
 
 
-class HostRngGuard:
+class HostRngGuard(HostRngState):
     """The state of Python's and NumPy's global generators before a step."""
-
-    def __init__(self) -> None:
-        self._python_state = random.getstate()
-        self._numpy_state = _get_numpy_state()
 
     def check_unchanged(self) -> None:
         """Raise `CaptureError` if the step has drawn from one of them."""
-        for name, before, now in (
-            ("random", self._python_state, random.getstate()),
-            ("numpy.random", self._numpy_state, _get_numpy_state()),
-        ):
-            if str(before) != str(now):
-                raise CaptureError(
-                    f"a layer draws from {name} in every step, and a replay would not. Draw with "
-                    "torch, on the layer's device"
-                )
-
-    def restore(self) -> None:
-        """Restore Python's and NumPy's random state."""
-        random.setstate(self._python_state)
-        if self._numpy_state is not None:
-            sys.modules["numpy"].random.set_state(self._numpy_state)
-
-
-def _get_numpy_state() -> Any:
-    # If NumPy was not imported, no layer can draw from it, and it is not imported for this check.
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state()
+        for name in self.find_used():
+            raise CaptureError(
+                f"a layer draws from {name} in every step, and a replay would not. Draw with "
+                "torch, on the layer's device"
+            )

@@ -595,20 +595,3 @@ def _describe_reassignment(layer: str, name: str, old: Tensor | None, new: Tenso
         f"{tuple(new.shape)} of {new.dtype} on {new.device} now), and a replay would not replace "
         "it. Update it in place, or keep its shape, dtype and device"
     )
-
-
-class ModuleTablesSnapshot:
-    """The attributes, buffers and parameters of modules, to restore them if a capture fails."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        tables = [t for m in modules for t in (vars(m), m._buffers, m._parameters)]
-        self._saved_tables = [(table, dict(table)) for table in tables]
-
-    def restore(self) -> None:
-        """Put the saved objects back under their names.
-
-        The numbers in tensors need no restoring: a capture computes nothing.
-        """
-        for table, saved_entries in self._saved_tables:
-            table.clear()
-            table.update(saved_entries)

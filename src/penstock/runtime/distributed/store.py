@@ -1,4 +1,4 @@
-"""What the ranks exchange through a key-value store, before they have process groups.
+"""Values that the ranks exchange through a key-value store, before they have process groups.
 
 join_rendezvous      the ranks of a launcher find each other; each gets the info of all
 gather_in_store      every rank gets the values of all, as JSON, within a time limit
