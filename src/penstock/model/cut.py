@@ -41,13 +41,14 @@ from penstock.model.traced.trace import NodeKind, Trace, ValueRef
 from penstock.model.traced.trace_model import trace_expanding_units
 from penstock.model.traced.traced_partition import CutSummary, UnitCost
 from penstock.model.traced.units import UnitSelector, has_layer_list, is_expandable, parameter_bytes
-from penstock.schedules.balance import balance_costs, find_best_cut
-from penstock.schedules.balance_problem import (
+from penstock.schedules.balance import (
     CutProblem,
     DeviceCapacity,
     UnitLoad,
     UnitOutput,
+    balance_costs,
     check_cut,
+    find_best_cut,
 )
 from penstock.schedules.ir import StageGraph
 from penstock.torch_compat import is_compiled_wrapper
@@ -127,7 +128,7 @@ def choose_unit_counts(
         in_flight=limits.in_flight,
         seconds_per_byte=_SECONDS_PER_BYTE if limits.devices[0].type == "cuda" else 0.0,
     )
-    return find_best_cut(problem).counts, costs
+    return find_best_cut(problem), costs
 
 
 def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:
