@@ -11,9 +11,8 @@ from torch import nn
 
 from penstock import Pipe
 from penstock.runtime import program_cache
-from penstock.schedules import simulator
+from penstock.schedules import lowering, simulator
 from penstock.schedules.families import FAMILIES
-from penstock.schedules.lowering import lower
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -31,7 +30,7 @@ def test_first_step_builds_lowers_and_plays_the_schedule_once(
 
     family = FAMILIES["1f1b"]
     monkeypatch.setitem(FAMILIES, "1f1b", replace(family, build=counted("build", family.build)))
-    monkeypatch.setattr(program_cache, "lower", counted("lower", lower))
+    monkeypatch.setattr(program_cache, "lower", counted("lower", lowering.lower))
     monkeypatch.setattr(simulator, "_run_lanes", counted("play", simulator._run_lanes))
     pipe = Pipe(
         nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),

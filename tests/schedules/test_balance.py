@@ -11,17 +11,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.schedules import balance as best
-from penstock.schedules import balance as search
-from penstock.schedules.balance import find_best_cut
-from penstock.schedules.balance_problem import CutProblem, DeviceCapacity, UnitLoad, UnitOutput
+from penstock.schedules import balance
+from penstock.schedules.balance import (
+    CutProblem,
+    DeviceCapacity,
+    UnitLoad,
+    UnitOutput,
+    balance_costs,
+    check_cut,
+    find_best_cut,
+)
 
 # ---- the oracle: every cut, evaluated by the definitions ------------------------------------
 
 
 def every_cut(task: CutProblem) -> Iterator[tuple[int, ...]]:
-    places = [at for at in range(1, len(task.units)) if not task.units[at].joined_to_previous]
-    for inner in combinations(places, task.stages - 1):
+    for inner in combinations(range(1, len(task.units)), task.stages - 1):
         yield tuple(end - start for start, end in pairwise((0, *inner, len(task.units))))
 
 
@@ -73,15 +78,15 @@ memories = st.one_of(st.just(inf), st.integers(3, 40), st.floats(3, 40))
 
 @st.composite
 def tasks(draw: st.DrawFn, speeds: st.SearchStrategy[float], most_ranks: int = 5) -> CutProblem:
-    numbers = draw(st.sampled_from([few, st.floats(0, 5)]))
+    numbers = draw(st.sampled_from([few, st.floats(0, 5).map(lambda x: round(x, 9))]))
     units = draw(
         st.lists(
-            st.builds(UnitLoad, numbers, few, few, st.sampled_from([False, False, False, True])),
+            st.builds(UnitLoad, numbers, few, few),
             min_size=1,
             max_size=9,
         )
     )
-    apart = 1 + sum(not unit.joined_to_previous for unit in units[1:])
+    apart = len(units)
     ranks = draw(st.integers(1, min(apart, most_ranks)))
     values = []
     for src in range(len(units) - 1):
@@ -109,7 +114,7 @@ def test_find_best_cut_equals_exhaustive_search(task: CutProblem) -> None:
         with pytest.raises(ArgumentError, match=r"fits the memory\. The nearest is"):
             find_best_cut(task)
         return
-    assert find_best_cut(task).counts == min(among, key=lambda counts: worth(task, counts))
+    assert find_best_cut(task) == min(among, key=lambda counts: worth(task, counts))
 
 
 @settings(deadline=None)
@@ -119,57 +124,8 @@ def test_find_best_cut_on_devices_of_any_speed_equals_exhaustive_search(task: Cu
     assume(among)
     least = min(max(shares(task, counts)) for counts in among)
     found = find_best_cut(task)
-    assert fits(task, found.counts)
-    assert isclose(max(shares(task, found.counts)), least, rel_tol=1e-11, abs_tol=1e-300)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(few, min_size=40, max_size=70), st.lists(few, min_size=70, max_size=70))
-def test_find_best_cut_of_many_units_equals_dynamic_programming(
-    costs: list[int], sizes: list[int]
-) -> None:
-    values = [UnitOutput(at, (at + 1,), sizes[at]) for at in range(len(costs) - 1)]
-    values += [UnitOutput(at, (at + 3, at + 9), 2) for at in range(0, len(costs) - 9, 4)]
-    task = CutProblem(
-        tuple(map(UnitLoad, costs)),
-        (DeviceCapacity(),) * 6,
-        tuple(values),
-        seconds_per_byte=1 + sizes[0],
-    )
-    assert find_best_cut(task).bottleneck_seconds == simply(task)
-
-
-def simply(task: CutProblem) -> float:
-    """Return the best bottleneck by plain dynamic programming, for devices that are equal."""
-    units = len(task.units)
-    seconds = {
-        (a, b): task._stage_load(0, range(a, b)).seconds
-        for b in range(1, units + 1)
-        for a in range(b)
-    }
-    least = [inf] * units + [0.0]
-    for _ in range(task.stages):
-        least = [
-            min(
-                (max(seconds[a, b], least[b]) for b in range(a + 1, units + 1) if least[b] < inf),
-                default=inf,
-            )
-            for a in range(units)
-        ] + [inf]
-    return least[0]
-
-
-@settings(deadline=None)
-@given(tasks(any_speeds), st.data())
-def test_evaluate_sums_the_loads_of_a_cut(task: CutProblem, data: st.DataObject) -> None:
-    counts = data.draw(st.sampled_from(list(every_cut(task))))
-    cut = task.evaluate(counts)
-    assert [load.seconds for load in cut.loads] == pytest.approx(
-        [float(share) for share in shares(task, counts)]
-    )
-    assert [len(load.units) for load in cut.loads] == list(counts)
-    assert cut.bottleneck_seconds == max(load.seconds for load in cut.loads)
-    assert cut.loads[cut.slowest_stage].seconds == cut.bottleneck_seconds
+    assert fits(task, found)
+    assert isclose(max(shares(task, found)), least, rel_tol=1e-11, abs_tol=1e-300)
 
 
 # ---- examples -------------------------------------------------------------------------------
@@ -193,58 +149,31 @@ CHAIN = tuple(UnitOutput(at, (at + 1,), 1) for at in range(7))
             ),
             (2, 2, 2, 2),
         ),
-        (
-            CutProblem(
-                (*EVEN[:3], UnitLoad(1.0, joined_to_previous=True), *EVEN[4:]),
-                (DeviceCapacity(),) * 4,
-            ),
-            (2, 2, 2, 2),
-        ),
-        (
-            CutProblem(
-                (*EVEN[:2], UnitLoad(1.0, joined_to_previous=True), *EVEN[3:]),
-                (DeviceCapacity(),) * 4,
-            ),
-            (3, 2, 2, 1),
-        ),
     ],
 )
 def test_find_best_cut_examples(task: CutProblem, counts: tuple[int, ...]) -> None:
-    assert find_best_cut(task).counts == counts
+    assert find_best_cut(task) == counts
 
 
 def test_find_best_cut_avoids_sending_a_large_value() -> None:
     values = (*CHAIN[:3], UnitOutput(3, (4,), 100), *CHAIN[4:])
     assert find_best_cut(
         CutProblem(EVEN, (DeviceCapacity(),) * 2, CHAIN, seconds_per_byte=0.1)
-    ).counts == (4, 4)
+    ) == (4, 4)
     assert find_best_cut(
         CutProblem(EVEN, (DeviceCapacity(),) * 2, values, seconds_per_byte=0.1)
-    ).counts == (5, 3)
+    ) == (5, 3)
 
 
 def test_skip_costs_nothing_on_the_stages_in_between() -> None:
     skip = UnitOutput(0, (7,), 5)
     task = CutProblem(EVEN, (DeviceCapacity(),) * 4, (*CHAIN, skip), seconds_per_byte=0.1)
-    loads = task.evaluate((2, 2, 2, 2)).loads
-    assert [(load.received_bytes, load.sent_bytes) for load in loads] == [
-        (0, 6),
-        (1, 1),
-        (1, 1),
-        (6, 0),
-    ]
-    assert find_best_cut(task).counts == (2, 2, 2, 2)
-
-
-def test_value_is_sent_once_to_each_stage_that_uses_it() -> None:
-    task = CutProblem(EVEN, (DeviceCapacity(),) * 3, (UnitOutput(1, (2, 3, 4, 6, 7), 10),))
-    loads = task.evaluate((3, 3, 2)).loads
-    assert [(load.received_bytes, load.sent_bytes) for load in loads] == [(0, 10), (10, 0), (10, 0)]
+    assert find_best_cut(task) == (2, 2, 2, 2)
 
 
 def test_in_flight_defaults_to_1f1b() -> None:
-    loads = CutProblem(EVEN, (DeviceCapacity(),) * 4).evaluate((2, 2, 2, 2)).loads
-    assert [load.memory for load in loads] == [36, 32, 28, 24]
+    task = CutProblem(EVEN, (DeviceCapacity(),) * 4)
+    assert task.memory_by_stage((2, 2, 2, 2)) == [36, 32, 28, 24]
 
 
 def test_memory_limit_covers_all_stages_of_a_rank() -> None:
@@ -254,36 +183,18 @@ def test_memory_limit_covers_all_stages_of_a_rank() -> None:
         task = CutProblem(
             units, (DeviceCapacity(memory=memory),) * 2, placement=(0, 1, 0, 1), in_flight=(1,) * 4
         )
-        assert find_best_cut(task).counts == counts
+        assert find_best_cut(task) == counts
 
 
 def test_memory_of_a_rank_is_split_evenly_if_there_are_too_many_cases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(best, "_MAX_CASES", 0)
+    monkeypatch.setattr(balance, "_MAX_CASES", 0)
     units = tuple(UnitLoad(seconds, static_bytes=1) for seconds in (3, 1, 1, 1, 3, 1, 1, 1))
     task = CutProblem(
         units, (DeviceCapacity(memory=5),) * 2, placement=(0, 1, 0, 1), in_flight=(1,) * 4
     )
-    assert find_best_cut(task).counts == (2, 2, 2, 2)
-
-
-def test_find_best_cut_examines_few_candidates_if_costs_are_similar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """There are 200 x 200 / 2 x 50 candidates."""
-    looked = 0
-    plain = search._find_best_start
-
-    def counting(bounded: Any, stage: int, end: int, *others: Any) -> tuple[int, int]:
-        nonlocal looked
-        looked += end - bounded.first_start(stage, end)
-        return plain(bounded, stage, end, *others)
-
-    monkeypatch.setattr(search, "_find_best_start", counting)
-    units = tuple(UnitLoad(1.0 + at * 37 % 11) for at in range(200))
-    assert sum(find_best_cut(CutProblem(units, (DeviceCapacity(),) * 50)).counts) == 200
-    assert 0 < looked < 200 * 200
+    assert find_best_cut(task) == (2, 2, 2, 2)
 
 
 # ---- errors ---------------------------------------------------------------------------------
@@ -313,7 +224,7 @@ def test_error_if_no_cut_fits_names_all_stages_of_the_rank() -> None:
         placement=(0, 1, 0, 1),
         in_flight=(1,) * 4,
     )
-    assert find_best_cut(task).counts == (1, 3, 1, 3)
+    assert find_best_cut(task) == (1, 3, 1, 3)
     task = CutProblem(
         EVEN,
         (DeviceCapacity(memory=3), DeviceCapacity()),
@@ -344,12 +255,102 @@ def test_cut_problem_reports_every_invalid_value() -> None:
     )
 
 
-def test_cut_problem_refuses_more_stages_than_separable_units() -> None:
-    units = (UnitLoad(1.0), UnitLoad(1.0, joined_to_previous=True), UnitLoad(1.0))
-    with pytest.raises(ArgumentError, match=r"^3 units \(1 of them joined to the one before\) can"):
-        CutProblem(units, (DeviceCapacity(),) * 3)
+# ---- balance_costs: cost alone, on equal devices --------------------------------------------
 
 
-def test_evaluate_refuses_a_cut_with_another_number_of_stages() -> None:
-    with pytest.raises(ArgumentError, match=r"^\[3, 5\] makes 2 stages, not 4$"):
-        CutProblem(EVEN, (DeviceCapacity(),) * 4).evaluate((3, 5))
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.one_of(few, st.sampled_from([0.1, 0.2, 0.3, 1e-12, 1e9]), st.floats(0, 1e30)),
+        min_size=1,
+        max_size=9,
+    ),
+    st.data(),
+)
+def test_balance_costs_has_the_bottleneck_of_exhaustive_search(
+    costs: list[float], data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    task = CutProblem(tuple(map(UnitLoad, costs)), (DeviceCapacity(),) * stages)
+    least = min(max(shares(task, counts)) for counts in every_cut(task))
+    counts = balance_costs(costs, stages)
+    assert isclose(max(shares(task, counts)), least, rel_tol=1e-11, abs_tol=1e-300)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=30, max_size=60), st.integers(1, 30))
+def test_balance_costs_of_many_units_equals_dynamic_programming(
+    costs: list[int], stages: int
+) -> None:
+    least = [max(sum(costs), 1)] * len(costs) + [0]
+    for _ in range(stages):
+        least = [
+            min(max(sum(costs[a:b]), least[b]) for b in range(a + 1, len(costs) + 1))
+            for a in range(len(costs))
+        ] + [0]
+    counts = balance_costs(costs, stages)
+    check_cut(counts, len(costs))
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    assert max(sum(costs[end - n : end]) for end, n in zip(ends, counts, strict=True)) == least[0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "counts"),
+    [
+        ([1] * 10, 4, (3, 3, 2, 2)),
+        ([0] * 10, 4, (3, 3, 2, 2)),
+        ([0.1] * 10, 4, (3, 3, 2, 2)),
+        ([1] * 5, 5, (1, 1, 1, 1, 1)),
+        ([1, 2, 3], 1, (3,)),
+        (
+            [9, 1, 1, 1, 1, 1, 1],
+            3,
+            (1, 3, 3),
+        ),  # not (1, 5, 1), whose most expensive stage costs the same
+        ([1, 1, 1, 1, 1, 1, 9], 3, (3, 3, 1)),
+        ([1e20, 1, 1, 1, 1], 3, (1, 2, 2)),  # floats would lose the ones
+    ],
+)
+def test_balance_costs_examples(costs: list[float], stages: int, counts: tuple[int, ...]) -> None:
+    assert balance_costs(costs, stages) == counts
+
+
+@pytest.mark.parametrize(("units", "stages"), [(3, 4), (3, 0), (3, -1), (0, 1)])
+def test_balance_costs_refuses_more_stages_than_units(units: int, stages: int) -> None:
+    with pytest.raises(ArgumentError) as error:
+        balance_costs([1.0] * units, stages)
+    assert str(error.value) == (
+        f"{units} units cannot be cut into {stages} stages: each stage takes at least one unit, "
+        "and there is at least one stage"
+    )
+
+
+def test_balance_costs_names_every_invalid_cost() -> None:
+    with pytest.raises(ArgumentError) as error:
+        balance_costs([1.0, -2.0, float("nan"), 0.0, float("inf")], 2)
+    assert str(error.value) == (
+        "unit 1 costs -2.0, unit 2 costs nan, unit 4 costs inf: a cost is a number from 0 up"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "problem"),
+    [
+        ([3, 2], "the stages take 5 together"),
+        ([], "the stages take 0 together"),
+        ([7, -1], "stage 1 takes -1, and each takes at least one"),
+        (
+            [0, 5, 0],
+            "stage 0 takes 0, and each takes at least one; "
+            "stage 2 takes 0, and each takes at least one; the stages take 5 together",
+        ),
+    ],
+)
+def test_check_cut_refuses_an_invalid_cut(counts: list[int], problem: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        check_cut(counts, units=6)
+    assert str(error.value) == f"{counts} is not a cut of 6 units: {problem}"
+
+
+def test_check_cut_accepts_a_valid_cut() -> None:
+    check_cut((1, 4, 1), units=6)

@@ -20,7 +20,7 @@ from penstock.errors import ArgumentError
 from penstock.microbatch import Chunk
 from penstock.model.sequential import check_children
 from penstock.pipe import Pipe
-from penstock.schedules.balance_problem import check_cut
+from penstock.schedules.balance import check_cut
 from penstock.schedules.families.gpipe import clocked
 from penstock.stage import deferred_batchnorm
 from penstock.stage.skip import verify_skippables

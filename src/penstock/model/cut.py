@@ -50,13 +50,14 @@ from penstock.model.traced.trace_model import trace_expanding_units
 from penstock.model.traced.traced_partition import CutSummary, StageOwnership, UnitCost
 from penstock.model.traced.units import UnitSelector, has_layer_list, is_expandable, parameter_bytes
 from penstock.nested_values import unflatten
-from penstock.schedules.balance import balance_costs, find_best_cut
-from penstock.schedules.balance_problem import (
+from penstock.schedules.balance import (
     CutProblem,
     DeviceCapacity,
     UnitLoad,
     UnitOutput,
+    balance_costs,
     check_cut,
+    find_best_cut,
 )
 from penstock.stage.stage import Stage
 from penstock.tensor_spec import TensorSpec
@@ -138,7 +139,7 @@ def choose_unit_counts(
         in_flight=limits.in_flight,
         seconds_per_byte=_SECONDS_PER_BYTE if is_accelerator(limits.devices[0]) else 0.0,
     )
-    return find_best_cut(problem).counts, costs
+    return find_best_cut(problem), costs
 
 
 def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:

@@ -55,8 +55,7 @@ from penstock.model.tied import (
 )
 from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.units import UnitSelector, parameter_bytes
-from penstock.schedules.balance import balance_costs
-from penstock.schedules.balance_problem import check_cut
+from penstock.schedules.balance import balance_costs, check_cut
 from penstock.schedules.ir import Schedule, StageGraph
 from penstock.schedules.registry import choose_placement, default_stages_per_rank
 from penstock.stage.stage import Stage
