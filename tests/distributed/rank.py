@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.distributed.forks import ENVIRONMENT
+from tests.distributed.fork_server import ENVIRONMENT
 from tests.distributed.packing import packed, unpacked
 
 SHOW = signal.SIGUSR1  # makes the process write the stack of every thread to its log

@@ -129,8 +129,8 @@ def test_packing_preserves_tensor_types_and_values() -> None:
 
 SCRIPT = """
 import sys
-from tests.distributed import forks
-forks.PRELOADED = ("tests.distributed.rank",)  # all that a case may need takes seconds
+from tests.distributed import fork_server
+fork_server.PRELOADED = ("tests.distributed.rank",)  # all that a case may need takes seconds
 from tests.distributed.ranks import ranks
 from tests.distributed.test_ranks import pid, waiting_for_nobody
 if __name__ == "__main__":
