@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from penstock import Pipe
 from penstock.schedules.ir import Compute, Op
 from penstock.schedules.timeline import Timeline
-from tests.gpu.graphs import (
+from tests.gpu.support import (
     GPU,
+    Sleep,
     batch,
     batches,
     check_same_steps,
+    four,
     layers,
+    needs_gpu,
+    no_hidden_waits,
+    nothing_compiled,
     pipe_of,
     pipes_per_runtime,
     replays_of,
 )
-from tests.gpu.parts import Sleep, four, no_hidden_waits
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 CHUNKS, ROWS, WIDTH = 32, 4096, 1024  # activations of 16 MiB, which the allocator rounds little
 
@@ -188,9 +192,8 @@ def test_every_replay_has_its_own_timeline() -> None:
 
 @pytest.fixture
 def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with nothing_compiled():
+        yield
 
 
 def compilations() -> Counter[str]:
