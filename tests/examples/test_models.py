@@ -224,11 +224,11 @@ def test_example_model_in_three_stages_equals_the_unsplit_model(
     assert_equal(pipe, model)
 
 
-def test_example_model_cut_at_every_layer_equals_the_unsplit_model(small: Small) -> None:
+def test_example_model_cut_at_every_other_layer_equals_the_unsplit_model(small: Small) -> None:
     """This includes cuts inside a bottleneck, and before a sum or an in-place ReLU."""
     _, model = unsplit(small, chunks=2, last_first=True)
     images, target = small.batch()
-    for cut in range(1, len(model)):
+    for cut in range(1, len(model), 2):
         pipe = penstock.Pipe(
             small.model(),
             chunks=2,
