@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.fork_server import forked, store
-from tests.distributed.packing import packed, unpacked
-from tests.distributed.rank import SHOW, Answer, Raised, Returned, serve
+from tests.distributed.rank import SHOW, Answer, Raised, Returned, packed, serve, unpacked
 
 SIZES = (2, 3, 4)
 SOAK = "PENSTOCK_SOAK" in os.environ  # set by `make soak`: more combinations, and longer runs

@@ -20,8 +20,6 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.distributed.ranks import SOAK
 from tests.faults.checks import SOON, check_cause, check_checkpoint, others
 from tests.faults.disposable_ranks import RankOutcome, run_cases
@@ -30,7 +28,6 @@ from tests.faults.watchdog_step import EXIT_CODE, HEARTBEAT, kill, leave, stall
 
 PLACES = ("forward", "backward", "send", "loss", "between", "saving")
 FAULTS = (burst, kill, stall, ends, leave)
-each_place = pytest.mark.parametrize("place", PLACES)
 
 
 def failing_ranks(place: str, fail: Callable[[], object], size: int) -> list[int]:
@@ -41,18 +38,27 @@ def failing_ranks(place: str, fail: Callable[[], object], size: int) -> list[int
 
 
 def run_fault(
-    place: str, fail: Callable[[], object], folder: Path, sizes: tuple[int, ...] = (2, 3)
-) -> Iterator[tuple[int, int, list[RankOutcome]]]:
-    """Check what holds for all faults, and yield the size, the failing rank and the outcomes."""
+    fail: Callable[[], object],
+    folder: Path,
+    sizes: tuple[int, ...] = (2, 3),
+    places: tuple[str, ...] = PLACES,
+) -> Iterator[tuple[str, int, int, list[RankOutcome]]]:
+    """Check what holds for all faults; yield the place, the size, the failing rank and outcomes.
+
+    All cases run at the same time, because most of them wait for a heartbeat.
+    """
     given = {
-        (size, rank): (size, train_with_fault, Fault(rank, place, fail), folder / f"{size}-{rank}")
+        (place, size, rank): (size, train_with_fault, Fault(rank, place, fail), folder / name)
+        for place in places
         for size in sizes
         for rank in failing_ranks(place, fail, size)
+        for name in [f"{place}-{size}-{rank}"]
     }
-    for (size, rank), outcomes in run_cases(given).items():
-        assert all(outcome.code not in (0, None) for outcome in outcomes), (size, rank, outcomes)
-        check_checkpoint(folder / f"{size}-{rank}", outcomes)
-        yield size, rank, outcomes
+    for (place, size, rank), outcomes in run_cases(given).items():
+        case = place, size, rank
+        assert all(outcome.code not in (0, None) for outcome in outcomes), (case, outcomes)
+        check_checkpoint(folder / f"{place}-{size}-{rank}", outcomes)
+        yield place, size, rank, outcomes
 
 
 def check_cell(place: str, rank: int, size: int, outcomes: list[RankOutcome]) -> None:
@@ -66,9 +72,8 @@ def check_cell(place: str, rank: int, size: int, outcomes: list[RankOutcome]) ->
         assert found == (rank, layers, 1, action)
 
 
-@each_place
-def test_exception_on_one_rank_is_raised_on_all_ranks(place: str, tmp_path: Path) -> None:
-    for size, rank, outcomes in run_fault(place, burst, tmp_path):
+def test_exception_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    for place, size, rank, outcomes in run_fault(burst, tmp_path):
         # Between calls, the failing rank raises the caller's own error.
         raised = others(size, rank) if place == "between" else range(size)
         text = check_cause(outcomes, raised, "raised", rank, SOON)
@@ -80,34 +85,31 @@ def test_exception_on_one_rank_is_raised_on_all_ranks(place: str, tmp_path: Path
         assert outcomes[rank].facts["error" if place == "between" else "came_from"] == "Burst"
 
 
-@each_place
-def test_sys_exit_on_one_rank_interrupts_the_others(place: str, tmp_path: Path) -> None:
-    for size, rank, outcomes in run_fault(place, ends, tmp_path, (2,)):
+def test_sys_exit_on_one_rank_interrupts_the_others(tmp_path: Path) -> None:
+    for place, size, rank, outcomes in run_fault(ends, tmp_path, (2,)):
         kind = "left" if place == "between" else "interrupted"
         text = check_cause(outcomes, others(size, rank), kind, rank, SOON)
         assert place == "between" or f"rank {rank} was interrupted by SystemExit" in text
         assert outcomes[rank].code == EXIT_CODE
 
 
-@each_place
-def test_killed_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
-    for size, rank, outcomes in run_fault(place, kill, tmp_path):
+def test_killed_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
+    for _, size, rank, outcomes in run_fault(kill, tmp_path):
         text = check_cause(outcomes, others(size, rank), "died", rank, HEARTBEAT + SOON)
         assert f"rank {rank} died: no heartbeat for" in text
         assert re.search(r"; rank \d was in \w+ \(call \d\), (waiting for|at) ", text)
         assert outcomes[rank].code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("place", ["forward", "between", "saving"])
-def test_os_exit_on_one_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
-    for size, rank, outcomes in run_fault(place, leave, tmp_path, (2,)):
+def test_os_exit_on_one_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
+    places = ("forward", "between", "saving")
+    for _, size, rank, outcomes in run_fault(leave, tmp_path, (2,), places):
         check_cause(outcomes, others(size, rank), "died", rank, HEARTBEAT + SOON)
         assert outcomes[rank].code == EXIT_CODE
 
 
-@each_place
-def test_stalled_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
-    for size, rank, outcomes in run_fault(place, stall, tmp_path):
+def test_stalled_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
+    for _, size, rank, outcomes in run_fault(stall, tmp_path):
         text = check_cause(outcomes, others(size, rank), "stalled", rank, HEARTBEAT + SOON)
         assert f"rank {rank} has stalled, " in text
         assert "waiting for " in text

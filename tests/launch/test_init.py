@@ -24,7 +24,7 @@ from tests.launch.hosts import (
     two_hosts,
 )
 
-SCRIPT = str(Path(__file__).parent / "reporting.py")
+SCRIPT = str(Path(__file__).parent / "init_script.py")
 
 
 def reports(*ended: Ended) -> dict[int, dict[str, Any]]:
