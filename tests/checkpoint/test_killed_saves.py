@@ -47,7 +47,7 @@ def killed_while_saving(folder: Path) -> None:
     saver.save(folder, optimizer, {"steps": 0}, False)
     stepped(module, optimizer)
     if rank == 0:
-        FileSystemWriter.finish = _killed  # type: ignore[method-assign]
+        FileSystemWriter.finish = _killed  # type: ignore[method-assign, assignment]
     saver.save(folder, optimizer, {"steps": 2}, False)
 
 

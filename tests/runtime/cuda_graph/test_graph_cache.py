@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.schedules import FAMILIES
-from tests.gpu.parts import Bottom, Top
+from tests.gpu.support import Bottom, Top
 from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings
 
 SCHEDULES = [name for name, family in FAMILIES.items() if family.trains]
