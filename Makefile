@@ -3,6 +3,8 @@
 # make fuzz      thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them,
 #                PROCESSES=1 runs them over processes
 # make busy      the tests of processes while some are held up, as on a busy machine; five minutes
+# make soak      the tests of processes with every combination of faults, schedules and ranks, and
+#                with training runs of thousands of steps; half an hour
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; ten minutes
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test lint fuzz busy docs features zoo bench format clean
+.PHONY: demo test lint fuzz busy soak docs features zoo bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -32,8 +34,12 @@ fuzz: $(READY)
 		$(if $(PROCESSES),--processes)
 
 busy: $(READY)
-	$(BIN)/python -m tests.distributed.busy $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \
-		tests/distributed tests/faults tests/meshes tests/launch tests/doctor tests/checkpoint
+	$(BIN)/python -m tests.distributed.random_pauses $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \
+		tests/distributed tests/faults tests/data_parallel tests/launch tests/doctor tests/checkpoint
+
+soak: export PENSTOCK_SOAK := 1
+soak: $(READY)
+	$(BIN)/pytest -n auto --dist worksteal tests/distributed tests/faults
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

@@ -12,9 +12,7 @@ import pytest
 
 import penstock
 from penstock import Cost, StageGraph, cli, schedules, simulate
-from penstock.cli import options
-from penstock.errors import ArgumentError
-from penstock.schedules.ir import Schedule, Send
+from penstock.schedules.ir import Send
 from penstock.schedules.notation import loads
 
 
@@ -110,16 +108,31 @@ def test_show_json_equals_the_library(run: Run, name: str, bubble: float) -> Non
     assert (answer.code, answer.err) == (0, "")
 
 
-def test_show_json_is_one_line(run: Run) -> None:
-    assert run("show 1f1b -p 2 -m 2 --json").out.count("\n") == 1
-
-
 def facts(run: Run, words: str) -> dict[str, Any]:
     answer = run(f"{words} --json")
     assert (answer.code, answer.err) == (0, "")
     found = json.loads(answer.out)
     assert isinstance(found, dict)
     return found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("1f1b -p 1 -m 1 --cost W=5", {"makespan": 1 + 1 + 5}),
+        ("gpipe -p 2 -m 4 --checkpoint except_last", {"peak": [1.0, 1.0], "busy": 2 * (4 * 3 + 3)}),
+        ("1f1b -p 4 -m 8", {"messages": 3 * 8 * 2}),
+        ("1f1b -p 4 -m 8 --skip 0:3 --skip 1:3", {"messages": 5 * 8 * 2}),
+        ("zb-v -p 2 -m 2 --skip 0:3", {"messages": 2 * 2 * 2}),  # the skip stays on its rank
+        ("interleaved -p 4 -m 8 --stages-per-rank 4", {"stages": 16}),
+        ("fit -p 2 -m 4 --stages-per-rank 3", {"stages": 6}),
+        ("1f1b -p 4 -m 8 --memory 4", {"peak": [4.0, 3.0, 2.0, 1.0]}),
+        ("1f1b -p 2 -m 2 --save saved.txt", {"ranks": 2}),  # prints JSON only
+    ],
+)
+def test_show_json_with_options(run: Run, words: str, expected: dict[str, Any]) -> None:
+    found = facts(run, f"show {words}")
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_show_uses_cost(run: Run) -> None:
@@ -130,39 +143,10 @@ def test_show_uses_cost(run: Run) -> None:
     assert found["busy"] == 2 * 2 * (2 + 3 + 4)
 
 
-def test_show_cost_keeps_defaults(run: Run) -> None:
-    assert facts(run, "show 1f1b -p 1 -m 1 --cost W=5")["makespan"] == 1 + 1 + 5
-
-
-def test_show_checkpoint_recomputes(run: Run) -> None:
-    found = facts(run, "show gpipe -p 2 -m 4 --checkpoint except_last")
-    assert found["peak"] == [1.0, 1.0]
-    assert found["busy"] == 2 * (4 * 3 + 3)
-
-
 def test_show_checkpoint_draws_recomputation(run: Run) -> None:
     assert run("show gpipe -p 1 -m 2 --checkpoint always").out.splitlines()[2] == (
         "rank 0  F0 F1 R1 B1─── R0 B0───"
     )
-
-
-def test_show_counts_skips_as_messages(run: Run) -> None:
-    plain = facts(run, "show 1f1b -p 4 -m 8")["messages"]
-    skips = facts(run, "show 1f1b -p 4 -m 8 --skip 0:3 --skip 1:3")["messages"]
-    assert (plain, skips) == (3 * 8 * 2, 5 * 8 * 2)
-
-
-def test_show_counts_no_message_for_a_skip_within_a_rank(run: Run) -> None:
-    plain = facts(run, "show zb-v -p 2 -m 2")["messages"]
-    assert facts(run, "show zb-v -p 2 -m 2 --skip 0:3")["messages"] == plain
-
-
-def test_show_stages_per_rank(run: Run) -> None:
-    assert facts(run, "show interleaved -p 4 -m 8 --stages-per-rank 4")["stages"] == 16
-
-
-def test_show_memory_that_suffices(run: Run) -> None:
-    assert facts(run, "show 1f1b -p 4 -m 8 --memory 4")["peak"] == [4.0, 3.0, 2.0, 1.0]
 
 
 def test_show_memory_that_does_not_suffice(run: Run) -> None:
@@ -175,11 +159,6 @@ def test_show_memory_that_does_not_suffice(run: Run) -> None:
     ]
 
 
-def test_show_memory_that_no_schedule_fits(run: Run) -> None:
-    message = refused(run("show 1f1b -p 2 -m 2 --memory 0.5"))
-    assert message.endswith("Schedules that fit: none; or fit --memory M, with M >= 1")
-
-
 def test_show_suggests_schedules_that_fit_in_memory(run: Run) -> None:
     said = refused(run("show gpipe -p 4 -m 8 --memory 3")).split("Schedules that fit: ")[1]
     names = said.split(";")[0].split(", ")
@@ -188,20 +167,11 @@ def test_show_suggests_schedules_that_fit_in_memory(run: Run) -> None:
         assert max(facts(run, f"show {name} -p 4 -m 8 --memory 3")["peak"]) <= 3
 
 
-def test_show_fit_with_a_memory_cap(run: Run) -> None:
-    found = facts(run, "show fit -p 4 -m 8 --memory 2")
-    assert (found["schedule"], found["stages"]) == ("fit", 4)
-    assert max(found["peak"]) <= 2
-
-
 def test_show_fit_on_a_v_placement(run: Run, tmp_path: Path) -> None:
+    assert max(facts(run, "show fit -p 4 -m 8 --memory 2")["peak"]) <= 2
     found = facts(run, "show fit -p 4 -m 8 --placement v --memory 4 --save saved.txt")
     assert round(100 * found["bubble"], 1) <= 5.9
     assert "placement: 0 1 2 3 3 2 1 0\n" in (tmp_path / "saved.txt").read_text()
-
-
-def test_show_fit_on_a_loop_of_several_stages(run: Run) -> None:
-    assert facts(run, "show fit -p 2 -m 4 --stages-per-rank 3")["stages"] == 6
 
 
 # ---- show: files --------------------------------------------------------------------------
@@ -239,11 +209,6 @@ def test_show_trace_writes_the_trace_of_the_timeline(run: Run, tmp_path: Path) -
     run("show 1f1b -p 2 -m 2 --trace trace.json")
     timeline = simulate(penstock.lower(schedules.one_f_one_b(2, 2)))
     assert json.loads((tmp_path / "trace.json").read_text()) == penstock.draw.trace(timeline)
-
-
-def test_show_json_prints_only_json_when_files_are_written(run: Run, tmp_path: Path) -> None:
-    assert facts(run, "show 1f1b -p 2 -m 2 --save saved.txt")["ranks"] == 2
-    assert isinstance(loads((tmp_path / "saved.txt").read_text()), Schedule)
 
 
 # ---- compare ------------------------------------------------------------------------------
@@ -288,11 +253,6 @@ def test_compare_stages_per_rank_applies_where_supported(run: Run) -> None:
     assert (stages["1f1b"], stages["zb-v"], stages["fit, v"]) == (2, 4, 4)
 
 
-def test_compare_checkpoint_recomputes(run: Run) -> None:
-    peaks = {r["schedule"]: r["peak"] for r in compared(run, "-p 2 -m 4 --checkpoint always")}
-    assert peaks["gpipe"] == [1.0, 1.0]
-
-
 def test_compare_prints_a_table(run: Run) -> None:
     lines = [line.strip() for line in run("compare -p 2 -m 3").out.splitlines()]
     assert lines[0] == "2 ranks, 3 micro-batches, F=1,I=1,W=1,send=0, checkpoint never"
@@ -304,22 +264,27 @@ def test_compare_prints_a_table(run: Run) -> None:
 # ---- verify -------------------------------------------------------------------------------
 
 
-def test_verify_accepts_a_sound_schedule(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("# by hand\n0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
-    assert run("verify mine.txt") == Answer(0, "sound: 2 ranks, 2 stages, 2 micro-batches\n", "")
-
-
-def test_verify_lists_every_problem_and_exits_with_1(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n")
-    assert run("verify mine.txt --memory 1.5") == Answer(
-        1,
-        drawn("""
-            rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
-            rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
-            rank 1, step 1: 1F1 brings live memory to 2, over 1.5
-        """),
-        "",
-    )
+@pytest.mark.parametrize(
+    ("text", "options", "code", "out"),
+    [
+        ("# by hand\n0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n", "", 0, "sound: 2 ranks, 2 stages, 2 "),
+        ("0F0 0B0\n1F0 1B0\n2F0 2B0\n", "--skip 0:2", 0, "sound: 3 ranks, 3 stages, 1 "),
+        (
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n",
+            "--memory 1.5",
+            1,
+            "rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)\n"
+            "rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)\n"
+            "rank 1, step 1: 1F1 brings live memory to 2, over 1.5\n",
+        ),
+    ],
+)
+def test_verify_accepts_a_schedule_or_lists_every_problem(
+    run: Run, tmp_path: Path, text: str, options: str, code: int, out: str
+) -> None:
+    (tmp_path / "mine.txt").write_text(text)
+    answer = run(f"verify mine.txt {options}")
+    assert (answer.code, answer.out[: len(out)], answer.err) == (code, out, "")
 
 
 def test_verify_checks_a_program_against_blocking_sends(run: Run, tmp_path: Path) -> None:
@@ -333,21 +298,6 @@ def test_verify_checks_a_program_against_blocking_sends(run: Run, tmp_path: Path
     assert answer.out.count("when sends block until they are received") == 2
 
 
-def test_verify_skip_option(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("0F0 0B0\n1F0 1B0\n2F0 2B0\n")
-    assert run("verify mine.txt --skip 0:2").code == 0
-    assert refused(run("verify mine.txt --skip 0:3")) == (
-        "skip 0:3: a skip SRC:DST goes from a stage to a later one, and the stages here are 0 to 2"
-    )
-
-
-def test_verify_refuses_skip_option_for_a_program(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("edges:\n0F0\n")
-    assert refused(run("verify mine.txt --skip 0:1")) == (
-        "a program lists its own edges. Write the skip there instead of using --skip"
-    )
-
-
 def test_verify_reports_malformed_lines(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("0F0 nonsense\n\nmore\n")
     lines = refused(run("verify mine.txt")).splitlines()
@@ -358,19 +308,6 @@ def test_verify_reports_malformed_lines(run: Run, tmp_path: Path) -> None:
         "  actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), !0>1:3 (send "
         "from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)",
     ]
-
-
-def test_verify_of_a_missing_file(run: Run) -> None:
-    assert refused(run("verify nowhere.txt")).endswith("No such file or directory: 'nowhere.txt'")
-
-
-def test_verify_of_a_directory(run: Run) -> None:
-    assert refused(run("verify .")).endswith("Is a directory: '.'")
-
-
-def test_verify_of_an_empty_file(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    assert "it has no lanes" in refused(run("verify empty.txt"))
 
 
 # ---- gallery ------------------------------------------------------------------------------
@@ -388,6 +325,7 @@ def test_gallery_shows_every_schedule_and_saves_its_picture(run: Run, tmp_path: 
 # ---- invalid options ----------------------------------------------------------------------
 
 SIZES = "must be at least 1"
+SKIP = "two stages as SRC:DST, such as 0:3, not"
 COST = "such as F=1,I=1,W=1,send=0, not"
 
 
@@ -417,9 +355,9 @@ COST = "such as F=1,I=1,W=1,send=0, not"
             "show 1f1b -p 2 -m 2 --skip x",
             "--skip takes two stages as SRC:DST, such as 0:3, not 'x'",
         ),
-        (
-            "show 1f1b -p 2 -m 2 --skip 0:1:2",
-            "--skip takes two stages as SRC:DST, such as 0:3, not '0:1:2'",
+        *(
+            (f"show 1f1b -p 2 -m 2 --skip {text}", f"--skip takes {SKIP} '{text}'")
+            for text in ("0:1:2", "3", ":", "1:", "-1:2", "a:b", "1.0:2")
         ),
         (
             "show 1f1b -p 2 -m 2 --skip 1:0 --skip 0:5",
@@ -436,6 +374,7 @@ COST = "such as F=1,I=1,W=1,send=0, not"
             "--placement v needs --stages-per-rank 2, not 3",
         ),
         ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: the file name must end in .svg"),
+        ("show zb-v", "zb-v needs --ranks and --chunks, for example -p 4 -m 8"),
         ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),
     ],
 )
@@ -443,27 +382,35 @@ def test_invalid_options_are_reported_in_one_message(run: Run, words: str, messa
     assert refused(run(words)) == message
 
 
-@pytest.mark.parametrize("command", ["show fit", "compare"])
-def test_memory_cap_below_one_microbatch_is_refused(run: Run, command: str) -> None:
-    message = refused(run(f"{command} -p 2 -m 2 --memory 0.5"))
-    assert "rank 0: 0.5 < 1, rank 1: 0.5 < 1" in message
-    assert "give each rank at least its share, 1 for all" in message
-
-
-def test_unknown_schedule_name_suggests_a_close_one(run: Run) -> None:
-    names = ", ".join([*schedules.FAMILIES, "fit"])
-    assert refused(run("show 1f2b -p 2 -m 2")) == (
-        f"there is no schedule '1f2b'; did you mean 1f1b? The schedules are: {names}"
-    )
-
-
-def test_unknown_schedule_name_without_a_close_one(run: Run) -> None:
-    message = refused(run("show qqq -p 2 -m 2"))
-    assert message.startswith("there is no schedule 'qqq'. The schedules are: ")
-
-
-def test_show_save_into_a_missing_directory(run: Run) -> None:
-    assert "No such file or directory" in refused(run("show 1f1b -p 2 -m 2 --save no/such/dir"))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "show 1f1b -p 2 -m 2 --memory 0.5",
+            "Schedules that fit: none; or fit --memory M, with M >",
+        ),
+        ("show fit -p 2 -m 2 --memory 0.5", "rank 0: 0.5 < 1, rank 1: 0.5 < 1"),
+        ("compare -p 2 -m 2 --memory 0.5", "give each rank at least its share, 1 for all"),
+        (
+            "show 1f2b -p 2 -m 2",
+            "there is no schedule '1f2b'; did you mean 1f1b? The schedules are",
+        ),
+        ("show qqq -p 2 -m 2", "there is no schedule 'qqq'. The schedules are: naive, "),
+        ("show 1f1b -p 2 -m 2 --save no/such/dir", "No such file or directory"),
+        ("verify nowhere.txt", "No such file or directory: 'nowhere.txt'"),
+        ("verify .", "Is a directory: '.'"),
+        ("verify empty.txt", "it has no lanes"),
+        ("verify program.txt --skip 0:1", "a program lists its own edges. Write the skip there"),
+        ("verify three.txt --skip 0:3", "to a later one, and the stages here are 0 to 2"),
+    ],
+)
+def test_impossible_requests_are_explained(
+    run: Run, words: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "program.txt").write_text("edges:\n0F0\n")
+    (tmp_path / "three.txt").write_text("0F0 0B0\n1F0 1B0\n2F0 2B0\n")
+    assert message in refused(run(words))
 
 
 @pytest.mark.parametrize("words", ["show", "show 1f1b", "show 1f1b -p two -m 2", "nonsense"])
@@ -480,23 +427,6 @@ def test_show_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatc
     assert ", ".join(schedules.FAMILIES) in " ".join(answer.out.split())
 
 
-# ---- parsing ------------------------------------------------------------------------------
-
-
-def test_parse_costs_keeps_defaults() -> None:
-    assert options.parse_costs("W=2, send=0.5") == {"F": 1.0, "I": 1.0, "W": 2.0, "send": 0.5}
-
-
-def test_parse_skip() -> None:
-    assert options.parse_skip("0:13") == (0, 13)
-
-
-@pytest.mark.parametrize("text", ["", "3", ":", "1:", "-1:2", "a:b", "1.0:2"])
-def test_parse_skip_refuses_invalid_text(text: str) -> None:
-    with pytest.raises(ArgumentError):
-        options.parse_skip(text)
-
-
 # ---- in a separate process ----------------------------------------------------------------
 
 
@@ -507,23 +437,10 @@ def run_process(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_process_prints_results_to_stdout() -> None:
-    done = run_process("show", "zb-v", "--ranks", "4", "--chunks", "8", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["deadlock_free"] is True
-
-
 def test_process_prints_errors_to_stderr() -> None:
     done = run_process("show", "1f1b", "--ranks", "0", "--chunks", "8")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "penstock: ranks=0: each of these must be at least 1\n"
-
-
-def test_process_exits_with_1_for_an_unsound_schedule(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("0B0 0F0\n")
-    done = run_process("verify", str(tmp_path / "mine.txt"))
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == "rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)\n"
 
 
 def test_command_line_without_typer_names_the_extra() -> None:
@@ -552,10 +469,6 @@ def test_show_refuses_an_unsound_file(run: Run, tmp_path: Path) -> None:
     assert refused(run(f"show {tmp_path}/mine.txt")) == (
         "this schedule must not run:\n  rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)"
     )
-
-
-def test_show_asks_for_ranks_and_chunks(run: Run) -> None:
-    assert refused(run("show zb-v")) == ("zb-v needs --ranks and --chunks, for example -p 4 -m 8")
 
 
 def test_show_fit_plans_for_recomputation(run: Run) -> None:

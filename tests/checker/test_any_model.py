@@ -55,32 +55,32 @@ class Net(nn.Module):
 IDS = torch.arange(35).reshape(7, 5) % 12
 
 
-def test_check_with_keyword_inputs_and_a_loss_inside_the_model() -> None:
-    report = checked(Net(), {"ids": IDS, "labels": IDS})
+IGNORED = IDS.clone()
+IGNORED[0] = -100
+IGNORED[3, 2:] = -100
+
+
+def cross_entropy(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(
+    ("chance", "inputs", "options"),
+    [
+        (0.3, {"ids": IDS, "labels": IDS}, {}),  # the loss is inside the model
+        (0.0, IDS, {"scale": 2.0, "labels": IDS}),
+        (0.0, {"ids": IDS}, {"scale": 2.0, "labels": IDS}),
+        (0.0, {"ids": IDS, "labels": IGNORED}, {}),
+        (0.3, {"ids": IDS, "labels": IGNORED}, {}),
+        (0.3, IDS, {"target": IDS, "loss_fn": cross_entropy}),
+        (0.3, IDS, {}),  # no loss
+        (0.0, {"ids": IDS, "labels": IDS}, {"units": nn.Linear, "stages": 2}),
+    ],
+)
+def test_check_of_a_traced_model(chance: float, inputs: Any, options: dict[str, Any]) -> None:
+    report = checked(Net(chance), inputs, **options)
     assert report.ok, str(report)
-    assert "stages of 2 + 2 + 2 units; 7 rows" in report.model
-
-
-def test_check_takes_a_dict_as_keyword_inputs() -> None:
-    assert checked(Net(0.0), IDS, scale=2.0, labels=IDS, schedules=["1f1b"]).ok
-    assert checked(Net(0.0), {"ids": IDS}, scale=2.0, labels=IDS, schedules=["1f1b"]).ok
-
-
-def test_check_weighs_micro_batches_with_ignored_labels() -> None:
-    labels = IDS.clone()
-    labels[0] = -100
-    labels[3, 2:] = -100
-    for chance in (0.0, 0.3):
-        report = checked(Net(chance), {"ids": IDS, "labels": labels})
-        assert report.ok, str(report)
-
-
-def test_check_with_and_without_a_loss_function() -> None:
-    def loss_fn(output: Any, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
-
-    assert checked(Net(), IDS, target=IDS, loss_fn=loss_fn).ok
-    assert checked(Net(), IDS).ok
+    assert "units; 7 rows" in report.model
 
 
 def test_check_of_a_unit_that_runs_on_two_stages() -> None:
@@ -94,11 +94,6 @@ def test_check_of_a_unit_that_runs_on_two_stages() -> None:
 
     report = checked(Twice(), torch.randn(6, 6), stages=[1, 1, 1])
     assert report.ok, str(report)
-
-
-def test_check_with_the_units_argument() -> None:
-    report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, units=nn.Linear, stages=2)
-    assert report.ok
 
 
 def test_check_names_the_line_that_prevents_a_cut() -> None:
@@ -117,16 +112,6 @@ def test_check_names_the_line_that_prevents_a_cut() -> None:
         CutError, match=r"test_any_model\.py:\d+, in forward, __bool__ reads a value"
     ):
         checked(Decides(), torch.randn(6, 6))
-
-
-def test_check_leaves_the_model_and_the_random_state() -> None:
-    model = Net()
-    state, random = model.state_dict(), torch.get_rng_state()
-    before = {name: value.clone() for name, value in state.items()}
-    checked(model, {"ids": IDS, "labels": IDS}, schedules=["1f1b"])
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_check_finds_a_stage_with_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock import ArgumentError, MissingExtra, Pipe
 from penstock.checkpoint import safetensors_io
 from penstock.checkpoint.safetensors_io import DTYPE_NAMES, SafetensorsWriter, contiguous_runs
-from tests.checkpoint.parts import build, differences
+from tests.checkpoint.saved_models import build, differences
 
 
 def piped(model: nn.Sequential, stages: int = 2) -> Pipe:

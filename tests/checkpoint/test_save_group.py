@@ -1,9 +1,11 @@
-"""Checkpoints saved and loaded by different groups of processes, compared with the whole model."""
+"""Checkpoints saved by several processes, compared with the whole model.
+
+test_resume.py loads them with other numbers of ranks, data_parallel/ those of replicas.
+"""
 
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from penstock import RunError, saved
-from penstock.checkpoint.local_state import LocalState
 from penstock.checkpoint.save_group import SaveGroup
-from penstock.checkpoint.saver import PendingSave, Saver
-from penstock.runtime.distributed.control_channel import ControlChannel
-from tests.checkpoint.parts import (
+from tests.checkpoint.saved_models import (
     alone,
     build,
     differences,
@@ -43,10 +42,10 @@ def mine(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, optimizer_of(module, 0.01 * (1 + seed))
 
 
-def trained_and_saved(folder: Path, steps: int, background: bool) -> None:
+def trained_and_saved(folder: Path, steps: int) -> None:
     module, optimizer = mine(0)
     stepped(module, optimizer, steps)
-    saving = saver_of(module).save(folder, optimizer, {"steps": steps}, background)
+    saving = saver_of(module).save(folder, optimizer, {"steps": steps}, True)
     stepped(module, optimizer)  # must not change what is being saved
     saving.wait()
 
@@ -63,29 +62,7 @@ def exported(file: Path) -> None:
     saver_of(module).export(file)
 
 
-def replicas_saved(folder: Path) -> list[str]:
-    """Save two replicas of two stages; return the names of the tensors this rank wrote."""
-    rank = distributed.get_rank()
-    module = part(build(), interleaved(rank % 2, 2))
-    optimizer = optimizer_of(module)
-    stepped(module, optimizer)
-    group = distributed.group.WORLD
-    assert group is not None
-    holding = LocalState(
-        module,
-        {"7.weight": "0.weight"},
-        SaveGroup(ControlChannel(group)),
-        replica=rank // 2,
-        saves_rng_state=rank % 2 == 0,
-    )
-    torch.manual_seed(100 + rank)
-    Saver(holding, PendingSave()).save(folder, optimizer, None, False)
-    with open(folder / "latest" / ".metadata", "rb") as file:
-        stored = pickle.load(file).storage_data
-    return [i.fqn for i, at in stored.items() if at.relative_path == f"__{rank}_0.distcp"]
-
-
-def sharded_saved(folder: Path, background: bool) -> None:
+def sharded_saved(folder: Path) -> None:
     """Save a model in which `fully_shard` shards every second layer among the ranks."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = build()
@@ -94,7 +71,7 @@ def sharded_saved(folder: Path, background: bool) -> None:
     optimizer = optimizer_of(model)
     stepped(model, optimizer)
     saver_of(model).export(folder / "model.safetensors")
-    saving = saver_of(model).save(folder, optimizer, None, background)
+    saving = saver_of(model).save(folder, optimizer, None, True)
     stepped(model, optimizer)
     saving.wait()
 
@@ -174,16 +151,8 @@ def expected(steps: int = 2) -> dict[str, Any]:
     return state_of(model, optimizer)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 4)])
-def test_load_with_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
-    ranks(before).run(trained_and_saved, tmp_path, 2, before == 4)
-    for extra, found in ranks(after).run(loaded, tmp_path):
-        assert extra == {"steps": 2}
-        assert differences(found, expected()) == []
-
-
 def test_load_of_a_distributed_save_in_one_process_and_by_pytorch(tmp_path: Path) -> None:
-    ranks(4).run(trained_and_saved, tmp_path, 3, False)
+    ranks(4).run(trained_and_saved, tmp_path, 3)
     model = build(4)
     optimizer = optimizer_of(model, 0.3)
     assert alone(model).load(tmp_path, optimizer) == {"steps": 3}
@@ -191,27 +160,8 @@ def test_load_of_a_distributed_save_in_one_process_and_by_pytorch(tmp_path: Path
     assert differences(state_of(*plainly_loaded(tmp_path)), expected(3)) == []
 
 
-def test_load_of_a_single_process_save_by_several_ranks(tmp_path: Path) -> None:
-    model = build()
-    optimizer = optimizer_of(model)
-    stepped(model, optimizer)
-    alone(model).save(tmp_path, optimizer, None, False)
-    for _, found in ranks(3).run(loaded, tmp_path):
-        assert differences(found, expected()) == []
-
-
-def test_replicas_write_each_tensor_once(tmp_path: Path) -> None:
-    written = ranks(4).run(replicas_saved, tmp_path)
-    names = [name for those in written for name in those]
-    assert len(set(names)) == len(names)
-    assert all(any("state." in name for name in those) for those in written)  # each rank wrote some
-    assert differences(state_of(*plainly_loaded(tmp_path)), expected()) == []
-    assert {name for name in names if name.startswith("random.")} == {"random.0", "random.1"}
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_save_of_fully_sharded_parameters(background: bool, tmp_path: Path) -> None:
-    ranks(2).run(sharded_saved, tmp_path, background)
+def test_save_of_fully_sharded_parameters(tmp_path: Path) -> None:
+    ranks(2).run(sharded_saved, tmp_path)
     assert differences(state_of(*plainly_loaded(tmp_path)), expected()) == []
     for found in ranks(3).run(sharded_loaded, tmp_path):
         assert differences(found, expected()) == []

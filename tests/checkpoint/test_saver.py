@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from penstock import ArgumentError, PenstockTypeError, Pipe, saved
-from tests.checkpoint.parts import (
+from tests.checkpoint.saved_models import (
     build,
     differences,
     optimizer_of,
@@ -49,6 +49,23 @@ def one_step(pipe: Pipe, optimizer: Optimizer, number: int) -> Tensor:
     result = pipe.step(x, target=x.cos())
     optimizer.step()
     return result.loss
+
+
+def stepped_pipe() -> tuple[Pipe, Optimizer]:
+    pipe = piped(build())
+    optimizer = optimizer_of(pipe)
+    stepped(pipe, optimizer)
+    return pipe, optimizer
+
+
+def check_loads(folder: Path, expected: dict[str, Any], stages: int = 3) -> None:
+    """Check that another pipe and its optimizer get the expected state from a checkpoint."""
+    pipe = piped(build(1), stages)
+    optimizer = optimizer_of(pipe, 0.3)
+    pipe.load(folder, optimizer=optimizer)
+    found = state_of(pipe, optimizer)
+    assert found.keys() == expected.keys()  # no parameter has lost its optimizer state
+    assert differences(found, expected) == []
 
 
 # ---- resumed training ---------------------------------------------------------------------
@@ -84,20 +101,13 @@ def test_resumed_training_equals_uninterrupted_training(background: bool, tmp_pa
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_load_into_another_number_of_stages(stages: int, tmp_path: Path) -> None:
-    pipe = piped(build())
-    optimizer = optimizer_of(pipe)
-    stepped(pipe, optimizer)
+    pipe, optimizer = stepped_pipe()
     pipe.save(tmp_path, optimizer=optimizer)
-    other = piped(build(1), stages)
-    again = optimizer_of(other, 0.3)
-    other.load(tmp_path, optimizer=again)
-    assert differences(state_of(other, again), state_of(pipe, optimizer)) == []
+    check_loads(tmp_path, state_of(pipe, optimizer), stages)
 
 
 def test_checkpoint_is_loaded_by_pytorch_alone(tmp_path: Path) -> None:
-    pipe = piped(build())
-    optimizer = optimizer_of(pipe)
-    stepped(pipe, optimizer)
+    pipe, optimizer = stepped_pipe()
     pipe.save(tmp_path, optimizer=optimizer)
     assert differences(state_of(*plainly_loaded(tmp_path)), state_of(pipe, optimizer)) == []
 
@@ -323,9 +333,7 @@ def test_background_save_copies_state_before_training_continues(
         return write(self, *given)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", held)
-    pipe = piped(build())
-    optimizer = optimizer_of(pipe)
-    stepped(pipe, optimizer)
+    pipe, optimizer = stepped_pipe()
     before = copy.deepcopy(state_of(pipe, optimizer))
     saving = pipe.save(tmp_path, optimizer=optimizer, background=True)
     stepped(pipe, optimizer)
@@ -335,10 +343,7 @@ def test_background_save_copies_state_before_training_continues(
     gate.set()
     saving.wait()
     assert saving.done
-    other = piped(build(1))
-    again = optimizer_of(other)
-    other.load(tmp_path, optimizer=again)
-    assert differences(state_of(other, again), before) == []
+    check_loads(tmp_path, before)
 
 
 def test_failed_background_save_raises_in_wait_and_in_the_next_save(

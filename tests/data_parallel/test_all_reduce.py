@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from penstock import RunError
 from penstock.data_parallel import all_reduce as averaging
 from penstock.data_parallel.all_reduce import average_gradients
-from tests.data_parallel.replicated import mesh, whole
+from tests.data_parallel.replicas import mesh, whole
 from tests.distributed.ranks import ranks
 
 
@@ -75,9 +75,9 @@ def test_all_reduce_of_missing_gradients_counts_them_as_zero() -> None:
 
 def in_parts() -> list[Tensor | None]:
     """Average DTensor gradients over the same ranks that they are sharded over."""
-    first = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh(), [Shard(0)]))
-    second = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh(), [Shard(0)]))
-    first.grad = distribute_tensor(torch.arange(8.0).view(4, 2), mesh(), [Shard(0)])
+    first = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh()["dp"], [Shard(0)]))
+    second = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh()["dp"], [Shard(0)]))
+    first.grad = distribute_tensor(torch.arange(8.0).view(4, 2), mesh()["dp"], [Shard(0)])
     if dist.get_rank() == 0:
         second.grad = torch.ones_like(second)
     average_gradients([first, second], dist.group.WORLD)

@@ -1,4 +1,7 @@
-"""Tests that gradients are clipped by their norm over all ranks, as in the unsplit model."""
+"""Tests that gradients are clipped by their norm over all ranks, as in the unsplit model.
+
+test_stage_fn.py clips the gradients of replicas.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,11 @@ from penstock.data_parallel.clip import (
     clip_grads_with_norm,
     compute_total_grad_norm,
 )
-from tests.data_parallel.replicated import (
-    WRAPS,
-    Everyone,
-    differing,
-    half,
-    mesh,
-    model,
-    pipe_of,
-    whole,
-)
+from tests.data_parallel.replicas import Everyone, mesh, whole
 from tests.distributed.ranks import ranks
-from tests.support import batch, closely
+from tests.support import closely
 
 ORDERS = [2.0, 1.0, 3.5, inf, 0.0, -inf]
-
-
-def clipped(wrap: str) -> list[str]:
-    expected, pipe = model(), pipe_of(model(), wrap, "zb-h1")
-    x, y = batch(16)
-    nn.functional.mse_loss(expected(x), y).backward()
-    pipe.step(half(x), target=half(y))
-    wrong = []
-    for order in ORDERS:
-        known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1, order)
-        found = pipe.clip_grad_norm_(0.1, order)
-        wrong += [f"{order}: {name}" for name in differing(pipe, expected)]
-        wrong += [] if closely(found, known) else [f"{order}: {found}, not {known}"]
-    return wrong
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_clip_grad_norm_of_replicas(wrap: str) -> None:
-    assert ranks(2).run(clipped, wrap) == [[], []]
 
 
 def gradients() -> list[Tensor | None]:
@@ -80,8 +55,7 @@ def over_ranks(order: float, spoiled: float | None, options: dict[str, Any]) -> 
     return total, [p.grad for p in parameters]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize(("order", "foreach"), [*zip(ORDERS, (None, True, False) * 2, strict=True)])
 def test_clip_grad_norm_over_pipeline_ranks(order: float, foreach: bool | None) -> None:
     parameters = []
     for gradient in gradients():
@@ -120,16 +94,16 @@ def in_parts(order: float) -> Any:
     torch.manual_seed(0)
     full = [torch.randn(3, 2).double() for _ in range(4)]
     parameters = [
-        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(0)])),
-        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Replicate()])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh()["dp"], [Shard(0)])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh()["dp"], [Replicate()])),
         nn.Parameter(torch.zeros(3, 2).double()),
-        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(1)])),
-        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(1)])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh()["dp"], [Shard(1)])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh()["dp"], [Shard(1)])),
     ]
-    parameters[0].grad = distribute_tensor(full[0].clone(), mesh(), [Shard(0)])
-    parameters[1].grad = distribute_tensor(full[1].clone(), mesh(), [Replicate()])
+    parameters[0].grad = distribute_tensor(full[0].clone(), mesh()["dp"], [Shard(0)])
+    parameters[1].grad = distribute_tensor(full[1].clone(), mesh()["dp"], [Replicate()])
     parameters[2].grad = full[2].clone()
-    parameters[3].grad = distribute_tensor(full[3].clone(), mesh(), [Replicate()])
+    parameters[3].grad = distribute_tensor(full[3].clone(), mesh()["dp"], [Replicate()])
     total = compute_total_grad_norm(parameters, None, ClipGradOptions(order))
     clip_grads_with_norm(parameters, total, 0.3, ClipGradOptions(order))
     return total, [whole(p.grad) for p in parameters[:4]], full

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.data_parallel.grad_scaler import propagate_overflow
-from tests.data_parallel.replicated import WRAPS, Everyone, half, mesh, model, pipe_of, whole
+from tests.data_parallel.replicas import (
+    WRAPS,
+    Everyone,
+    check_on_ranks,
+    half,
+    mesh,
+    model,
+    pipe_of,
+    whole,
+)
 from tests.distributed.ranks import ranks
 from tests.support import batch, closely
 
@@ -69,9 +79,9 @@ def test_grad_scaler_on_a_rank_without_gradients() -> None:
 
 def beside_parts() -> list[float]:
     """Return the gradient of a plain parameter beside a sharded one that overflows on one rank."""
-    parted = nn.Parameter(distribute_tensor(torch.zeros(4), mesh(), [Shard(0)]))
+    parted = nn.Parameter(distribute_tensor(torch.zeros(4), mesh()["dp"], [Shard(0)]))
     plain = nn.Parameter(torch.zeros(2))
-    parted.grad = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, nan]), mesh(), [Shard(0)])
+    parted.grad = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, nan]), mesh()["dp"], [Shard(0)])
     plain.grad = torch.ones(2)
     propagate_overflow([parted, plain], None)
     return plain.grad.tolist()
@@ -81,19 +91,56 @@ def test_grad_scaler_overflow_in_one_shard_reaches_all_ranks() -> None:
     assert ranks(2).run(beside_parts) == [[inf, 1.0], [inf, 1.0]]
 
 
-def trained(wrap: str) -> list[str]:
-    """Run a step that overflows on one replica, then accumulate over two steps that do not."""
-    expected, pipe = model(), pipe_of(model(), wrap, "zb-h1")
+# ---- steps of replicas --------------------------------------------------------------------
+
+
+class _SetGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.gradient = gradient
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, torch.full_like(ctx.saved_tensors[0], ctx.gradient), None
+
+
+class GradientSetter(nn.Module):
+    """A layer with a weight whose gradient can be set, without effect on other gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2).double())
+        self.gradient = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _SetGradient.apply(x, self.weight, self.gradient)  # type: ignore[no-untyped-call]
+        return y
+
+
+def models_with_setters() -> tuple[nn.Sequential, list[GradientSetter]]:
+    """Return a model with one such layer on each rank."""
+    layers, found = model(), [GradientSetter(), GradientSetter()]
+    layers[1] = nn.Sequential(nn.ReLU(), found[0])
+    layers[4] = nn.Sequential(nn.Tanh(), found[1])
+    return layers, found
+
+
+def scaled(wrap: str | None, where: int) -> list[str]:
+    """Let one rank overflow, then accumulate two steps that do not."""
+    (expected, known), (layers, own) = models_with_setters(), models_with_setters()
+    pipe = pipe_of(layers, wrap, "zb-h1")
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, pipe)]
     wrong = []
-    for steps in (["inf"], ["a", "b"]):
-        for kind in steps:
+    for overflows in ([True], [False, False]):
+        for overflow in overflows:
             x, y = batch(16)
-            if kind == "inf":
-                x[0, 0] = inf
-            loss = nn.functional.mse_loss(expected(x), y)
-            scalers[0].scale(loss).backward()
+            known[0].gradient = inf if overflow else 0.0
+            here = overflow and dist.get_rank() == where
+            own[mesh().get_local_rank("pp")].gradient = inf if here else 0.0
+            scalers[0].scale(nn.functional.mse_loss(expected(x), y)).backward()
             pipe.step(half(x), target=half(y), scaler=scalers[1])
         for scaler, optimizer in zip(scalers, optimizers, strict=True):
             scaler.step(optimizer)
@@ -101,15 +148,19 @@ def trained(wrap: str) -> list[str]:
             optimizer.zero_grad()
         if scalers[0].get_scale() != scalers[1].get_scale():
             wrong.append(f"scale {scalers[1].get_scale()}, not {scalers[0].get_scale()}")
-        for (name, mine), theirs in zip(
-            pipe.named_parameters(), expected.parameters(), strict=True
-        ):
-            full = whole(mine.detach())
+        theirs = dict(expected.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            full = whole(parameter.detach())
             assert full is not None
-            wrong += [] if closely(full, theirs.detach()) else [name]
+            wrong += [] if closely(full, theirs[name].detach()) else [name]
     return wrong
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_grad_scaler_trains_replicas_as_the_unsplit_model(wrap: str) -> None:
-    assert ranks(2).run(trained, wrap) == [[], []]
+@pytest.mark.parametrize(
+    ("size", "wrap", "where"),
+    [*((2, wrap, 1) for wrap in WRAPS), (4, None, 0), (4, None, 3), (4, "ddp", 3), (4, "fsdp", 0)],
+)
+def test_grad_scaler_overflow_on_one_rank_skips_the_step_on_all_replicas(
+    size: int, wrap: str | None, where: int
+) -> None:
+    check_on_ranks(size, scaled, wrap, where)

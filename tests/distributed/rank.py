@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -23,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from tests.distributed.forks import ENVIRONMENT
-from tests.distributed.packing import packed, unpacked
+from tests.distributed.fork_server import ENVIRONMENT
 
 SHOW = signal.SIGUSR1  # makes the process write the stack of every thread to its log
 GRACE = 15.0  # seconds after which a case whose parent has gone ends itself
@@ -125,3 +126,37 @@ def _end_with_parent(folder: Path) -> None:
     parent.join()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
+
+
+# ---- values that the processes exchange ---------------------------------------------------
+
+# PyTorch's own ways to send a tensor to another process open files, and take as long as a test
+# case. Here tensors are pickled as raw bytes.
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a dense leaf tensor to its bytes. Everything else is pickled as usual."""
+        if type(value) is not Tensor or value.layout is not torch.strided or not value.is_leaf:
+            return NotImplemented
+        numbers = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return _tensor, (numbers, value.dtype, tuple(value.shape), value.requires_grad)
+
+
+def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...], learns: bool) -> Tensor:
+    flat = (
+        torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0).to(dtype)
+    )
+    return flat.reshape(shape).requires_grad_(learns)
+
+
+def packed(value: Any) -> bytes:
+    """Return the value as bytes."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    """Return the value that `packed` turned into bytes. Its tensors are new ones."""
+    return pickle.loads(content)

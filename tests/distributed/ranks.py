@@ -24,11 +24,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.forks import forked, store
-from tests.distributed.packing import packed, unpacked
-from tests.distributed.rank import SHOW, Answer, Raised, Returned, serve
+from tests.distributed.fork_server import forked, store
+from tests.distributed.rank import SHOW, Answer, Raised, Returned, packed, serve, unpacked
 
 SIZES = (2, 3, 4)
+SOAK = "PENSTOCK_SOAK" in os.environ  # set by `make soak`: more combinations, and longer runs
 START = 120.0  # seconds that processes may take to start
 SHOWING = 3.0  # seconds that a hanging process may take to write its stacks
 

@@ -20,7 +20,7 @@ from tests.properties.gathering import as_one, on_rank
 from tests.properties.models import Layer, Model
 from tests.properties.oracle import Numbers
 
-EXAMPLES = {2: 60, 3: 50, 4: 40}
+EXAMPLES = {2: 30, 3: 25, 4: 20}
 PLAIN = Case(
     Model((Layer("linear"), Layer("linear"))), (1, 1), 2, (3,), 2, "gpipe", runtime="processes"
 )

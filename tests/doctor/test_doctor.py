@@ -15,6 +15,7 @@ from tests.launch.hosts import (
     end,
     environment,
     free_port,
+    rank_environment,
     run,
     start,
     start_on,
@@ -88,14 +89,8 @@ def test_doctor_under_torchrun_prints_on_rank_0_only() -> None:
 def test_doctor_reports_a_missing_rank() -> None:
     """Start two of three ranks."""
     port = free_port()
-    started = []
-    for rank in range(2):
-        seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        words = [sys.executable, *DOCTOR, "--patience", "4"]
-        started.append(start(words, environment(**seat, **size, **where)))
-    first, second = end(started)
+    words = [sys.executable, *DOCTOR, "--patience", "4"]
+    first, second = end([start(words, rank_environment(rank, 3, port)) for rank in range(2)])
     assert (first.code, second.code) == (1, 1)
     assert second.out == ""
     found = findings(first)

@@ -85,38 +85,26 @@ def one_thread() -> Iterator[None]:
 # ---- the models ---------------------------------------------------------------------------
 
 
-def parameters(build: Callable[[], nn.Sequential]) -> int:
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [
+        (partial(unet, 6, 72), "362.2M"),
+        (partial(unet, 11, 128), "2.21B"),
+        (partial(unet, 24, 128), "4.99B"),
+        (partial(unet, 24, 160), "7.80B"),
+        (resnet101.resnet101, "44.5M"),
+        (partial(amoebanet_d, 18, 208), "81.5M"),
+        (partial(amoebanet_d, 18, 416), "319.0M"),
+        (partial(amoebanet_d, 18, 544), "542.7M"),
+        (partial(amoebanet_d, 72, 512), "1.84B"),
+    ],
+)
+def test_example_model_parameter_count_equals_torchgpipe(
+    build: Callable[[], nn.Sequential], count: str
+) -> None:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build().parameters())
-
-
-def published(count: int) -> set[str]:
-    """Return the number of parameters as the tables of the papers write it."""
-    return {f"{count / 1e6:.1f}M", f"{count / 1e9:.2f}B"}
-
-
-@pytest.mark.parametrize(
-    ("B", "C", "count"),
-    [(6, 72, "362.2M"), (11, 128, "2.21B"), (24, 128, "4.99B"), (24, 160, "7.80B")],
-)
-def test_unet_parameter_count_equals_torchgpipe(B: int, C: int, count: str) -> None:
-    assert count in published(parameters(partial(unet, B, C)))
-
-
-def test_resnet101_parameter_count() -> None:
-    assert parameters(resnet101.resnet101) == 44_549_160
-
-
-@pytest.mark.parametrize(
-    ("L", "D", "count"),
-    [(18, 208, "81.5M"), (18, 416, "319.0M"), (18, 544, "542.7M"), (72, 512, "1.84B")],
-)
-def test_amoebanet_parameter_count_equals_torchgpipe(L: int, D: int, count: str) -> None:
-    assert count in published(parameters(partial(amoebanet_d, L, D)))
-
-
-def test_example_model_output_shape(small: Small) -> None:
-    assert small.model()(small.batch()[0]).shape == small.output
+        found = sum(parameter.numel() for parameter in build().parameters())
+    assert count in (f"{found / 1e6:.1f}M", f"{found / 1e9:.2f}B")
 
 
 @pytest.mark.parametrize("pixels", [17, 18, 19])
@@ -129,13 +117,11 @@ def test_amoebanet_takes_sizes_that_do_not_halve_evenly() -> None:
     assert amoebanet_d(L=3, D=16, classes=CLASSES)(torch.randn(2, 3, 75, 50)).shape == (2, CLASSES)
 
 
-def test_example_model_passes_verify_skippables(small: Small) -> None:
-    penstock.verify_skippables(small.model())
-
-
 def test_example_model_gives_every_parameter_a_gradient(small: Small) -> None:
     model, (images, target) = small.model(), small.batch()
-    torch.autograd.backward(small.loss(model(images), target))
+    output = model(images)
+    assert output.shape == small.output
+    torch.autograd.backward(small.loss(output, target))
     untouched = [
         name
         for name, parameter in model.named_parameters()
@@ -217,7 +203,7 @@ def assert_equal(model: nn.Module, reference: nn.Sequential) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "checkpoint"),
-    [("gpipe", "always"), ("gpipe", "except_last"), ("1f1b", "except_last"), ("1f1b", "never")],
+    [("gpipe", "always"), ("1f1b", "except_last")],
 )
 def test_example_model_in_three_stages_equals_the_unsplit_model(
     small: Small, schedule: str, checkpoint: str
@@ -238,11 +224,11 @@ def test_example_model_in_three_stages_equals_the_unsplit_model(
     assert_equal(pipe, model)
 
 
-def test_example_model_cut_at_every_layer_equals_the_unsplit_model(small: Small) -> None:
+def test_example_model_cut_at_every_other_layer_equals_the_unsplit_model(small: Small) -> None:
     """This includes cuts inside a bottleneck, and before a sum or an in-place ReLU."""
     _, model = unsplit(small, chunks=2, last_first=True)
     images, target = small.batch()
-    for cut in range(1, len(model)):
+    for cut in range(1, len(model), 2):
         pipe = penstock.Pipe(
             small.model(),
             chunks=2,

@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.test_ranks import gone
 from tests.launch.hosts import ROOT, TORCHRUN, environment, run
 
-SCRIPT = str(ROOT / "tests" / "faults" / "failing.py")
+SCRIPT = str(ROOT / "tests" / "faults" / "torchrun_script.py")
 RANKS = 2
 
 

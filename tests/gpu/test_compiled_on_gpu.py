@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.functional import mse_loss
 
-import penstock
 from penstock import Pipe
+from tests.gpu.support import needs_gpu, nothing_compiled, virtual_gpus
+from tests.pairs import each_pair
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
     pytest.mark.filterwarnings("ignore"),  # caused by the compiler
 ]
 
@@ -44,9 +45,8 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with nothing_compiled():
+        yield
 
 
 def made(model: nn.Module, by: str, counting: Counting | None, **options: Any) -> Pipe:
@@ -56,17 +56,19 @@ def made(model: nn.Module, by: str, counting: Counting | None, **options: Any) -
     elif counting is not None:
         for block in model.children():
             block.compile(backend=counting)
-    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    devices = virtual_gpus(RANKS)
     return Pipe(
         model, CHUNKS, options.pop("checkpoint"), stages=RANKS, devices=devices, loss_fn=mse_loss,
         stage_fn=fn, **options,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("by", ["block", "stage"])
-@pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
+@each_pair(
+    runtime=["inline", "threads", "graph"],
+    by=["block", "stage"],
+    checkpoint=["never", "always"],
+    schedule=["1f1b", "zb-h1"],
+)
 def test_no_recompilation_on_gpu_after_the_first_step(
     runtime: str, by: str, checkpoint: str, schedule: str
 ) -> None:

@@ -15,22 +15,24 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipe
 from penstock.device import device
-from tests.gpu.parts import BUSY, MODES, SCHEDULES, Bottom, Sleep, Top, four, no_hidden_waits
+from tests.gpu import support
+from tests.gpu.support import (
+    BUSY,
+    MODES,
+    SCHEDULES,
+    Sleep,
+    batch,
+    four,
+    needs_gpu,
+    no_hidden_waits,
+)
+from tests.pairs import each_pair
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 
 def layers(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    parts = [Top(), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)]
-    more = [nn.ReLU(inplace=True), Bottom(), nn.Linear(32, 8)]
-    return nn.Sequential(*parts, *more).to("cuda:0", dtype)
-
-
-def batch(rows: int = 22) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(rows, 32, device="cuda:0", dtype=torch.float64)
-    return x, torch.randn(rows, 8, device="cuda:0", dtype=torch.float64)
+    return support.layers(dtype, norm=False)
 
 
 def oracle(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -59,11 +61,9 @@ def test_virtual_devices_are_disjoint_parts_of_the_gpu() -> None:
         penstock.virtual_devices("cuda:0", 4, sms=total)
 
 
-@pytest.mark.parametrize("runtime", ["threads", "inline"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each_pair(schedule=SCHEDULES, mode=MODES, runtime=["threads", "inline"])
 def test_step_on_gpu_equals_the_unsplit_model(schedule: str, mode: str, runtime: str) -> None:
-    x, y = batch()
+    x, y = batch(1)
     loss, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), schedule=schedule, checkpoint=mode, runtime=runtime)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_step_on_gpu_equals_the_unsplit_model(schedule: str, mode: str, runtime:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_call_and_backward_on_gpu_equal_the_unsplit_model(mode: str) -> None:
-    x, y = batch()
+    x, y = batch(1)
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), checkpoint=mode)
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_call_and_backward_on_gpu_equal_the_unsplit_model(mode: str) -> None:
 
 
 def test_gradients_reach_the_input_on_gpu() -> None:
-    x, y = batch()
+    x, y = batch(1)
     x.requires_grad_()
     model = layers()
     (expected,) = torch.autograd.grad(nn.functional.mse_loss(model(x * 2), y), x)
@@ -134,7 +134,7 @@ def many_kinds(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v", "dualpipe-v"])
 def test_zero_bubble_with_convolutions_attention_and_embeddings(schedule: str, mode: str) -> None:
-    x, y = batch()
+    x, y = batch(1)
     loss, gradients = oracle(many_kinds(), x, y)
     pipe = pipe_of(many_kinds(), schedule=schedule, checkpoint=mode)
     result = pipe.step(x, target=y)
@@ -144,7 +144,7 @@ def test_zero_bubble_with_convolutions_attention_and_embeddings(schedule: str, m
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_zero_bubble_under_autocast_on_gpu(dtype: torch.dtype) -> None:
-    x, y = (t.float() for t in batch())
+    x, y = (t.float() for t in batch(1))
     found = []
     for schedule in ("1f1b", "zb-h1"):
         pipe = pipe_of(many_kinds(torch.float32), schedule=schedule, checkpoint="never")
@@ -165,7 +165,7 @@ def test_stages_wait_for_slow_copies(schedule: str, monkeypatch: pytest.MonkeyPa
         torch.cuda._sleep(BUSY // 4)
         return found
 
-    x, y = batch()
+    x, y = batch(1)
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), schedule=schedule)
     pipe.step(x, target=y)
@@ -181,7 +181,7 @@ def test_stages_wait_for_slow_copies(schedule: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_streams_wait_for_a_slow_caller_and_slow_stages() -> None:
-    x, y = batch()
+    x, y = batch(1)
     model = nn.Sequential(*list(layers())[:3], Sleep(), *list(layers())[3:], Sleep())
     _, gradients = oracle(model, x, y)
     pipe = pipe_of(copy.deepcopy(model), schedule="1f1b")
@@ -196,7 +196,7 @@ def test_streams_wait_for_a_slow_caller_and_slow_stages() -> None:
 
 
 def test_step_never_synchronizes_the_host() -> None:
-    x, y = batch()
+    x, y = batch(1)
     pipe = pipe_of(layers(), schedule="1f1b")
     with no_hidden_waits():
         for _ in range(3):
@@ -207,7 +207,7 @@ def test_step_never_synchronizes_the_host() -> None:
 
 
 def test_optimizer_sees_finished_gradients_on_gpu() -> None:
-    x, y = batch()
+    x, y = batch(1)
     model, pipe = layers(), pipe_of(layers(), schedule="1f1b")
     optimizers = [torch.optim.Adam(module.parameters(), 1e-2) for module in (model, pipe)]
     for _ in range(5):
@@ -243,24 +243,6 @@ def test_gpu_memory_does_not_grow_over_steps() -> None:
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 
-def peak_of(**options: Any) -> int:
-    run = wide(**options)
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def test_1f1b_and_recomputation_reduce_peak_gpu_memory() -> None:
-    all_at_once = peak_of(schedule="gpipe", checkpoint="never")
-    assert peak_of(schedule="1f1b", checkpoint="never") < 0.6 * all_at_once
-    assert peak_of(schedule="gpipe", checkpoint="always") < 0.7 * all_at_once
-
-
 class Fails(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +257,7 @@ class Fails(nn.Module):
 
 
 def test_pipe_on_gpu_works_after_an_error() -> None:
-    x, y = batch()
+    x, y = batch(1)
     model = layers()
     _, gradients = oracle(model, x, y)
     fails = Fails()
@@ -296,7 +278,7 @@ def test_pipe_on_gpu_works_after_an_error() -> None:
 
 
 def test_dropout_on_gpu_is_equal_for_every_schedule_and_checkpoint_mode() -> None:
-    x, y = batch()
+    x, y = batch(1)
     found = []
     for schedule in ("gpipe", "1f1b", "naive"):
         for mode in MODES:
@@ -315,7 +297,7 @@ def test_dropout_on_gpu_is_equal_for_every_schedule_and_checkpoint_mode() -> Non
 
 
 def test_autocast_reaches_the_stages_on_gpu() -> None:
-    x, _ = batch()
+    x, _ = batch(1)
     pipe = pipe_of(layers(torch.float32), checkpoint="always")
     with torch.autocast("cuda", torch.bfloat16):
         out = pipe(x.float())
@@ -325,7 +307,7 @@ def test_autocast_reaches_the_stages_on_gpu() -> None:
 
 
 def test_stages_on_cpu_and_gpu_mixed() -> None:
-    x, y = batch()
+    x, y = batch(1)
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), devices=["cpu", "cuda:0", "cpu"], stages=3, schedule="1f1b")
     result = pipe.step(x.cpu(), target=y)
@@ -368,14 +350,3 @@ def test_keyword_inputs_are_moved_to_the_stages_that_use_them(door: str) -> None
         loss = pipe.step(x, gate=gate, loss_fn=torch.sum).loss
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gate.grad, wanted, rtol=1e-10, atol=1e-10)
-
-
-def test_timeline_is_measured_on_the_gpu() -> None:
-    x, y = batch()
-    model = nn.Sequential(Sleep(), nn.Linear(32, 32), Sleep(), nn.Linear(32, 8))
-    pipe = pipe_of(model.to("cuda:0", torch.float64), devices=four()[:2], stages=2, schedule="1f1b")
-    pipe.step(x, target=y)
-    timeline = pipe.step(x, target=y).timeline
-    slept = [span.end - span.start for span in timeline.spans if str(span.action)[1] == "F"]
-    assert min(slept) > 1e-3
-    assert 0 < timeline.bubble < 0.9

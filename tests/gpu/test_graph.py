@@ -11,30 +11,34 @@ from torch import Tensor, nn
 
 from penstock import Pipe
 from penstock.runtime.cuda_graph import graph_cache
-from tests.gpu.graphs import (
+from tests.gpu.support import (
     GPU,
+    MODES,
+    SCHEDULES,
+    WORDS,
+    Language,
     batch,
     batches,
     check_same,
     check_same_steps,
     deterministic,
+    four,
     layers,
+    needs_gpu,
     pipe_of,
     pipes_per_runtime,
     replays_of,
     same,
     zero,
 )
-from tests.gpu.parts import MODES, SCHEDULES, WORDS, Language, four
+from tests.pairs import each_pair
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 DTYPES = [torch.float64, torch.float32]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each_pair(schedule=SCHEDULES, mode=MODES, dtype=DTYPES)
 def test_captured_steps_under_every_schedule(schedule: str, mode: str, dtype: torch.dtype) -> None:
     pipes = pipes_per_runtime(partial(layers, dtype), schedule=schedule, checkpoint=mode)
     check_same_steps(pipes, batches(5, dtype=dtype))

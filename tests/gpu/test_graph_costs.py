@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -15,19 +13,22 @@ from torch import Tensor, nn
 from penstock import Pipe
 from penstock.schedules.ir import Compute, Op
 from penstock.schedules.timeline import Timeline
-from tests.gpu.graphs import (
+from tests.gpu.support import (
     GPU,
+    Sleep,
     batch,
     batches,
     check_same_steps,
+    four,
     layers,
+    needs_gpu,
+    no_hidden_waits,
     pipe_of,
     pipes_per_runtime,
     replays_of,
 )
-from tests.gpu.parts import Sleep, four, no_hidden_waits
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 CHUNKS, ROWS, WIDTH = 32, 4096, 1024  # activations of 16 MiB, which the allocator rounds little
 
@@ -184,35 +185,3 @@ def test_every_replay_has_its_own_timeline() -> None:
 
 
 # ---- compiled blocks -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compilations() -> Counter[str]:
-    return Counter(torch._dynamo.utils.counters["stats"])
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores")
-@pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_captured_steps_with_compiled_blocks(backend: str, mode: str) -> None:
-    def made() -> nn.Sequential:
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
-        for block in blocks:
-            block.compile(backend=backend)
-        return nn.Sequential(*blocks, nn.Linear(32, 8)).to(GPU)
-
-    pipes = pipes_per_runtime(made, ["inline", "threads"], checkpoint=mode)
-    given = batches(6, rows=24, dtype=torch.float32)
-    check_same_steps(pipes, given[:2])
-    before = compilations()
-    check_same_steps(pipes, given)
-    assert compilations() == before

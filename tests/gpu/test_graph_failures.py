@@ -15,9 +15,18 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipe
 from penstock.runtime.cuda_graph import graph_cache
-from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, pipes_per_runtime, replays_of
+from tests.gpu.support import (
+    GPU,
+    batch,
+    check_same,
+    layers,
+    needs_gpu,
+    pipe_of,
+    pipes_per_runtime,
+    replays_of,
+)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 capturing = torch.cuda.is_current_stream_capturing
 

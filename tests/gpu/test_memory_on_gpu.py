@@ -12,8 +12,9 @@ from torch.nn.functional import mse_loss
 import penstock
 from penstock import Pipe
 from penstock.runtime.memory import AllocatorProbe
+from tests.gpu.support import needs_gpu, virtual_gpus
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 RANKS, CHUNKS, ROWS, SIZE = 4, 8, 512, 512
 CELL = 2 * ROWS * SIZE * 4  # bytes that a block keeps per micro-batch, with its output
@@ -31,7 +32,7 @@ class Block(nn.Module):
 def made(**options: Any) -> Pipe:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(RANKS)))
-    devices = options.pop("devices", None) or list(penstock.virtual_devices("cuda:0", RANKS))
+    devices = options.pop("devices", None) or virtual_gpus(RANKS)
     return Pipe(
         model, CHUNKS, options.pop("checkpoint", "never"), stages=RANKS,
         devices=devices, loss_fn=mse_loss, **options,

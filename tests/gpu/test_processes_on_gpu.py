@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock import Pipe, RemoteError, RunError
+from penstock import Pipe, RemoteError
 from tests.distributed.rank import Returned
 from tests.distributed.ranks import ranks
+from tests.gpu.support import needs_gpu
+from tests.pairs import each_pair
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 LINKS = ("nccl", "host")
@@ -83,9 +85,7 @@ def equal_to_one_process(schedule: str, links: str, checkpoint: str) -> dict[str
     return {"found": found, "expected": expected, "worst": worst, "output": output is not None}
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each_pair(schedule=SCHEDULES, links=LINKS, checkpoint=["never", "always"])
 def test_processes_on_gpu_equal_one_process(schedule: str, links: str, checkpoint: str) -> None:
     results = ranks(2).run(equal_to_one_process, schedule, links, checkpoint)
     for result in results:
@@ -246,15 +246,3 @@ def without_synchronising(links: str) -> float:
 def test_loss_and_timeline_on_gpu_cover_all_ranks(links: str) -> None:
     first, second = ranks(2).run(without_synchronising, links)
     assert first == second
-
-
-def gradients_refused() -> str:
-    model, x, _ = model_and_batch()
-    pipe = Pipe(model, chunks=4, group=group_for("host"), devices=["cuda:0"] * 2)
-    with pytest.raises(RunError) as error:
-        pipe(x)
-    return str(error.value)
-
-
-def test_call_with_gradients_over_processes_is_refused() -> None:
-    assert "pipe.step" in ranks(2).run(gradients_refused)[0]

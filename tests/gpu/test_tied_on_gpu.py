@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Pipe
+from tests.pairs import each_pair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -66,11 +67,13 @@ def tokens(rows: int, device: Any) -> tuple[Tensor, Tensor]:
     return x.to(device), y
 
 
-@pytest.mark.parametrize("runtime", ["threads", "inline"])
-@pytest.mark.parametrize("door", ["step", "call"])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("kind", ["weight", "module", "frozen"])
-@pytest.mark.parametrize("where", ["cpu first", "gpu first", "virtual"])
+@each_pair(
+    runtime=["threads", "inline"],
+    door=["step", "call"],
+    checkpoint=["never", "except_last", "always"],
+    kind=["weight", "module", "frozen"],
+    where=["cpu first", "gpu first", "virtual"],
+)
 def test_tied_weights_across_devices_train_as_the_unsplit_model(
     where: str, kind: str, checkpoint: str, door: str, runtime: str
 ) -> None:

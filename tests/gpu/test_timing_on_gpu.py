@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-import penstock
 from penstock import Pipe
 from penstock.device.device import Gpu
 from penstock.runtime.execution import MeasuredRun
+from tests.gpu.support import needs_gpu, virtual_gpus
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 RANKS, CHUNKS = 2, 6
 
@@ -49,7 +49,7 @@ def test_later_steps_on_gpu_create_no_events(runtime: str, monkeypatch: pytest.M
         return new(cls)
 
     monkeypatch.setattr(kind, "__new__", staticmethod(counted))
-    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    devices = virtual_gpus(RANKS)
     pipe, x = made(devices, schedule="1f1b", runtime=runtime), batch()
     for _ in range(4):
         pipe.step(x, target=x)
@@ -73,7 +73,7 @@ def test_busy_stream_uses_one_event_between_two_actions() -> None:
 @pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_timeline_on_gpu_is_complete_and_ordered(schedule: str, runtime: str) -> None:
-    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    devices = virtual_gpus(RANKS)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 64, device="cuda:0"), Busy()) for _ in range(RANKS))
     )
@@ -91,7 +91,7 @@ def test_timeline_on_gpu_is_complete_and_ordered(schedule: str, runtime: str) ->
 
 
 def test_kept_result_on_gpu_keeps_its_events() -> None:
-    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    devices = virtual_gpus(RANKS)
     pipe, x = made(devices, schedule="1f1b"), batch()
     kept = pipe.step(x, target=x)
     torch.cuda.synchronize()

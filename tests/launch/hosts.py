@@ -46,6 +46,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "COLUMNS": "200", **more}
 
 
+def rank_environment(rank: int, size: int, port: str) -> dict[str, str]:
+    """Return the environment of a rank on this host, as mpirun or srun would set it."""
+    return environment(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=port,
+        OMP_NUM_THREADS="1",
+    )
+
+
 def free_port() -> str:
     """Return a port of this host that was free a moment ago."""
     with socket.socket() as probe:

@@ -20,13 +20,14 @@ from tests.launch.hosts import (
     end,
     environment,
     free_port,
+    rank_environment,
     run,
     start,
     start_on,
     two_hosts,
 )
 
-SCRIPT = str(Path(__file__).parent / "reporting.py")
+SCRIPT = str(Path(__file__).parent / "init_script.py")
 
 
 def reports(*ended: Ended) -> dict[int, dict[str, Any]]:
@@ -64,13 +65,8 @@ def test_init_after_a_torchrun_restart(tmp_path: Path) -> None:
 def test_init_without_torchrun_keeps_the_store_until_the_last_rank_exits() -> None:
     """As with mpirun or srun, only environment variables are set, and rank 0 serves the store."""
     port = free_port()
-    started = []
-    for rank in range(2):
-        seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        started.append(start([TORCHRUN[0], SCRIPT], environment(**seat, **size, **where)))
-    ended = end(started)
+    words = [TORCHRUN[0], SCRIPT]
+    ended = end([start(words, rank_environment(rank, 2, port)) for rank in range(2)])
     assert [one.err for one in ended] == ["", ""]
     assert sorted(reports(*ended)) == [0, 1]
 
@@ -87,9 +83,7 @@ penstock.init()
 
 
 def test_init_twice_is_refused_unless_the_user_made_the_group() -> None:
-    seat = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    ended = run([sys.executable, "-c", ALONE], environment(**seat, **where))
+    ended = run([sys.executable, "-c", ALONE], rank_environment(0, 1, free_port()))
     assert ended.code == 1
     *_, last = ended.err.strip().splitlines()
     assert last.endswith(

@@ -62,9 +62,10 @@ def test_non_numeric_variables_are_named() -> None:
 @pytest.mark.parametrize(
     ("dp", "message"),
     [
-        (0, "dp must be a whole number of replicas from 1 up, not 0"),
-        (True, "dp must be a whole number of replicas from 1 up, not True"),
-        (2.0, "dp must be a whole number of replicas from 1 up, not 2.0"),
+        *(
+            (dp, f"dp must be a whole number of replicas from 1 up, not {dp}")
+            for dp in (0, True, 2.0)
+        ),
         (
             3,
             "8 ranks cannot form 3 pipelines of equal length. dp can be 1, 2, 4, 8; for dp=3 "
@@ -130,22 +131,20 @@ def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return routes
 
 
-def test_interface_on_one_host_is_loopback(network: dict[str, str]) -> None:
-    assert find_network_interface(HERE._replace(local_world_size=8)) == "lo"
-
-
-def test_interface_on_several_hosts_is_the_route_to_rank_0(network: dict[str, str]) -> None:
-    assert find_network_interface(HERE) == "ib0"
-
-
-def test_interface_when_the_host_name_resolves_to_loopback(network: dict[str, str]) -> None:
-    network["first"] = "127.0.1.1"
-    assert find_network_interface(HERE) == "eth0"
-
-
-def test_interface_without_a_route_is_left_to_gloo(network: dict[str, str]) -> None:
-    network.clear()
-    assert find_network_interface(HERE) is None
+@pytest.mark.parametrize(
+    ("routes", "ranks_here", "interface"),
+    [
+        ({}, 8, "lo"),  # one host
+        ({}, 4, "ib0"),  # the route to rank 0
+        ({"first": "127.0.1.1"}, 4, "eth0"),  # the host name resolves to loopback
+        (None, 4, None),  # no route: gloo chooses
+    ],
+)
+def test_network_interface(
+    network: dict[str, str], routes: dict[str, str] | None, ranks_here: int, interface: str | None
+) -> None:
+    network.clear() if routes is None else network.update(routes)
+    assert find_network_interface(HERE._replace(local_world_size=ranks_here)) == interface
 
 
 def test_interface_detection_on_the_real_loopback() -> None:

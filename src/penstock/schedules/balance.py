@@ -447,7 +447,8 @@ def _explain_infeasible(problem: CutProblem, search: _CutSearch) -> str:
             names = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
             lacks.append(
                 f"{names} would need {format_binary_bytes(need)} on rank {rank}, which has "
-                f"{format_binary_bytes(device.memory)}: {format_binary_bytes(need - device.memory)} too much"
+                f"{format_binary_bytes(device.memory)}: "
+                f"{format_binary_bytes(need - device.memory)} too much"
             )
     return (
         f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The "

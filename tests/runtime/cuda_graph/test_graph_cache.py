@@ -17,7 +17,7 @@ from penstock.runtime.cuda_graph.graph_cache import _ReplayMeasurement
 from penstock.runtime.execution import MeasuredRun
 from penstock.runtime.worker import TimedAction, bind_lane
 from penstock.schedules import FAMILIES
-from tests.gpu.parts import Bottom, Top
+from tests.gpu.support import Bottom, Top
 from tests.runtime.cuda_graph.support import pipe_pair, recordings, stack
 
 SCHEDULES = [name for name, family in FAMILIES.items() if family.trains]

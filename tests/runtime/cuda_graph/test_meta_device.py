@@ -19,7 +19,7 @@ from penstock.device.device import Cpu
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.schedules import FAMILIES
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
-from tests.gpu.parts import Bottom, Top
+from tests.gpu.support import Bottom, Top
 from tests.runtime.cuda_graph.support import emulate, recordings
 from tests.runtime.cuda_graph.test_graph_cache import SCHEDULES
 from tests.runtime.cuda_graph.test_lifetimes import Computed

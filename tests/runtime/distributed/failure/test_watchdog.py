@@ -24,9 +24,13 @@ from penstock.runtime.distributed.failure.report import Failure
 from penstock.runtime.distributed.failure.watchdog import _CONNECTION_ERROR, HeartbeatMonitor
 from penstock.runtime.distributed.links import abort_gloo
 from penstock.runtime.distributed.store import open_shared_store
-from tests.distributed.forks import ENVIRONMENT, store
+from tests.distributed.fork_server import ENVIRONMENT, store
 from tests.faults.checks import SOON
-from tests.faults.standin import (
+from tests.faults.disposable_ranks import RankContext as Stage
+from tests.faults.disposable_ranks import RankOutcome as Fate
+from tests.faults.disposable_ranks import run_cases as perform_all
+from tests.faults.disposable_ranks import run_ranks as perform
+from tests.faults.watchdog_step import (
     HEARTBEAT,
     PLACES,
     At,
@@ -39,7 +43,6 @@ from tests.faults.standin import (
     step,
     watched,
 )
-from tests.faults.throwaway import Fate, Stage, perform, perform_all
 
 
 def same_cause(fates: list[Fate], ranks: list[int], kind: str, rank: int, within: float) -> str:
@@ -396,11 +399,11 @@ def test_watchdog_refuses_a_forked_process() -> None:
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
-from tests.faults.standin import Stage, step, watched
+from tests.faults.watchdog_step import RankContext, step, watched
 rank = int(sys.argv[1])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-stage = Stage(rank, 2, None)
+stage = RankContext(rank, 2, None)
 watchdog = watched(stage)
 step(watchdog, stage, 0)
 if rank == 1:

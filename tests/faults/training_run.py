@@ -7,8 +7,6 @@ The checkpoint saved after step 0 must be readable whatever happens.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -25,15 +23,10 @@ from torch.optim import SGD, Optimizer
 from penstock import Pipe, is_recomputing
 from penstock.checkpoint.writer import CheckpointWriter
 from penstock.runtime.distributed.links import HostLinks
-from tests.faults.throwaway import Stage
+from tests.faults.disposable_ranks import RankContext
+from tests.faults.watchdog_step import EXIT_CODE, HEARTBEAT, Burst
 
-HEARTBEAT = 3.0
 CHUNKS, STEPS, LAYERS = 3, 3, 6
-CODE = 3  # exit code of a process that exits by itself
-
-
-class Burst(Exception):
-    """The error that a fault raises."""
 
 
 def burst() -> None:
@@ -41,19 +34,7 @@ def burst() -> None:
 
 
 def ends() -> None:
-    sys.exit(CODE)
-
-
-def ends_at_once() -> None:
-    os._exit(CODE)
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stall() -> None:
-    time.sleep(60)
+    sys.exit(EXIT_CODE)
 
 
 @dataclass(frozen=True)
@@ -65,11 +46,8 @@ class Fault:
     fail: Callable[[], object]
 
 
-class Trap:
-    """Trigger the fault when its rank first reaches its place.
-
-    `began` is the time when it happened.
-    """
+class FaultInjector:
+    """Trigger the fault when its rank first reaches its place, and note the time in `began`."""
 
     def __init__(self, rank: int, fault: Fault, report: Callable[..., None] | None = None) -> None:
         self._rank, self.fault, self._report = rank, fault, report
@@ -84,48 +62,45 @@ class Trap:
             self.fault.fail()
 
 
-def no_trap(place: str, microbatch: int = 1) -> None:
+def no_fault(place: str, microbatch: int = 1) -> None:
     pass
 
 
-Tripped = Callable[[str, int], None]
+Injector = Callable[[str, int], None]
 
 
 class Layer(nn.Module):
-    """A layer with a trap in its forward and its backward.
+    """A layer that may fail. The first column of its input holds the micro-batch index."""
 
-    The first column holds the micro-batch index.
-    """
-
-    def __init__(self, trap: Tripped) -> None:
+    def __init__(self, injector: Injector) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self._trap = trap
+        self._injector = injector
 
     def forward(self, x: Tensor) -> Tensor:
         place = "recomputation" if is_recomputing() else "forward"
         microbatch = int(x.detach()[0, 0].round())
-        self._trap(place, microbatch)
-        y: Tensor = _Trapped.apply(x, lambda: self._trap("backward", microbatch))  # type: ignore[no-untyped-call]
+        self._injector(place, microbatch)
+        y: Tensor = _InjectInBackward.apply(x, lambda: self._injector("backward", microbatch))  # type: ignore[no-untyped-call]
         made = self.linear(y).tanh()
         return torch.cat([x[:, :1], made[:, 1:]], 1)
 
 
-class _Trapped(torch.autograd.Function):
+class _InjectInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trap: Callable[[], None]) -> Tensor:
-        ctx.trap = trap
+    def forward(ctx: Any, x: Tensor, injector: Callable[[], None]) -> Tensor:
+        ctx.injector = injector
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.trap()
+        ctx.injector()
         return gradient, None
 
 
-def model_of(trap: Tripped = no_trap) -> nn.Sequential:
+def model_of(injector: Injector = no_fault) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(trap) for _ in range(LAYERS))).double()
+    return nn.Sequential(*(Layer(injector) for _ in range(LAYERS))).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -136,9 +111,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x.cos()
 
 
-def loss_of(trap: Tripped) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(injector: Injector) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(y: Tensor, target: Tensor) -> Tensor:
-        trap("loss", int(y.detach()[0, 0].round()))
+        injector("loss", int(y.detach()[0, 0].round()))
         return nn.functional.mse_loss(y, target)
 
     return loss
@@ -148,44 +123,44 @@ def optimizer_of(module: nn.Module) -> Optimizer:
     return SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def with_traps(trap: Tripped) -> None:
-    """Put traps into sending and into saving, and remove the longer timeout of slow calls.
+def inject_into_send_and_save(injector: Injector) -> None:
+    """Let sending and saving fail, and remove the longer timeout of slow calls.
 
     The patches stay, so the process must not be reused.
     """
     send, write = HostLinks.send, CheckpointWriter.write_data
 
-    def trapped_send(self: HostLinks, *given: Any) -> Any:
-        trap("send", 1)
+    def injected_send(self: HostLinks, *given: Any) -> Any:
+        injector("send", 1)
         return send(self, *given)
 
-    def trapped_write(self: CheckpointWriter, *given: Any) -> Any:
-        trap("saving", 1)
+    def injected_write(self: CheckpointWriter, *given: Any) -> Any:
+        injector("saving", 1)
         return write(self, *given)
 
     patch("penstock.runtime.distributed.session.SLOW_CALL_TIMEOUT_FACTOR", 1.0).start()
-    patch.object(HostLinks, "send", trapped_send).start()
-    patch.object(CheckpointWriter, "write_data", trapped_write).start()
+    patch.object(HostLinks, "send", injected_send).start()
+    patch.object(CheckpointWriter, "write_data", injected_write).start()
 
 
-def pipe_of(trap: Tripped, **options: Any) -> Pipe:
-    given = {"schedule": "1f1b", "heartbeat": HEARTBEAT, "loss_fn": loss_of(trap), **options}
-    return Pipe(model_of(trap), CHUNKS, group=dist.group.WORLD, **given)
+def pipe_of(injector: Injector, **options: Any) -> Pipe:
+    given = {"schedule": "1f1b", "heartbeat": HEARTBEAT, "loss_fn": loss_of(injector), **options}
+    return Pipe(model_of(injector), CHUNKS, group=dist.group.WORLD, **given)
 
 
-def course(stage: Stage, fault: Fault, folder: Path) -> None:
+def train_with_fault(context: RankContext, fault: Fault, folder: Path) -> None:
     """Run the training on one rank."""
-    trap = Trap(stage.rank, fault, stage.report)
-    with_traps(trap)
-    pipe = pipe_of(trap)
+    injector = FaultInjector(context.rank, fault, context.report)
+    inject_into_send_and_save(injector)
+    pipe = pipe_of(injector)
     optimizer = optimizer_of(pipe)
-    optimizer.register_step_pre_hook(lambda *_: trap("between"))
-    for trap.step in range(STEPS):
-        x, target = batch(trap.step)
+    optimizer.register_step_pre_hook(lambda *_: injector("between"))
+    for injector.step in range(STEPS):
+        x, target = batch(injector.step)
         optimizer.zero_grad()
         pipe.step(x, target=target)
         optimizer.step()
-        pipe.save(folder, optimizer=optimizer, extra=trap.step)
+        pipe.save(folder, optimizer=optimizer, extra=injector.step)
 
 
 # ---- expected results ----------------------------------------------------------------------

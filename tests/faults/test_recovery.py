@@ -22,20 +22,20 @@ from penstock import Pipe, RemoteError
 from penstock.runtime.distributed.links import HostLinks
 from tests.distributed.ranks import ranks
 from tests.faults.checks import SOON
-from tests.faults.course import Fault, Trap, batch, burst, model_of, pipe_of
+from tests.faults.training_run import Fault, FaultInjector, batch, burst, model_of, pipe_of
 
 Story = tuple[str, int | None, str | None, float]  # kind, rank, action, seconds
 PLACES = ("forward", "backward", "loss", "hook", "gradient", "send", "recomputation")
 
 
-def caught(call: Callable[[], object], trap: Trap) -> tuple[RemoteError, float]:
+def caught(call: Callable[[], object], injector: FaultInjector) -> tuple[RemoteError, float]:
     """Run a call that fails; return its error and the seconds from the fault to the error."""
-    trap.step, trap.began = 1, 0.0
+    injector.step, injector.began = 1, 0.0
     now = time.monotonic()
     with pytest.raises(RemoteError) as found:
         call()
-    took = time.monotonic() - max(trap.began, now)
-    trap.step = 0
+    took = time.monotonic() - max(injector.began, now)
+    injector.step = 0
     assert [t.name for t in threading.enumerate() if "penstock" in t.name] == []
     return found.value, took
 
@@ -55,19 +55,19 @@ def check_right(pipe: Pipe) -> None:
 
 
 @contextmanager
-def hooked(pipe: Pipe, trap: Trap) -> Iterator[None]:
-    """Put traps into hooks of layers, into hooks of gradients, and into sending."""
+def hooked(pipe: Pipe, injector: FaultInjector) -> Iterator[None]:
+    """Let hooks of layers, hooks of gradients and sending fail."""
     send = HostLinks.send
 
     def fails(self: HostLinks, *given: Any) -> Any:
-        trap("send")
+        injector("send")
         return send(self, *given)
 
     def hook(layer: nn.Module, given: tuple[Tensor], made: Tensor) -> None:
         microbatch = int(made.detach()[0, 0].round())
-        trap("hook", microbatch)
+        injector("hook", microbatch)
         if made.requires_grad:
-            made.register_hook(lambda gradient: trap("gradient", microbatch))
+            made.register_hook(lambda gradient: injector("gradient", microbatch))
 
     for layer in pipe:
         layer.register_forward_hook(hook)
@@ -77,19 +77,19 @@ def hooked(pipe: Pipe, trap: Trap) -> Iterator[None]:
 
 def goes_on(schedule: str, checkpoint: str) -> dict[tuple[int, str], RemoteError]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    trap = Trap(rank, Fault(-1, "", burst))
-    pipe = pipe_of(trap, schedule=schedule, checkpoint=checkpoint)
+    injector = FaultInjector(rank, Fault(-1, "", burst))
+    pipe = pipe_of(injector, schedule=schedule, checkpoint=checkpoint)
     x, target = batch(1)
     found = {}
-    with hooked(pipe, trap):
+    with hooked(pipe, injector):
         check_right(pipe)
         for place in PLACES:
             for failing in range(size):
                 nowhere = place == "loss" and failing != last_rank(pipe)
                 if nowhere or (place == "recomputation" and checkpoint == "never"):
                     continue
-                trap.fault = Fault(failing, place, burst)
-                error, took = caught(lambda: pipe.step(x, target=target), trap)
+                injector.fault = Fault(failing, place, burst)
+                error, took = caught(lambda: pipe.step(x, target=target), injector)
                 assert took < SOON
                 expected = type(None) if rank != failing else Exception
                 assert isinstance(error.__cause__, expected), repr(error.__cause__)
@@ -129,11 +129,11 @@ def test_step_after_an_error_is_exact(size: int, schedule: str, checkpoint: str)
 
 
 def without_gradients() -> RemoteError:
-    trap = Trap(dist.get_rank(), Fault(1, "forward", burst))
-    pipe = pipe_of(trap, outputs="all")
+    injector = FaultInjector(dist.get_rank(), Fault(1, "forward", burst))
+    pipe = pipe_of(injector, outputs="all")
     x, _ = batch(1)
     with torch.no_grad():
-        error, took = caught(lambda: pipe(x), trap)
+        error, took = caught(lambda: pipe(x), injector)
         assert took < SOON
         torch.testing.assert_close(pipe(x), model_of()(x), rtol=0, atol=1e-10)
     check_right(pipe)
@@ -147,13 +147,13 @@ def test_error_in_pipe_call_without_gradients() -> None:
 
 def bad_data(data: str) -> list[RemoteError]:
     """Give one rank a batch that cannot be split; the error comes before anything is sent."""
-    trap = Trap(dist.get_rank(), Fault(-1, "", burst))
-    pipe = pipe_of(trap, data=data)
+    injector = FaultInjector(dist.get_rank(), Fault(-1, "", burst))
+    pipe = pipe_of(injector, data=data)
     found = []
     x, target = batch(1)
     for at in range(1 if data == "first" else 2):
         given = x[:5] if dist.get_rank() == at else x
-        found.append(caught(partial(pipe.step, given, target=target), trap)[0])
+        found.append(caught(partial(pipe.step, given, target=target), injector)[0])
         check_right(pipe)
     return found
 

@@ -1,6 +1,6 @@
 """Run tests as on a busy machine: stop random worker processes for short times while the tests run.
 
-    python -m tests.distributed.busy [--longest 1.2] [--hands 4] [--seed 0] PYTEST_ARGUMENTS ...
+    python -m tests.distributed.random_pauses [--longest 1.2] [--threads 4] [--seed 0] ARGUMENTS ...
 
 A test that fails here and nowhere else has a race, or its timeouts are too short.
 """
@@ -25,18 +25,20 @@ GAP = 0.3  # longest pause, in seconds, between two stops by one thread
 def main() -> int:
     """Run pytest with the remaining arguments and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--longest", type=float, default=1.2, help="seconds that one is held")
-    parser.add_argument("--hands", type=int, default=4, help="how many are held at once")
+    parser.add_argument("--longest", type=float, default=1.2, help="the longest pause in seconds")
+    parser.add_argument(
+        "--threads", type=int, default=4, help="how many processes are paused at once"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    given, words = parser.parse_known_args()
-    tests = subprocess.Popen([sys.executable, "-m", "pytest", *words])
-    for hand in range(given.hands):
-        draw = random.Random(f"{given.seed} {hand}")
-        threading.Thread(target=_hold, args=(tests, given.longest, draw)).start()
+    options, arguments = parser.parse_known_args()
+    tests = subprocess.Popen([sys.executable, "-m", "pytest", *arguments])
+    for thread in range(options.threads):
+        draw = random.Random(f"{options.seed} {thread}")
+        threading.Thread(target=_pause, args=(tests, options.longest, draw)).start()
     return tests.wait()
 
 
-def _hold(tests: subprocess.Popen[bytes], longest: float, draw: random.Random) -> None:
+def _pause(tests: subprocess.Popen[bytes], longest: float, draw: random.Random) -> None:
     while tests.poll() is None:
         found = _descendants(tests.pid)
         if found:

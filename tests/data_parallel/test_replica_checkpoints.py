@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
 from penstock import Pipe
-from tests.checkpoint.parts import state_of
-from tests.data_parallel.replicated import whole
+from tests.checkpoint.saved_models import state_of
+from tests.data_parallel.replicas import STAGE_FNS, mesh, model, whole
 from tests.distributed.ranks import ranks
-from tests.meshes.meshed import WRAPS, mesh, model
 from tests.support import batch
 
 STEPS = 5
@@ -35,7 +34,7 @@ def arranged(replicas: int, kind: str) -> tuple[Pipe, int]:
     pipe = (
         Pipe(layers, mesh=here, **options)
         if kind == "own"
-        else Pipe(layers, mesh=here["pp"], stage_fn=WRAPS[kind], **options)
+        else Pipe(layers, mesh=here["pp"], stage_fn=STAGE_FNS[kind], **options)
     )
     return pipe, here.get_local_rank("dp")
 
@@ -82,7 +81,8 @@ def unsplit(tied: bool) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
     losses, saved = [], {}
     for step in range(STEPS):
         if step == SAVED:
-            saved = {n: v.clone() for n, v in state_of(expected, optimizer).items() if _is(v)}
+            now = state_of(expected, optimizer).items()
+            saved = {n: v.clone() for n, v in now if isinstance(v, Tensor)}
         x, y = (part.roll(step, dims=0) for part in batch(16))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(expected(x), y)
@@ -90,10 +90,6 @@ def unsplit(tied: bool) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
         optimizer.step()
         losses.append(loss.detach())
     return losses, saved, state_of(expected, optimizer)
-
-
-def _is(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def check_written_once(folder: Path) -> None:

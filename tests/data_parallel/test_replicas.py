@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from math import inf
 from typing import Any
 
 import pytest
@@ -16,24 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipe, RemoteError, add_loss
-from tests.distributed.ranks import ranks
-from tests.meshes.meshed import (
+from tests.data_parallel.replicas import (
     FAMILIES,
     Block,
-    counted,
+    check_on_ranks,
+    count_reductions,
     differing,
+    half,
     mesh,
     model,
     pipe_of,
     replica_here,
+    split_blocks,
+    wrong_loss,
+    wrong_norms,
 )
+from tests.distributed.ranks import ranks
 from tests.support import batch, closely
 
-FINE: list[list[str]] = [[], [], [], []]
 UNEVEN = (9, 7)  # rows of each replica
 
 
@@ -109,8 +111,7 @@ def read(found: Any) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss that a loss_fn has computed, and the other values beside it."""
     if not isinstance(found, dict):
         return found, {}
-    rest = {n: v for n, v in found.items() if n in ("far", "both") or n == "rows"}
-    return found["loss"], rest
+    return found["loss"], {n: v for n, v in found.items() if n in ("far", "both", "rows")}
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -121,38 +122,33 @@ def is_same(a: Any, b: Any) -> bool:
 
 def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
     loss_fn, reduction, data = LOSSES[kind]
-    expected, pipe = (
-        model(),
-        pipe_of(model(), None, schedule, loss_fn=loss_fn, reduction=reduction, chunks=3),
-    )
+    expected = model()
+    pipe = pipe_of(model(), None, schedule, loss_fn=loss_fn, reduction=reduction, chunks=3)
     wrong = []
     for at in range(2):  # the second step accumulates gradients, with the row counts swapped
         rows = UNEVEN if at == 0 or "replica" in kind else UNEVEN[::-1]
         x, y = data(16)
         loss, beside = read(loss_fn(expected(x), y))
         loss.backward()
-        with counted() as found:
+        with count_reductions() as found:
             result = pipe.step(mine(x, rows), target=mine(y, rows))
         wrong += [f"step {at}: {name}" for name in differing(pipe, expected)]
-        wrong += [] if closely(result.loss, loss.detach()) else [f"step {at}: the loss"]
+        wrong += wrong_loss(result.loss, loss)
         wrong += [] if (found.own, found.of_group) == (1, 0) else [f"{found.own} reductions"]
         for name, value in beside.items():
             if name == "rows" and kind != "sum":
                 value = value.split(list(rows))[replica_here()]  # only this replica's rows
             wrong += [] if is_same(result.metrics[name], value) else [f"step {at}: {name}"]
-    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-    wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
-    return wrong + differing(pipe, expected)
+    return wrong + wrong_norms(pipe, expected)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_replicas_loss_metrics_and_gradients_match_the_whole_batch(kind: str) -> None:
-    assert ranks(4).run(of_the_whole_batch, kind, "zb-h1") == FINE
-
-
-@pytest.mark.parametrize("schedule", FAMILIES)
-def test_replicas_under_every_schedule_family(schedule: str) -> None:
-    assert ranks(4).run(of_the_whole_batch, "rows", schedule) == FINE
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [*zip(LOSSES, (*FAMILIES, "zb-h1", "1f1b", "zb-v"), strict=True)]
+)
+def test_replicas_loss_metrics_and_gradients_match_the_whole_batch(
+    kind: str, schedule: str
+) -> None:
+    check_on_ranks(4, of_the_whole_batch, kind, schedule)
 
 
 class Adds(nn.Module):
@@ -173,23 +169,19 @@ def added(kind: str) -> list[str]:
     loss = loss_fn(expected[2:](hidden), y) + hidden.square().mean()
     loss.backward()
     result = pipe.step(mine(x), target=mine(y))
-    wrong = [] if closely(result.loss, loss.detach()) else ["the loss"]
-    return wrong + differing(pipe, expected)
+    return wrong_loss(result.loss, loss) + differing(pipe, expected)
 
 
 @pytest.mark.parametrize("kind", ["rows", "ignored targets"])
 def test_replicas_weight_auxiliary_losses_by_rows(kind: str) -> None:
-    assert ranks(4).run(added, kind) == FINE
+    check_on_ranks(4, added, kind)
 
 
 # ---- no_sync, tied weights, inputs, grad scalers ------------------------------------------
 
 
 def steps_that_wait(kind: str) -> list[str]:
-    """Steps under no_sync count for their own rows, though they are reduced later.
-
-    A weight is tied.
-    """
+    """Train a tied weight. Steps under no_sync count for their own rows."""
     loss_fn, reduction, data = LOSSES[kind]
     expected = model(tied=True)
     pipe = pipe_of(model(tied=True), None, "zb-h1", loss_fn=loss_fn, reduction=reduction)
@@ -198,20 +190,18 @@ def steps_that_wait(kind: str) -> list[str]:
         x, y = data(16)
         loss, _ = read(loss_fn(expected(x), y))
         loss.backward()
-        with pipe.no_sync() if at < 2 else nullcontext(), counted() as found:
+        with pipe.no_sync() if at < 2 else nullcontext(), count_reductions() as found:
             result = pipe.step(mine(x, rows), target=mine(y, rows))
         wrong += [] if found.own == (at >= 2) else [f"step {at}: {found.own} reductions"]
-        wrong += [] if closely(result.loss, loss.detach()) else [f"step {at}: the loss"]
+        wrong += wrong_loss(result.loss, loss)
         if at >= 2:
             wrong += [f"after step {at}: {name}" for name in differing(pipe, expected)]
-    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-    wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
-    return wrong + differing(pipe, expected)
+    return wrong + wrong_norms(pipe, expected)
 
 
 @pytest.mark.parametrize("kind", ["rows", "sum", "weights", "ignored targets"])
 def test_replicas_no_sync_steps_are_reduced_by_the_next_step(kind: str) -> None:
-    assert ranks(4).run(steps_that_wait, kind) == FINE
+    check_on_ranks(4, steps_that_wait, kind)
 
 
 def gradients_of_inputs(kind: str) -> list[str]:
@@ -231,78 +221,7 @@ def gradients_of_inputs(kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["rows", "weights"])
 def test_replicas_input_gradients_match_the_whole_loss(kind: str) -> None:
-    assert ranks(4).run(gradients_of_inputs, kind) == FINE
-
-
-class _Spoilt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: float) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.gradient = gradient
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, torch.full_like(ctx.saved_tensors[0], ctx.gradient), None
-
-
-class Spoils(nn.Module):
-    """A layer with a weight whose gradient can be set, without effect on other gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2).double())
-        self.gradient = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Spoilt.apply(x, self.weight, self.gradient)  # type: ignore[no-untyped-call]
-        return y
-
-
-def spoiled() -> tuple[nn.Sequential, list[Spoils]]:
-    """Return a model with one such layer on each rank."""
-    layers, found = model(), [Spoils(), Spoils()]
-    layers[1] = nn.Sequential(nn.ReLU(), found[0])
-    layers[4] = nn.Sequential(nn.Tanh(), found[1])
-    return layers, found
-
-
-def scaled(wrap: str | None, where: int) -> list[str]:
-    """Let one rank of one replica overflow, then accumulate two steps that do not."""
-    (expected, known), (layers, own) = spoiled(), spoiled()
-    pipe = pipe_of(layers, wrap, "zb-h1")
-    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, pipe)]
-    wrong = []
-    for steps in (["inf"], ["a", "b"]):
-        for kind in steps:
-            x, y = batch(16)
-            known[0].gradient = inf if kind == "inf" else 0.0
-            mine_too = kind == "inf" and dist.get_rank() == where
-            own[mesh().get_local_rank("pp")].gradient = inf if mine_too else 0.0
-            scalers[0].scale(nn.functional.mse_loss(expected(x), y)).backward()
-            pipe.step(
-                x.chunk(2)[replica_here()], target=y.chunk(2)[replica_here()], scaler=scalers[1]
-            )
-        for scaler, optimizer in zip(scalers, optimizers, strict=True):
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        if scalers[0].get_scale() != scalers[1].get_scale():
-            wrong.append(f"scale {scalers[1].get_scale()}, not {scalers[0].get_scale()}")
-        theirs = dict(expected.named_parameters())
-        for name, found in pipe.named_parameters():
-            full = found.full_tensor() if hasattr(found, "full_tensor") else found
-            wrong += [] if closely(full.detach(), theirs[name].detach()) else [name]
-    return wrong
-
-
-@pytest.mark.parametrize("where", [0, 3])
-@pytest.mark.parametrize("wrap", [None, "ddp", "fsdp"])
-def test_grad_scaler_overflow_on_one_rank_skips_the_step_on_all_replicas(
-    wrap: str | None, where: int
-) -> None:
-    assert ranks(4).run(scaled, wrap, where) == FINE
+    check_on_ranks(4, gradients_of_inputs, kind)
 
 
 # ---- state that replicas share ------------------------------------------------------------
@@ -333,7 +252,7 @@ def begun_differently() -> list[str]:
 
 
 def test_replicas_start_with_the_state_of_the_first() -> None:
-    assert ranks(4).run(begun_differently) == FINE
+    check_on_ranks(4, begun_differently)
 
 
 def statistics() -> list[str]:
@@ -345,17 +264,14 @@ def statistics() -> list[str]:
     for at in range(3):
         x, y = batch(16)
         x = x * (at + 1)
-        if at < 2:
-            expected(x.chunk(2)[0])
-        else:
-            expected(x.chunk(2)[replica_here()])
-        pipe.step(x.chunk(2)[replica_here()], target=y.chunk(2)[replica_here()])
+        expected(x.chunk(2)[0] if at < 2 else half(x))
+        pipe.step(half(x), target=half(y))
     theirs = dict(expected.named_buffers(prefix="0"))
     return [name for name, b in pipe.named_buffers() if not closely(b, theirs[name])]
 
 
 def test_replicas_take_buffers_of_the_first_before_each_step() -> None:
-    assert ranks(4).run(statistics) == FINE
+    check_on_ranks(4, statistics)
 
 
 def reduced_by_wrappers(wrap: str) -> list[str]:
@@ -378,10 +294,10 @@ def reduced_by_wrappers(wrap: str) -> list[str]:
         x, y = batch(16)
         loss = nn.functional.mse_loss(expected(x), y)
         loss.backward()
-        with counted() as found:
+        with count_reductions() as found:
             result = pipe.step(mine(x, rows), target=mine(y, rows))
         wrong += differing(pipe, expected)
-        wrong += [] if closely(result.loss, loss.detach()) else ["the loss"]
+        wrong += wrong_loss(result.loss, loss)
         first = mesh().get_local_rank("pp") == 0
         own = first and wrap in ("ddp, half", "fsdp, blocks")
         wrong += [] if found.own == own else [f"{found.own} reductions of the pipe's own"]
@@ -390,7 +306,7 @@ def reduced_by_wrappers(wrap: str) -> list[str]:
 
 @pytest.mark.parametrize("wrap", ["ddp", "ddp, half", "fsdp", "fsdp, blocks"])
 def test_replicas_do_not_reduce_again_what_stage_fn_reduces(wrap: str) -> None:
-    assert ranks(4).run(reduced_by_wrappers, wrap) == FINE
+    check_on_ranks(4, reduced_by_wrappers, wrap)
 
 
 def evaluated() -> list[str]:
@@ -401,7 +317,7 @@ def evaluated() -> list[str]:
         output = expected(x)
         loss = nn.functional.mse_loss(output, y)
         found = pipe.step(mine(x), target=mine(y), outputs=True)
-        wrong = [] if closely(found.loss, loss) else ["the loss"]
+        wrong = wrong_loss(found.loss, loss)
         wrong += [] if closely(found.outputs, mine(output)) else ["outputs of a step"]
         if replica_here() == 0:
             wrong += [] if closely(pipe(mine(x)), mine(output)) else ["outputs"]
@@ -409,7 +325,7 @@ def evaluated() -> list[str]:
 
 
 def test_replicas_evaluation_under_no_grad() -> None:
-    assert ranks(4).run(evaluated) == FINE
+    check_on_ranks(4, evaluated)
 
 
 def the_other_way_round() -> list[str]:
@@ -436,31 +352,24 @@ def the_other_way_round() -> list[str]:
         first = pipe._engine.groups.rank == 0  # type: ignore[attr-defined]
         result = pipe.step(rows[0], target=rows[1]) if first else pipe.step()
         wrong += [f"{at}: {name}" for name in differing(pipe, expected)]
-        wrong += [] if closely(result.loss, loss.detach()) else [f"{at}: the loss"]
+        wrong += wrong_loss(result.loss, loss)
     return wrong
 
 
 def test_replicas_on_meshes_with_other_dim_and_rank_orders() -> None:
-    assert ranks(4).run(the_other_way_round) == FINE
+    check_on_ranks(4, the_other_way_round)
 
 
 def three_dims() -> list[str]:
     """Split layers over a third dim that the pipe does not know; it averages over dp only."""
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
 
-    def plan(module: nn.Module, _: int) -> nn.Module:
-        ways: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        for block in module.children():
-            if isinstance(block, Block):
-                parallelize_module(block, cube["tp"], ways)
-        return module
-
     expected = model()
     pipe = Pipe(
         model(),
         chunks=3,
         mesh=cube["dp", "pp"],
-        stage_fn=plan,
+        stage_fn=lambda module, _: split_blocks(module, cube["tp"]),
         loss_fn=nn.functional.mse_loss,
     )
     x, y = batch(16)
@@ -468,14 +377,12 @@ def three_dims() -> list[str]:
     loss.backward()
     x, y = (part.split(list(UNEVEN))[cube.get_local_rank("dp")] for part in (x, y))
     result = pipe.step(x, target=y)
-    wrong = differing(pipe, expected)
-    wrong += [] if closely(result.loss, loss.detach()) else ["the loss"]
-    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-    return wrong + ([] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"])
+    wrong = differing(pipe, expected) + wrong_loss(result.loss, loss)
+    return wrong + wrong_norms(pipe, expected)
 
 
 def test_replicas_on_two_dims_of_a_three_dim_mesh() -> None:
-    assert ranks(4).run(three_dims) == FINE
+    check_on_ranks(4, three_dims)
 
 
 # ---- disagreement -------------------------------------------------------------------------

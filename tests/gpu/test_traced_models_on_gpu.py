@@ -5,25 +5,24 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 
-import penstock
 from penstock import Pipe
-from tests.gpu.parts import WORDS, Language
+from tests.gpu.support import WORDS, Language, needs_gpu, virtual_gpus
+from tests.pairs import each_pair
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_gpu
 
 
 def devices(kind: str) -> list[Any]:
     if kind == "virtual":
-        return list(penstock.virtual_devices("cuda:0", 3))
+        return virtual_gpus(3)
     return {"one": ["cuda:0"] * 3, "mixed": ["cpu", "cuda:0", "cpu"]}[kind]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("runtime", ["threads", "inline"])
-@pytest.mark.parametrize("kind", ["virtual", "one", "mixed"])
+@each_pair(
+    kind=["virtual", "one", "mixed"], runtime=["threads", "inline"], schedule=["1f1b", "zb-h1"]
+)
 def test_traced_model_on_gpu_equals_the_unsplit_model(
     kind: str, runtime: str, schedule: str
 ) -> None:

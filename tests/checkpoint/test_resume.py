@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import AdamW, Optimizer
 
 from penstock import Pipe, RemoteError
-from tests.checkpoint.parts import alone, differences, state_of
+from tests.checkpoint.saved_models import differences, state_of
 from tests.distributed.ranks import ranks
 
 STEPS = 5
@@ -52,7 +52,6 @@ def train_and_save(folder: Path, background: bool) -> list[Tensor]:
     losses = learned(pipe, optimizer, range(2))
     pipe.save(folder, optimizer=optimizer, extra=2, background=background)
     losses += learned(pipe, optimizer, range(2, 3))  # trains while the save may still be running
-    pipe.export(folder / "model.safetensors")
     return losses
 
 
@@ -86,19 +85,6 @@ def test_resume_with_another_number_of_ranks(before: int, after: int, tmp_path: 
         torch.testing.assert_close(mine, losses[2:], rtol=0, atol=1e-12)
         for name, value in held.items():
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-12)
-
-
-def test_export_by_several_ranks_equals_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    ranks(3).run(train_and_save, tmp_path, False)
-    model, other = build(), build()
-    alone(model).load(tmp_path / "model.safetensors", None)
-    pipe = piped(other)
-    optimizer = AdamW(pipe.parameters(), lr=0.05)
-    learned(pipe, optimizer, range(3))
-    expected = pipe.state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
 def refused(folder: Path) -> str:

@@ -22,38 +22,31 @@ from torch import nn
 from penstock import Pipe, RemoteError
 from tests.distributed.ranks import ranks
 from tests.faults.checks import SOON
-from tests.faults.course import Fault, Trap, batch, burst, model_of, no_trap, pipe_of
-from tests.faults.test_going_on import caught, check_right
+from tests.faults.test_recovery import caught, check_right
+from tests.faults.training_run import (
+    Fault,
+    FaultInjector,
+    batch,
+    burst,
+    model_of,
+    no_fault,
+    pipe_of,
+)
 
 Odd = Callable[[Pipe, Path], object]  # what one rank does while the others take a step
 
 
-def step(pipe: Pipe, folder: Path) -> None:
-    x, target = batch(1)
-    pipe.step(x, target=target)
+def step(pipe: Pipe, folder: Path, seed: int = 1, rows: int = 6, shift: float = 0.0) -> None:
+    x, target = batch(seed)
+    pipe.step(x[:rows], target=target[:rows] + shift)
 
 
-def other_batch(pipe: Pipe, folder: Path) -> None:
-    x, target = batch(2)
-    pipe.step(x, target=target)
-
-
-def other_size(pipe: Pipe, folder: Path) -> None:
-    x, target = batch(1)
-    pipe.step(x[:4], target=target[:4])
-
-
-def other_target(pipe: Pipe, folder: Path) -> None:
-    x, target = batch(1)
-    pipe.step(x, target=target + 1)
-
-
-def no_backward(pipe: Pipe, folder: Path) -> None:
+def step_without_gradients(pipe: Pipe, folder: Path) -> None:
     with torch.no_grad():
         step(pipe, folder)
 
 
-def evaluation(pipe: Pipe, folder: Path) -> None:
+def evaluation_step(pipe: Pipe, folder: Path) -> None:
     pipe.eval()
     try:
         step(pipe, folder)
@@ -70,48 +63,43 @@ def save(pipe: Pipe, folder: Path) -> None:
     pipe.save(folder)
 
 
-def save_elsewhere(pipe: Pipe, folder: Path) -> None:
-    pipe.save(folder / "elsewhere")
-
-
-def save_beside(pipe: Pipe, folder: Path) -> None:
-    pipe.save(folder, background=True)
-
-
-STEPS: dict[Odd, str] = {
-    other_batch: "sample values of tensor 0: ",
-    other_size: "inputs: float64[",
-    other_target: "sample values of tensor 1: ",
-    no_backward: "gradients: ",
-    evaluation: "training mode: ",
-    forward: "the call: ",
-    save: "the call: ",
-}
-SAVES: dict[Odd, str] = {save_elsewhere: "folder: ", save_beside: "background: "}
+# the call of one rank while the others take a step, or save; and the line of the error about it
+STEPS: list[tuple[Odd, str]] = [
+    (partial(step, seed=2), "sample values of tensor 0: "),
+    (partial(step, rows=4), "inputs: float64["),
+    (partial(step, shift=1.0), "sample values of tensor 1: "),
+    (step_without_gradients, "gradients: "),
+    (evaluation_step, "training mode: "),
+    (forward, "the call: "),
+    (save, "the call: "),
+]
+SAVES: list[tuple[Odd, str]] = [
+    (lambda pipe, folder: pipe.save(folder / "elsewhere"), "folder: "),
+    (lambda pipe, folder: pipe.save(folder, background=True), "background: "),
+]
 
 
 def disagreements(folder: Path) -> list[RemoteError]:
-    trap = Trap(dist.get_rank(), Fault(-1, "", burst))
-    pipe = pipe_of(trap)
+    injector = FaultInjector(dist.get_rank(), Fault(-1, "", burst))
+    pipe = pipe_of(injector)
     found = []
     for common, odds in ((step, STEPS), (save, SAVES)):
-        for odd in odds:
+        for odd, _ in odds:
             for rank in range(dist.get_world_size()):
                 mine = odd if dist.get_rank() == rank else common
-                error, took = caught(partial(mine, pipe, folder), trap)
+                error, took = caught(partial(mine, pipe, folder), injector)
                 assert took < SOON
                 check_right(pipe)
                 found.append(error)
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_disagreeing_calls_raise_the_same_error_on_all_ranks(size: int, tmp_path: Path) -> None:
-    found = ranks(size).run(disagreements, tmp_path / "saves")
+def test_disagreeing_calls_raise_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    found = ranks(3).run(disagreements, tmp_path / "saves")
     for errors in zip(*found, strict=True):
         assert {str(error) for error in errors} == {str(errors[0])}
         assert {(error.kind, error.rank) for error in errors} == {("disagreed", None)}
-    lines = [line for line in (*STEPS.values(), *SAVES.values()) for _ in range(size)]
+    lines = [line for _, line in (*STEPS, *SAVES) for _ in range(3)]
     for error, line in zip(found[0], lines, strict=True):
         assert f"\n  {line}" in str(error), error
     assert not (tmp_path / "saves").exists()
@@ -137,8 +125,8 @@ def grows() -> RemoteError:
         loss_fn=lambda y: y.sum(),
     )
     pipe.step(batch(1)[0])
-    trap = Trap(dist.get_rank(), Fault(-1, "", burst))
-    return caught(lambda: pipe.step(batch(1)[0]), trap)[0]
+    injector = FaultInjector(dist.get_rank(), Fault(-1, "", burst))
+    return caught(lambda: pipe.step(batch(1)[0]), injector)[0]
 
 
 def test_message_with_changed_sizes_is_refused() -> None:
@@ -154,9 +142,9 @@ def makes(rank: int, odd: Callable[[], Pipe]) -> RemoteError:
     mine = dist.get_rank() == rank
     began = time.monotonic()
     with pytest.raises(RemoteError) as found:
-        odd() if mine else pipe_of(no_trap)
+        odd() if mine else pipe_of(no_fault)
     assert time.monotonic() - began < SOON
-    check_right(pipe_of(no_trap))
+    check_right(pipe_of(no_fault))
     return found.value
 
 

@@ -1,8 +1,9 @@
 """Processes for one case: they may die, and each reports what became of it.
 
-    fates = perform(3, function, ...)     # on every rank: function(stage, ...), in a gloo group
+    outcomes = run_ranks(3, function, ...)     # every rank runs function(context, ...)
 
-They are forked from a server that has imported torch, so a case takes a fraction of a second.
+They form a gloo group. They are forked from a server that has imported torch, so a case takes a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from tests.distributed.forks import ENVIRONMENT, forked
-from tests.distributed.forks import store as served
+from tests.distributed.fork_server import ENVIRONMENT, forked
+from tests.distributed.fork_server import store as served
 
 WITHIN = 60.0  # seconds for a whole case
 
 T = TypeVar("T")
 
 
-class Stage(NamedTuple):
+class RankContext(NamedTuple):
     """The rank, the group size and the connection to the test that a function receives."""
 
     rank: int
@@ -72,21 +73,21 @@ class Stage(NamedTuple):
 
 
 @dataclass
-class Fate:
-    """The fate of a rank: its exit code, the facts it reported, and what it wrote."""
+class RankOutcome:
+    """The outcome of a rank: its exit code, the facts it reported, and what it wrote."""
 
     code: int | None  # None if it had to be killed because its time was over
     facts: dict[str, Any] = field(default_factory=dict)
     written: str = ""
 
 
-def perform(
+def run_ranks(
     size: int,
     function: Callable[..., object],
     *arguments: Any,
     within: float = WITHIN,
     hosted: bool = False,
-) -> list[Fate]:
+) -> list[RankOutcome]:
     """Run a function on `size` ranks.
 
     If `hosted`, rank 0 serves the store, otherwise this process does.
@@ -97,30 +98,32 @@ def perform(
         for rank in range(size):
             mine, theirs = context.Pipe()
             log = str(Path(folder) / f"{rank}.log")
-            given = Stage(rank, size, theirs), log, server.port, hosted, function, arguments
-            process = context.Process(target=_play, args=given, daemon=True)
+            given = RankContext(rank, size, theirs), log, server.port, hosted, function, arguments
+            process = context.Process(target=_run_rank, args=given, daemon=True)
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
-        fates = [Fate(None) for _ in range(size)]
+        outcomes = [RankOutcome(None) for _ in range(size)]
         until = time.monotonic() + within
-        for process, fate, pipe, rank in zip(processes, fates, pipes, range(size), strict=True):
+        for process, outcome, pipe, rank in zip(
+            processes, outcomes, pipes, range(size), strict=True
+        ):
             process.join(max(0.0, until - time.monotonic()))
-            fate.code = process.exitcode
-            if fate.code is None:
+            outcome.code = process.exitcode
+            if outcome.code is None:
                 process.kill()
                 process.join()
-            fate.facts = _collect_facts(pipe)
-            fate.written = (Path(folder) / f"{rank}.log").read_text()
+            outcome.facts = _collect_facts(pipe)
+            outcome.written = (Path(folder) / f"{rank}.log").read_text()
             process.close()
-        return fates
+        return outcomes
 
 
-def perform_all(cases: Mapping[T, Sequence[Any]], at_once: int = 6) -> dict[T, list[Fate]]:
+def run_cases(cases: Mapping[T, Sequence[Any]], at_once: int = 6) -> dict[T, list[RankOutcome]]:
     """Run several cases in parallel. Most of them wait most of the time."""
     with ThreadPoolExecutor(at_once) as pool:
-        begun = {case: pool.submit(perform, *given) for case, given in cases.items()}
+        begun = {case: pool.submit(run_ranks, *given) for case, given in cases.items()}
     return {case: one.result() for case, one in begun.items()}
 
 
@@ -135,8 +138,8 @@ def _collect_facts(pipe: Connection) -> dict[str, Any]:
     return facts
 
 
-def _play(
-    stage: Stage,
+def _run_rank(
+    context: RankContext,
     log: str,
     port: int,
     hosted: bool,
@@ -152,7 +155,7 @@ def _play(
     os.environ.update(ENVIRONMENT)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if hosted:
-        if stage.rank == 0:
+        if context.rank == 0:
             store.set("hosted", str((own := served()).port))
             store = own
         else:
@@ -161,21 +164,21 @@ def _play(
     dist.init_process_group(
         "gloo",
         store=PrefixStore("group", store),
-        rank=stage.rank,
-        world_size=stage.size,
+        rank=context.rank,
+        world_size=context.size,
         timeout=timedelta(seconds=60),
     )
-    store.set(f"up/{stage.rank}", "")
+    store.set(f"up/{context.rank}", "")
     # no rank fails before all have arrived
-    store.wait([f"up/{rank}" for rank in range(stage.size)])
+    store.wait([f"up/{rank}" for rank in range(context.size)])
     code = 0
     try:
-        function(stage, *arguments)
-        stage.report(done=True, threads=_threads())
+        function(context, *arguments)
+        context.report(done=True, threads=_threads())
     except BaseException as error:
-        _report_error(stage, error)
+        _report_error(context, error)
         code = _ended_by(error)
-    stage.report(cpu=time.process_time())
+    context.report(cpu=time.process_time())
     _end(code)
 
 
@@ -204,9 +207,9 @@ def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
 
 
-def _report_error(stage: Stage, error: BaseException) -> None:
+def _report_error(context: RankContext, error: BaseException) -> None:
     names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
-    stage.report(
+    context.report(
         threads=_threads(),
         error=type(error).__name__,
         text=str(error),

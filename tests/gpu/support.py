@@ -1,26 +1,134 @@
-"""Helpers that compare pipes with captured steps to other runtimes.
+"""Shared parts of the GPU tests: devices, models, hidden host waits, and captured steps.
 
-Results must be equal bit by bit, so kernels have to be deterministic, and cuBLAS has to be
-configured for that before it is first used.
+Captured steps must be equal to others bit by bit, so kernels have to be deterministic, and cuBLAS
+has to be configured for that before it is first used.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from penstock import Pipe
+import penstock
+from penstock import Pipe, pop, skippable, stash
 from penstock.schedules import FAMILIES
-from tests.gpu.parts import Bottom, Top, four
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit"]
+MODES = ["never", "except_last", "always"]
 GPU = torch.device("cuda", 0)
+BUSY = 20_000_000  # cycles: about 10 ms
+
+
+@contextmanager
+def no_hidden_waits() -> Iterator[None]:
+    """Make any operation that makes the host wait for the device an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def virtual_gpus(count: int) -> list[Any]:
+    return list(penstock.virtual_devices("cuda:0", count))
+
+
+def four() -> list[Any]:
+    return virtual_gpus(4)
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Forget what was compiled, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@skippable(stash=["long"])
+class Top(nn.Module):
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("long", x)
+        return self.linear(x)
+
+
+@skippable(pop=["long"])
+class Bottom(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("long"))
+
+
+class Sleep(nn.Module):
+    """A layer that keeps its device busy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(BUSY)
+        return x * 1
+
+
+WIDTH, WORDS = 16, 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return x + torch.tanh(self.inner(x))
+
+
+class Language(nn.Module):
+    """A language model with a tied head.
+
+    Positions and masks are created between units, on the device of the input.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("frequencies", torch.rand(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        places = torch.arange(ids.shape[1], device=x.device)
+        x = x + torch.sin(places[:, None] * self.frequencies)
+        length = x.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=self.words.weight.device).triu(1)
+        first = x
+        for block in self.blocks:
+            x = block(x, mask) * self.scale
+        x = x + first
+        logits = functional.linear(x, self.words.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+# ---- captured steps, compared with other runtimes -----------------------------------------
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -35,14 +143,17 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def layers(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Sequential:
-    """Return layers with in-place operations, a skip connection and a BatchNorm.
+def layers(
+    dtype: torch.dtype = torch.float64, dropout: float = 0.0, norm: bool = True
+) -> nn.Sequential:
+    """Return layers with in-place operations, a skip connection and perhaps a BatchNorm.
 
     The BatchNorm needs two rows in a micro-batch.
     """
     torch.manual_seed(0)
     drop: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
-    parts = [Top(), nn.ReLU(inplace=True), *drop, nn.Linear(32, 32), nn.BatchNorm1d(32)]
+    norms: list[nn.Module] = [nn.BatchNorm1d(32)] if norm else []
+    parts = [Top(), nn.ReLU(inplace=True), *drop, nn.Linear(32, 32), *norms]
     more = [nn.Tanh(), nn.Linear(32, 32), nn.ReLU(inplace=True), Bottom()]
     return nn.Sequential(*parts, *more, nn.Linear(32, 8)).to(GPU, dtype)
 

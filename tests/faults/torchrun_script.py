@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import penstock
-from tests.faults.course import Fault, Trap, batch, burst, kill, optimizer_of, pipe_of
+from tests.faults.training_run import Fault, FaultInjector, batch, burst, optimizer_of, pipe_of
+from tests.faults.watchdog_step import kill
 
 FAULTS = {"raise": burst, "kill": kill}
 
@@ -20,12 +21,12 @@ def main(fault: str, place: str, rank: int, pids: Path) -> None:
     penstock.init()
     here = int(os.environ["RANK"])
     (pids / f"{here}").write_text(f"{os.getpid()}")
-    trap = Trap(here, Fault(rank, place, FAULTS[fault]))
+    injector = FaultInjector(here, Fault(rank, place, FAULTS[fault]))
     # the first optimizer imports the compiler, which takes seconds
-    pipe = pipe_of(trap, heartbeat=20.0)
+    pipe = pipe_of(injector, heartbeat=20.0)
     optimizer = optimizer_of(pipe)
-    for trap.step in range(3):
-        x, target = batch(trap.step)
+    for injector.step in range(3):
+        x, target = batch(injector.step)
         optimizer.zero_grad()
         pipe.step(x, target=target)
         optimizer.step()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from penstock import RemoteError
 from penstock.data_parallel import sync
+from tests.data_parallel.replicas import half, mesh, model, pipe_of
 from tests.distributed.rank import Returned
 from tests.distributed.ranks import Died, ranks
-from tests.meshes.meshed import mesh, model, pipe_of, replica_here
 from tests.support import Do, batch
 
 HEARTBEAT = 3.0
@@ -55,7 +55,7 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
 
     layers[4] = Do(see)
     kept[:] = [pipe := pipe_of(layers, wrap, "zb-h1", heartbeat=HEARTBEAT)]
-    x, y = (part.chunk(2)[replica_here()] for part in batch(16))
+    x, y = map(half, batch(16))
     pipe.step(x, target=y)
     broken = True
     spoilt = patch.object(sync, "average_gradients", lambda *_: burst(kind))

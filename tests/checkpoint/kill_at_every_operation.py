@@ -1,6 +1,8 @@
 """Save in a process that is killed at its n-th file system operation, for every n.
 
-python -m tests.checkpoint.killed FOLDER       prints for each n what can be loaded afterwards
+    python -m tests.checkpoint.kill_at_every_operation FOLDER
+
+It prints for each n what can be loaded afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock import Pipe, saved
-from tests.checkpoint.parts import optimizer_of
+from tests.checkpoint.saved_models import optimizer_of
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "shutil.rmtree")
 

@@ -15,33 +15,34 @@ from penstock.errors import ErrorLocation
 from penstock.runtime.distributed.failure.watchdog import Watchdog
 from penstock.runtime.distributed.links import abort_gloo
 from penstock.runtime.distributed.store import open_shared_store
-from tests.faults.throwaway import Stage
+from tests.faults.disposable_ranks import RankContext
 
 HEARTBEAT = 3.0
+EXIT_CODE = 3  # of a process that exits by itself
 PLACES = ("agreement", "forward", "send", "backward", "end", "between")
 
-Fault = Callable[[Stage, str], None]
+Fault = Callable[[RankContext, str], None]
 
 
 class Burst(Exception):
     """The error that a fault raises."""
 
 
-def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watchdog:
-    store, host = open_shared_store(range(stage.size), name)
-    wake = partial(abort_gloo, stage.group)
-    return Watchdog(store, stage.rank, stage.size, heartbeat, wake, host)
+def watched(context: RankContext, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watchdog:
+    store, host = open_shared_store(range(context.size), name)
+    wake = partial(abort_gloo, context.group)
+    return Watchdog(store, context.rank, context.size, heartbeat, wake, host)
 
 
-def nothing(stage: Stage, place: str) -> None:
+def nothing(context: RankContext, place: str) -> None:
     pass
 
 
-def step(watchdog: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> None:
+def step(watchdog: Watchdog, context: RankContext, number: int, fault: Fault = nothing) -> None:
     """Run an agreement, two micro-batches forward and backward, and a final exchange."""
-    rank, last = stage.rank, stage.size - 1
+    rank, last = context.rank, context.size - 1
     with watchdog.guarded(f"step {number}"):
-        fault(stage, "agreement")
+        fault(context, "agreement")
         watchdog.mark_waiting(f"step {number}")
         dist.all_reduce(torch.zeros(1))
         sends: list[tuple[str, int, dist.Work]] = []
@@ -52,28 +53,28 @@ def step(watchdog: Watchdog, stage: Stage, number: int, fault: Fault = nothing) 
                     dist.recv(torch.zeros(4), before, tag=m)
                 watchdog.mark_computing(f"{rank}{op}{m}")
                 if m == 1:
-                    fault(stage, "forward" if op == "F" else "backward")
+                    fault(context, "forward" if op == "F" else "backward")
                 if 0 <= after <= last:
                     work = dist.isend(torch.zeros(4), after, tag=m)
                     assert work is not None
                     sends.append((f"{rank}>{after}:{m}", after, work))
-            fault(stage, "send")
+            fault(context, "send")
         for message, peer, work in sends:
             watchdog.mark_waiting(message, peer)
             work.wait()
         watchdog.mark_waiting("the end")
         dist.all_reduce(torch.zeros(1))
-        fault(stage, "end")
+        fault(context, "end")
         watchdog.mark_outside_call()
 
 
-def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
+def run(context: RankContext, fault: Fault, steps: int = 3) -> None:
     """Run some steps. The fault happens in the second."""
-    watchdog = watched(stage)
+    watchdog = watched(context)
     for number in range(steps):
-        step(watchdog, stage, number, fault if number == 1 else nothing)
+        step(watchdog, context, number, fault if number == 1 else nothing)
         if number == 1:
-            fault(stage, "between")
+            fault(context, "between")
     watchdog.close()
 
 
@@ -83,9 +84,9 @@ class At:
     def __init__(self, rank: int, place: str, fail: Callable[[], object]) -> None:
         self.rank, self.place, self.fail = rank, place, fail
 
-    def __call__(self, stage: Stage, place: str) -> None:
-        if (stage.rank, place) == (self.rank, self.place):
-            stage.report(fault=time.monotonic())
+    def __call__(self, context: RankContext, place: str) -> None:
+        if (context.rank, place) == (self.rank, self.place):
+            context.report(fault=time.monotonic())
             self.fail()
 
 
@@ -100,7 +101,7 @@ def kill() -> None:
 
 
 def leave() -> None:
-    os._exit(3)
+    os._exit(EXIT_CODE)
 
 
 def stall() -> None:

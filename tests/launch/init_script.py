@@ -1,6 +1,6 @@
 """The script of a rank in the tests of `penstock.init`: join, all-reduce, and print what it found.
 
-reporting.py [dp=2] [fails=FILE]
+init_script.py [dp=2] [fails=FILE]
 dp=2        two replicas
 fails=FILE  rank 1 exits unless the file exists, and the launcher restarts all ranks
 """

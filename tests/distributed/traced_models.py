@@ -1,4 +1,4 @@
-"""Models that are not Sequentials, for tests over processes, with batches and expected results."""
+"""Models that are not Sequentials, for tests of traced models over processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy, dropout
 
-WIDE, WORDS = 8, 13
+from penstock import Pipe
 
-Numbers = dict[str, Any]
+WIDE, WORDS = 8, 13
 
 
 class Block(nn.Module):
@@ -29,7 +29,7 @@ class Block(nn.Module):
         return x + (y if mask is None else y * mask)
 
 
-class Speaker(nn.Module):
+class LanguageModel(nn.Module):
     """A model like GPT-2, with learned positions, a list of blocks and a tied embedding."""
 
     weights: Tensor
@@ -64,7 +64,7 @@ class Speaker(nn.Module):
         return {"scores": scores, "loss": cross_entropy(scores.flatten(0, 1), labels.flatten())}
 
 
-class Translator(nn.Module):
+class EncoderDecoder(nn.Module):
     """An encoder and a decoder whose blocks all take the encoder's output.
 
     One block is used twice.
@@ -74,7 +74,7 @@ class Translator(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDE)
         self.encoder = nn.ModuleList(Block() for _ in range(2))
-        self.decoder = nn.ModuleList(Joining() for _ in range(3))
+        self.decoder = nn.ModuleList(CrossAttention() for _ in range(3))
         self.head = nn.Linear(WIDE, WORDS)
 
     def forward(self, ids: Tensor, said: Tensor, labels: Tensor | None = None) -> Any:
@@ -82,44 +82,44 @@ class Translator(nn.Module):
         for block in (*self.encoder, self.encoder[0]):
             x = block(x)
         y = self.words(said)
-        for joining in self.decoder:
-            y = joining(y, x)
+        for block in self.decoder:
+            y = block(y, x)
         scores = self.head(y)
         if labels is None:
             return scores
         return cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
-class Joining(nn.Module):
+class CrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.asks, self.block = nn.Linear(WIDE, WIDE), Block()
+        self.query, self.block = nn.Linear(WIDE, WIDE), Block()
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        found: Tensor = self.block(y + torch.softmax(self.asks(y) @ x.mT, -1) @ x)
+        found: Tensor = self.block(y + torch.softmax(self.query(y) @ x.mT, -1) @ x)
         return found
 
 
-def built(kind: str) -> nn.Module:
+def build(kind: str) -> nn.Module:
     torch.manual_seed(7)
-    model = Translator() if kind == "translator" else Speaker(tied=kind)
+    model = EncoderDecoder() if kind == "translator" else LanguageModel(tied=kind)
     return model.double()
 
 
-def spoken(rows: int, length: int, seed: int = 1) -> Tensor:
+def token_ids(rows: int, length: int, seed: int = 1) -> Tensor:
     made = torch.Generator().manual_seed(seed)
     return torch.randint(0, WORDS, (rows, length), generator=made)
 
 
-def inputs(kind: str) -> Iterator[dict[str, Any]]:
+def batches(kind: str) -> Iterator[dict[str, Any]]:
     """Yield batches of two lengths and several sizes, with and without masked positions."""
     for rows, length, seed in ((4, 5, 1), (6, 7, 2), (4, 5, 3), (3, 5, 4)):
-        ids = spoken(rows, length, seed)
+        ids = token_ids(rows, length, seed)
         if kind == "translator":
             yield {
                 "ids": ids,
-                "said": spoken(rows, length + 1, seed),
-                "labels": spoken(rows, length + 1),
+                "said": token_ids(rows, length + 1, seed),
+                "labels": token_ids(rows, length + 1),
             }
             continue
         mask = torch.ones(rows, length)
@@ -129,11 +129,8 @@ def inputs(kind: str) -> Iterator[dict[str, Any]]:
         yield {"ids": ids, "mask": mask, "labels": ids}
 
 
-def numbers(model: nn.Module, loss: Tensor) -> Numbers:
-    found: Numbers = {"loss": loss.detach().clone()}
-    for name, parameter in model.named_parameters():
-        found[f"grad {name}"] = None if parameter.grad is None else parameter.grad.clone()
-    return found
+def first_batch(kind: str) -> dict[str, Any]:
+    return next(batches(kind))
 
 
 def unsplit(model: nn.Module, chunks: int, given: dict[str, Any]) -> Tensor:
@@ -150,11 +147,7 @@ def unsplit(model: nn.Module, chunks: int, given: dict[str, Any]) -> Tensor:
     return total
 
 
-def expected(kind: str, chunks: int) -> list[Numbers]:
-    model = built(kind)
-    return [numbers(model, unsplit(model, chunks, given)) for given in inputs(kind)]
-
-
-def group() -> distributed.ProcessGroup:
-    assert distributed.group.WORLD is not None
-    return distributed.group.WORLD
+def pipe_of(model: nn.Module, example: Any, **options: Any) -> Pipe:
+    """Return this rank's part of a pipe over all processes, by default with two stages."""
+    given: dict[str, Any] = {"stages": 2, "group": distributed.group.WORLD, **options}
+    return Pipe(model, 2, example=example, **given)

@@ -13,7 +13,7 @@ PRELOADED = (
     "penstock.checkpoint.saver",
     "torch._dynamo",  # creating the first optimizer imports it
     "tests.distributed.rank",
-    "tests.faults.course",
+    "tests.faults.training_run",
     "tests.properties.comparing",
     "tests.features.page",
 )

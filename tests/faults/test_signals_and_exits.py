@@ -19,23 +19,20 @@ import torch
 from penstock import RemoteError
 from penstock.checkpoint.writer import CheckpointWriter
 from tests.faults.checks import SOON, check_cause, check_checkpoint
-from tests.faults.course import (
-    HEARTBEAT,
-    Burst,
+from tests.faults.disposable_ranks import RankContext, run_cases, run_ranks
+from tests.faults.training_run import (
     Fault,
-    Trap,
+    FaultInjector,
     batch,
     burst,
-    course,
-    kill,
-    no_trap,
+    inject_into_send_and_save,
+    no_fault,
     optimizer_of,
     pipe_of,
-    stall,
+    train_with_fault,
     unsplit,
-    with_traps,
 )
-from tests.faults.throwaway import Stage, perform, perform_all
+from tests.faults.watchdog_step import HEARTBEAT, Burst, kill, stall
 
 # ---- signals -------------------------------------------------------------------------------
 
@@ -51,36 +48,38 @@ def sleep_and_hear(number: int, seconds: float = 0.8) -> None:
 def test_ctrl_c_on_one_rank_is_reported_by_its_peer(tmp_path: Path) -> None:
     fail = partial(sleep_and_hear, signal.SIGINT)
     given = {
-        (place, rank): (2, course, Fault(rank, place, fail), tmp_path / f"{place}-{rank}")
+        (place, rank): (2, train_with_fault, Fault(rank, place, fail), tmp_path / f"{place}-{rank}")
         for place in ("forward", "saving")
         for rank in (0, 1)
     }
-    for (place, rank), fates in perform_all(given).items():
-        text = check_cause(fates, [1 - rank], "interrupted", rank, SOON)
+    for (place, rank), outcomes in run_cases(given).items():
+        text = check_cause(outcomes, [1 - rank], "interrupted", rank, SOON)
         assert f"rank {rank} was interrupted by KeyboardInterrupt, in " in text
-        assert fates[rank].facts["error"] == "KeyboardInterrupt"
-        assert fates[rank].code == 128 + signal.SIGINT
-        check_checkpoint(tmp_path / f"{place}-{rank}", fates)
+        assert outcomes[rank].facts["error"] == "KeyboardInterrupt"
+        assert outcomes[rank].code == 128 + signal.SIGINT
+        check_checkpoint(tmp_path / f"{place}-{rank}", outcomes)
 
 
-def interrupted_together(stage: Stage, folder: Path) -> None:
+def interrupted_together(context: RankContext, folder: Path) -> None:
     """Interrupt all ranks at once, as a terminal does, while one computes and the others wait."""
-    trap = Trap(stage.rank, Fault(1, "forward", partial(time.sleep, 1.0)))
-    pipe = pipe_of(trap)
+    injector = FaultInjector(context.rank, Fault(1, "forward", partial(time.sleep, 1.0)))
+    pipe = pipe_of(injector)
     pipe.save(folder, extra=0)
-    trap.step = 1
+    injector.step = 1
     x, target = batch(1)
-    stage.report(fault=time.monotonic())
-    stage.interrupt_soon(range(stage.size), signal.SIGINT, 0.3)
+    context.report(fault=time.monotonic())
+    context.interrupt_soon(range(context.size), signal.SIGINT, 0.3)
     for _ in range(2):
         pipe.step(x, target=target)
 
 
 def test_ctrl_c_on_all_ranks_raises_keyboard_interrupt_everywhere(tmp_path: Path) -> None:
-    fates = perform(3, interrupted_together, tmp_path)
-    assert [fate.facts.get("error") for fate in fates] == ["KeyboardInterrupt"] * 3, fates
-    assert [fate.code for fate in fates] == [128 + signal.SIGINT] * 3
-    assert all(fate.facts["now"] - fate.facts["fault"] < SOON for fate in fates)
+    outcomes = run_ranks(3, interrupted_together, tmp_path)
+    assert [outcome.facts.get("error") for outcome in outcomes] == ["KeyboardInterrupt"] * 3, (
+        outcomes
+    )
+    assert [outcome.code for outcome in outcomes] == [128 + signal.SIGINT] * 3
+    assert all(outcome.facts["now"] - outcome.facts["fault"] < SOON for outcome in outcomes)
 
 
 def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) -> None:
@@ -89,75 +88,75 @@ def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) ->
     Otherwise all ranks end at once.
     """
     given = {
-        seconds: (2, course, Fault(1, "forward", fail), tmp_path / f"{seconds}")
+        seconds: (2, train_with_fault, Fault(1, "forward", fail), tmp_path / f"{seconds}")
         for seconds in (0.8, 60.0)
         for fail in [partial(sleep_and_hear, signal.SIGTERM, seconds)]
     }
-    found = perform_all(given)
+    found = run_cases(given)
     assert found[0.8][1].code == -signal.SIGTERM
     check_cause(found[0.8], [0], "died", 1, 1 + HEARTBEAT + SOON)
     assert found[60.0][1].code == 1
     text = check_cause(found[60.0], [0], "interrupted", 1, 2 * SOON)
     assert text.startswith("rank 1 was terminated by SIGTERM, in step (call 4), at 1F1. ")
     assert text in found[60.0][1].written
-    for seconds, fates in found.items():
-        check_checkpoint(tmp_path / f"{seconds}", fates)
+    for seconds, outcomes in found.items():
+        check_checkpoint(tmp_path / f"{seconds}", outcomes)
 
 
 # ---- ranks that do not arrive, or leave ----------------------------------------------------
 
 
-def fails_in_building(stage: Stage, rank: int) -> None:
-    if stage.rank == rank:
-        stage.report(fault=time.monotonic())
+def fails_in_building(context: RankContext, rank: int) -> None:
+    if context.rank == rank:
+        context.report(fault=time.monotonic())
         raise Burst("no such file")
-    pipe_of(no_trap)
+    pipe_of(no_fault)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_rank_that_fails_before_constructing_the_pipe(rank: int) -> None:
-    fates = perform(3, fails_in_building, rank)
-    text = check_cause(fates, [r for r in range(3) if r != rank], "died", rank, SOON)
+    outcomes = run_ranks(3, fails_in_building, rank)
+    text = check_cause(outcomes, [r for r in range(3) if r != rank], "died", rank, SOON)
     assert text.startswith(f"rank {rank} exited before it arrived to create the pipe")
-    assert fates[rank].facts["error"] == "Burst"
+    assert outcomes[rank].facts["error"] == "Burst"
 
 
-def does_not_come(stage: Stage) -> None:
+def does_not_come(context: RankContext) -> None:
     patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 0.5).start()
-    stage.report(fault=time.monotonic())
-    if stage.rank == 1:
+    context.report(fault=time.monotonic())
+    if context.rank == 1:
         time.sleep(4)
     else:
-        pipe_of(no_trap)
+        pipe_of(no_fault)
 
 
 def test_rank_that_does_not_arrive_in_time() -> None:
-    fates = perform(2, does_not_come)
-    text = check_cause(fates, [0], "left", 1, 0.5 + SOON)
+    outcomes = run_ranks(2, does_not_come)
+    text = check_cause(outcomes, [0], "left", 1, 0.5 + SOON)
     assert text.startswith("rank 1 did not arrive in time to create the pipe")
 
 
-def one_step_less(stage: Stage, rank: int) -> None:
-    pipe = pipe_of(no_trap)
+def one_step_less(context: RankContext, rank: int) -> None:
+    pipe = pipe_of(no_fault)
     x, target = batch(1)
-    for _ in range(2 if stage.rank != rank else 1):
+    for _ in range(2 if context.rank != rank else 1):
         pipe.step(x, target=target)
-    stage.report(fault=time.monotonic())
+    context.report(fault=time.monotonic())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_leaves_one_step_early(rank: int) -> None:
-    fates = perform(2, one_step_less, rank)
-    text = check_cause(fates, [1 - rank], "left", rank, SOON)
+    outcomes = run_ranks(2, one_step_less, rank)
+    text = check_cause(outcomes, [1 - rank], "left", rank, SOON)
     assert text.startswith(f"rank {rank} has left, after step (call 2): ")
-    assert fates[rank].code == 0
+    assert outcomes[rank].code == 0
 
 
-def tries_again(stage: Stage) -> None:
-    trap = Trap(stage.rank, Fault(1, "backward", kill), stage.report)
-    pipe = pipe_of(trap)
+def tries_again(context: RankContext) -> None:
+    injector = FaultInjector(context.rank, Fault(1, "backward", kill), context.report)
+    pipe = pipe_of(injector)
     x, target = batch(1)
-    trap.step = 1
+    injector.step = 1
     with pytest.raises(RemoteError, match="rank 1 died") as first:
         pipe.step(x, target=target)
     began = time.monotonic()
@@ -168,39 +167,39 @@ def tries_again(stage: Stage) -> None:
 
 
 def test_later_steps_repeat_the_error_of_a_dead_rank() -> None:
-    fates = perform(2, tries_again)
-    assert [fate.code for fate in fates] == [0, -signal.SIGKILL], fates
+    outcomes = run_ranks(2, tries_again)
+    assert [outcome.code for outcome in outcomes] == [0, -signal.SIGKILL], outcomes
 
 
-def counts_restarts_alone(stage: Stage) -> None:
+def counts_restarts_alone(context: RankContext) -> None:
     """Give each rank a different restart count, as on hosts of which one was away for a while."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(stage.rank)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(context.rank)
     patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 5.0).start()
     x, target = batch(0)
-    loss = pipe_of(no_trap).step(x, target=target).loss
+    loss = pipe_of(no_fault).step(x, target=target).loss
     torch.testing.assert_close(loss, unsplit()[0], rtol=0, atol=1e-10)
 
 
 def test_hosts_with_different_restart_counts_can_connect() -> None:
-    fates = perform(2, counts_restarts_alone)
-    assert [fate.code for fate in fates] == [0, 0], fates
+    outcomes = run_ranks(2, counts_restarts_alone)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
 
 
 # ---- background saves ----------------------------------------------------------------------
 
 
-def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
-    trap = Trap(stage.rank, fault, stage.report)
-    with_traps(trap)
-    pipe = pipe_of(trap)
+def saves_beside(context: RankContext, fault: Fault, folder: Path) -> None:
+    injector = FaultInjector(context.rank, fault, context.report)
+    inject_into_send_and_save(injector)
+    pipe = pipe_of(injector)
     optimizer = optimizer_of(pipe)
-    for trap.step in range(2):
-        x, target = batch(trap.step)
+    for injector.step in range(2):
+        x, target = batch(injector.step)
         optimizer.zero_grad()
         pipe.step(x, target=target)
         optimizer.step()
-        saving = pipe.save(folder, optimizer=optimizer, extra=trap.step, background=True)
-        if not trap.step:
+        saving = pipe.save(folder, optimizer=optimizer, extra=injector.step, background=True)
+        if not injector.step:
             saving.wait()
     if fault.fail is kill:
         with pytest.raises(RemoteError, match=f"rank {fault.rank} died") as death:
@@ -222,45 +221,45 @@ def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
 
 def test_background_save_that_fails(tmp_path: Path) -> None:
     given = {r: (2, saves_beside, Fault(r, "saving", burst), tmp_path / f"{r}") for r in (0, 1)}
-    for rank, fates in perform_all(given).items():
-        text = check_cause(fates, [0, 1], "raised", rank, 3 * SOON)
+    for rank, outcomes in run_cases(given).items():
+        text = check_cause(outcomes, [0, 1], "raised", rank, 3 * SOON)
         assert f"failed, so no rank continues with it:\n  rank {rank}: " in text
         assert "in burst\n" in text
-        check_checkpoint(tmp_path / f"{rank}", fates)
+        check_checkpoint(tmp_path / f"{rank}", outcomes)
 
 
 def test_process_killed_during_a_background_save(tmp_path: Path) -> None:
     given = {r: (2, saves_beside, Fault(r, "saving", kill), tmp_path / f"{r}") for r in (0, 1)}
-    for rank, fates in perform_all(given).items():
-        check_cause(fates, [1 - rank], "died", rank, HEARTBEAT + SOON)
-        check_checkpoint(tmp_path / f"{rank}", fates)
+    for rank, outcomes in run_cases(given).items():
+        check_cause(outcomes, [1 - rank], "died", rank, HEARTBEAT + SOON)
+        check_checkpoint(tmp_path / f"{rank}", outcomes)
 
 
 # ---- slow, but not faults ------------------------------------------------------------------
 
 
-def slow(stage: Stage, folder: Path) -> None:
+def slow(context: RankContext, folder: Path) -> None:
     """Let the first step, which may compile, and a save take longer than a heartbeat."""
-    trap = Trap(stage.rank, Fault(1, "forward", partial(time.sleep, 4.0)))
-    pipe = pipe_of(trap)
-    trap.step = 1
+    injector = FaultInjector(context.rank, Fault(1, "forward", partial(time.sleep, 4.0)))
+    pipe = pipe_of(injector)
+    injector.step = 1
     write = CheckpointWriter.write_data
 
     def slowly(self: CheckpointWriter, *given: object) -> object:
-        time.sleep(4.0 if stage.rank == 0 else 0)
+        time.sleep(4.0 if context.rank == 0 else 0)
         return write(self, *given)  # type: ignore[arg-type]
 
     x, target = batch(1)
     pipe.step(x, target=target)
     with patch.object(CheckpointWriter, "write_data", slowly):
         pipe.save(folder)
-    stage.report(came=True)
-    trap.fault, trap.began = Fault(1, "forward", stall), 0.0
-    stage.report(fault=time.monotonic())
+    context.report(came=True)
+    injector.fault, injector.began = Fault(1, "forward", stall), 0.0
+    context.report(fault=time.monotonic())
     pipe.step(x, target=target)
 
 
 def test_slow_first_step_and_slow_save_are_not_stalls(tmp_path: Path) -> None:
-    fates = perform(2, slow, tmp_path)
-    assert [fate.facts.get("came") for fate in fates] == [True, True], fates
-    check_cause(fates, [0], "stalled", 1, HEARTBEAT + SOON)
+    outcomes = run_ranks(2, slow, tmp_path)
+    assert [outcome.facts.get("came") for outcome in outcomes] == [True, True], outcomes
+    check_cause(outcomes, [0], "stalled", 1, HEARTBEAT + SOON)
