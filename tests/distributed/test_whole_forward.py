@@ -25,7 +25,8 @@ from tests.distributed.speakers import (
     spoken,
     unsplit,
 )
-from tests.properties.gathering import first_names, same
+from tests.oracle import first_names
+from tests.oracle import same_or_none as same
 
 
 def check(of_ranks: list[list[Numbers]], kind: str, chunks: int) -> None:

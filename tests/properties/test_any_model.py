@@ -1,4 +1,4 @@
-"""Random models equal themselves as a pipe. `make fuzz` tries forty times as many."""
+"""Random models equal themselves as a pipe. `make fuzz` tries a hundred times as many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.properties.comparing import compare
 from tests.properties.fuzz import Failed, attempt, read_case
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_models_equal_the_unsplit_model(case: Case) -> None:
     compare(case)
@@ -25,10 +25,10 @@ def test_fuzz_reports_a_failure_with_a_reproducible_case(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(MicrobatchRows, "fractions", alike)
     reports: list[object] = []
-    attempt(0, 200, reports.append)
+    attempt(0, 60, reports.append)
     (failed,) = (one for one in reports if isinstance(one, Failed))
     assert "differs by" in failed.text
     with pytest.raises(AssertionError, match="differs by"):
         compare(read_case(failed.case))
     monkeypatch.undo()
-    assert compare(read_case(failed.case)) < 1e-10
+    compare(read_case(failed.case))
