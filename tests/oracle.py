@@ -106,7 +106,7 @@ def sizes_of(rows: int, chunks: int) -> list[int]:
 class Outcome:
     """Everything that a step computes or changes."""
 
-    loss: Tensor | None
+    loss: Tensor
     output: Any
     gradients: Numbers  # of parameters and inputs, by name
     buffers: Numbers
@@ -115,7 +115,7 @@ class Outcome:
 
     @staticmethod
     def of(
-        module: nn.Module, batch: Batch, loss: Tensor | None, output: Any, metrics: Any = None
+        module: nn.Module, batch: Batch, loss: Tensor, output: Any, metrics: Any = None
     ) -> Outcome:
         """Copy the state of a module and of a batch after a step."""
         leaves = batch.leaves or {}
@@ -132,7 +132,7 @@ class Outcome:
 
     def numbers(self) -> Numbers:
         """Return all tensors by name; of the outputs, those that have rows."""
-        found: Numbers = {} if self.loss is None else {"the loss": self.loss}
+        found: Numbers = {"the loss": self.loss}
         for kind, tree in (("output", self.output), ("metric", self.metrics)):
             for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, Tensor) and (leaf.dim() or kind == "metric"):
@@ -528,7 +528,7 @@ def merged(of_ranks: Sequence[Outcome], model: nn.Module) -> Outcome:
     first = of_ranks[0]
     found = Outcome(first.loss, None, {}, {}, {}, None)
     for rank, one in enumerate(of_ranks):
-        assert same_or_none(one.loss, first.loss), f"the loss is another on rank {rank}"
+        assert bitwise(one.loss, first.loss), f"the loss is another on rank {rank}"
         for kind in ("output", "metrics"):
             if getattr(one, kind) is not None:
                 setattr(found, kind, getattr(one, kind))

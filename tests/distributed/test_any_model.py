@@ -63,7 +63,7 @@ def test_merging_ranks_requires_equal_values_of_shared_parameters() -> None:
     model[1].weight = model[0].weight
 
     def held(name: str, value: Tensor, gradient: Tensor) -> Outcome:
-        return Outcome(None, None, {"x": gradient}, {}, {name: value})
+        return Outcome(torch.zeros(()), None, {"x": gradient}, {}, {name: value})
 
     found = merged([held("0.weight", one, one), held("1.weight", one, two)], model)
     assert list(found.values) == ["0.weight"]

@@ -276,7 +276,7 @@ def test_threads_share_one_pipe_with_tied_weights(kind: str) -> None:
     model = language(kind)
     pipe = piped(model)
     x, target = tokens()
-    times = 30
+    times = 10
 
     def train() -> None:
         for _ in range(times):

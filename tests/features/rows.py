@@ -134,7 +134,7 @@ class Sparse(nn.Embedding):
 
 def sparse() -> nn.Sequential:
     torch.manual_seed(0)
-    return made_of(Sparse(2, 6, sparse=True), *blocks()[1:])
+    return made_of(Sparse(2, 6, sparse=True), *list(blocks())[1:])
 
 
 def one_weight() -> nn.Sequential:
@@ -192,8 +192,8 @@ LOSS_ROWS = [
     Row("loss weights, one weight in all layers", model=one_weight, script=on(partial(uneven, 5), partial(uneven, 9)), loss_fn=masked, chunks=6, stages=6, doors=STEP, most=EACH),
     Row("loss weights, tied weight used in W and I", model=used_in_w_and_in_i, script=rows(7, 7), loss_fn=of_counted_rows, chunks=2, doors=STEP, most=EACH),
     Row("loss weights, added losses", model=penalised, loss_fn=of_counted_rows, whole=False, doors=STEP),
-    Row("loss weights, nested outputs and targets", model=lambda: made_of(*blocks()[:3], Do(lambda y: {"both": (y, 2 * y)})), script=on(nested_target), loss_fn=nested_loss, doors=STEP),
-    Row("model that returns a dict with its loss", model=lambda: made_of(*blocks()[:3], Do(lambda y: {"loss": y.square().mean(), "logits": y})), script=on(with_target(lambda t: None)), loss_fn=None, doors=STEP),
+    Row("loss weights, nested outputs and targets", model=lambda: made_of(*list(blocks())[:3], Do(lambda y: {"both": (y, 2 * y)})), script=on(nested_target), loss_fn=nested_loss, doors=STEP),
+    Row("model that returns a dict with its loss", model=lambda: made_of(*list(blocks())[:3], Do(lambda y: {"loss": y.square().mean(), "logits": y})), script=on(with_target(lambda t: None)), loss_fn=None, doors=STEP),
     Row("reduction sum of a partial", model=blocks, loss_fn=partial(F.mse_loss, reduction="sum"), doors=STEP),
     Row("GradScaler under autocast", model=lambda: blocks(torch.float32), script=in_float32, whole=False, tolerance=0.0, chunks=2, step=scaled, under=lambda: torch.autocast("cpu", torch.bfloat16), reference=casting_anew, doors=STEP),
     Row("target that requires gradients", model=blocks, script=on(with_target(Tensor.requires_grad_))),
@@ -459,7 +459,7 @@ TIED_ROWS = [
     ),
     Row("tied originals of two parametrizations", model=tied_originals, script=on(words), **LANGUAGE),
     Row("tied embedding with max_norm", model=with_max_norm, script=on(words), **LANGUAGE, refused="a layer changed 'weight' in its forward, but layers"),
-    Row("tied within a stage", model=lambda: made_of(*one_weight()[:2], *blocks()[1:]), script=rows(7, 7), stages=[2, 1, 1, 1], chunks=3),
+    Row("tied within a stage", model=lambda: made_of(*list(one_weight())[:2], *list(blocks())[1:]), script=rows(7, 7), stages=[2, 1, 1, 1], chunks=3),
     Row("one block in all layers", model=one_block, script=rows(7, 7), stages=[2, 2, 2, 2], chunks=3),
     Row("layer inside an earlier layer", model=inside_an_earlier_layer, script=rows(7, 7), chunks=3),
     Row("buffer shared by ranks", model=rotated, script=changing_the_table, chunks=3),
@@ -544,7 +544,7 @@ STATE_ROWS = [
     *(Row(f"parametrized later, {how}", model=blocks, script=parametrize_later(how), most=3) for how in PARAMETRIZATIONS),
     Row("spectral norm", model=partial(normed, parametrizations.spectral_norm), whole=False, most=EACH),
     Row("norm that reads its statistics", model=lambda: made_of(nn.Linear(6, 6), Centred(6), nn.Linear(6, 6), Centred(6)), whole=False),
-    Row("embedding with max_norm", model=lambda: made_of(Renormed(2, 6, max_norm=0.5), *blocks()[1:]), whole=False),
+    Row("embedding with max_norm", model=lambda: made_of(Renormed(2, 6, max_norm=0.5), *list(blocks())[1:]), whole=False),
     Row("deferred BatchNorm, small batch", model=lambda: made_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)), script=rows(12, 6), whole=False, chunks=5, options={"deferred_batch_norm": True}),
 ]  # fmt: skip
 

@@ -152,7 +152,7 @@ def begin(given: dict[str, Any], flag: bool, none: None) -> Tensor:
 
 
 def begun() -> nn.Sequential:
-    return made_of(Do(begin), *blocks()[1:])
+    return made_of(Do(begin), *list(blocks())[1:])
 
 
 def tree() -> Batch:
@@ -179,7 +179,7 @@ class Scaled(nn.Linear):
 
 def scaled_first() -> nn.Sequential:
     torch.manual_seed(0)
-    return made_of(Scaled(SIZE, SIZE), *blocks()[1:])
+    return made_of(Scaled(SIZE, SIZE), *list(blocks())[1:])
 
 
 def with_scale(*shape: int) -> Batch:
@@ -279,7 +279,7 @@ def add_one(x: Tensor) -> Tensor:
 class Both(nn.Linear):
     """A layer that returns its input beside its result."""
 
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Any:
         return x, super().forward(x)
 
 

@@ -174,7 +174,7 @@ def evaluated(case: Case, model: nn.Module, given: Batch) -> Outcome:
         else:
             output = gathered([call(model, given.whole())])
     model.train(case.training)
-    return Outcome.of(model, given, None, output)
+    return Outcome.of(model, given, torch.zeros(()), output)
 
 
 @torch.no_grad()

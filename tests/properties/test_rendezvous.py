@@ -89,7 +89,7 @@ def test_prefetched_receives_deadlock_if_they_block() -> None:
         carried_out(program, strict, early)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sound_schedules(), st.randoms(use_true_random=False))
 def test_rendezvous_deadlocks_exactly_where_play_does(
     case: tuple[Schedule, StageGraph], draw: random.Random

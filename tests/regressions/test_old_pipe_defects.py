@@ -1,7 +1,8 @@
 """Tests that the defects of `torch.distributed.pipeline.sync.Pipe` are not repeated here.
 
 Defects 1, 7 and 9 (skips of tensors without gradients, deferred BatchNorm of small batches, skips
-of several inputs) are rows of tests/features. Defect 11, the overhead per cell, is measured by
+of several inputs) are rows of tests/features, defect 2 (autocast and inference mode in workers) is
+in tests/stage/test_caller_context.py. Defect 11, the overhead per cell, is measured by
 benchmarks.
 """
 
@@ -22,7 +23,6 @@ from torch.nn import functional
 
 from penstock import Pipe, is_checkpointing, verify_skippables
 from penstock.model.sequential import find_layer_device
-from tests.oracle import Batch, Outcome
 from tests.support import (
     Do,
     Pop,
@@ -34,63 +34,9 @@ from tests.support import (
     differences,
     each_checkpoint,
     each_runtime,
-    order_of_backwards,
     plain,
     trained,
-    unsplit,
 )
-
-# ---- 2. autocast and inference mode never reached the workers -----------------------------
-
-
-@each_runtime
-@each_checkpoint
-def test_2_autocast_reaches_the_workers(runtime: str, checkpoint: str) -> None:
-    """Autocast has ended when the backward recomputes, but the recomputation runs under it."""
-    seen: set[torch.dtype] = set()
-    model = plain(torch.float32)
-    pipe = Pipe(
-        copy.deepcopy(model), 3, checkpoint, stages=4, runtime=runtime, loss_fn=in_full_precision
-    )
-    pipe[2].register_forward_hook(lambda module, given, found: seen.add(found.dtype))
-    x, target = batch(8, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = pipe(x)
-    loss = in_full_precision(output, target)
-    loss.backward()
-    assert seen == {torch.bfloat16}
-    expected = unsplit(
-        model,
-        x,
-        target,
-        in_full_precision,
-        chunks=3,
-        counts=[1] * 4,
-        order=order_of_backwards(pipe, 3),
-        door="call",
-        under=torch.autocast("cpu", torch.bfloat16),
-    )
-    found = Outcome.of(pipe, Batch((x,), target=target), loss, output, {})
-    assert differences(found, expected) == []
-
-
-def in_full_precision(output: Tensor, target: Tensor) -> Tensor:
-    return functional.mse_loss(output.float(), target)
-
-
-@each_runtime
-def test_2_inference_mode_reaches_the_workers(runtime: str) -> None:
-    seen = []
-    model = plain()
-    look = Watch(lambda x: seen.append(torch.is_inference_mode_enabled()))
-    pipe = Pipe(nn.Sequential(*model, look), chunks=2, stages=5, runtime=runtime)
-    x, _ = batch(4)
-    with torch.inference_mode():
-        y = pipe(x)
-    assert seen == [True, True]
-    assert y.is_inference()
-    assert closely(y.clone(), model(x).detach())
-
 
 # ---- 3. worker threads leaked -------------------------------------------------------------
 
@@ -170,24 +116,17 @@ def test_5_retain_graph_allows_several_backwards(checkpoint: str, runtime: str) 
 
 @each_runtime
 @each_checkpoint
-def test_5_autograd_grad_of_parameters(checkpoint: str, runtime: str) -> None:
+def test_5_autograd_grad_of_some_parameters_and_the_input(checkpoint: str, runtime: str) -> None:
     x, target = batch(7)
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=4, runtime=runtime)
-    found = torch.autograd.grad(functional.mse_loss(pipe(x), target), list(pipe.parameters()))
-    wanted = torch.autograd.grad(functional.mse_loss(model(x), target), list(model.parameters()))
+    x.requires_grad_()
+    found, wanted = (
+        torch.autograd.grad(functional.mse_loss(m(x), target), [x, *m[2].parameters()])
+        for m in (pipe, model)
+    )
     assert all(closely(f, w) for f, w in zip(found, wanted, strict=True))
     assert all(p.grad is None for p in pipe.parameters())
-
-
-def test_5_autograd_grad_of_some_parameters_and_the_input() -> None:
-    x, _ = batch(7)
-    model = plain()
-    pipe = Pipe(copy.deepcopy(model), 3, stages=4)
-    x.requires_grad_()
-    found = torch.autograd.grad(pipe(x).sum(), [x, *pipe[2].parameters()])
-    wanted = torch.autograd.grad(model(x).sum(), [x, *model[2].parameters()])
-    assert all(closely(f, w) for f, w in zip(found, wanted, strict=True))
 
 
 # ---- 6. except_last checkpointed every micro-batch of a small batch -----------------------

@@ -240,7 +240,7 @@ def test_threads_share_one_pipe() -> None:
     losses = []
 
     def train() -> None:
-        for _ in range(100):
+        for _ in range(30):
             losses.append(pipe.step(x, target=target).loss)
 
     def both() -> None:
