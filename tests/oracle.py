@@ -236,7 +236,7 @@ def score(loss_fn: LossFn | None, output: Any, target: Any) -> Score:
     targets = () if target is None else (target,)
     found = output if loss_fn is None else loss_fn(output, *targets)
     if isinstance(found, tuple):
-        return Score(found[0], found[1], {})
+        return Score(found[0], None if loss_fn is None else found[1], {})
     if isinstance(found, Mapping):
         rest = {name: value for name, value in found.items() if name not in ("loss", "weight")}
         return Score(found["loss"], found.get("weight"), rest)

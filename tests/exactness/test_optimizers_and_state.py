@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -53,7 +53,7 @@ def tied() -> nn.Sequential:
     return model
 
 
-# ---- optimizers, averages and schedulers --------------------------------------------------
+# ---- optimizers and averages ---------------------------------------------------------------
 
 EMA = get_ema_multi_avg_fn(0.9)
 
@@ -88,63 +88,6 @@ def test_averaged_model_of_a_pipe(
     assert isinstance(averaged, Pipe)
     wanted = functional.mse_loss(averages[0](x), target)
     assert closely(averaged.step(x, target=target).loss, wanted)
-
-
-@each_door
-@pytest.mark.parametrize("overflow", [False, True])
-def test_grad_scaler_in_the_loss_function(overflow: bool, door: str) -> None:
-    """If the gradient of one stage overflows, no stage is updated."""
-    model = tied()
-    pipe = piped(model, schedule="1f1b")
-    x, target = batch(7)
-    if overflow:
-        target[0] = float("inf")
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pipe)]
-    before = copy.deepcopy(model.state_dict())
-    for module, scaler, optimizer in zip((model, pipe), scalers, optimizers, strict=True):
-
-        def scaled(output: Tensor, target: Tensor, scaler: Any = scaler) -> Tensor:
-            found: Tensor = scaler.scale(functional.mse_loss(output, target))
-            return found
-
-        if door == "step" and isinstance(module, Pipe):
-            module.step(x, target=target, loss_fn=scaled)
-        else:
-            scaled(module(x), target).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-    states = [module.state_dict().values() for module in (pipe, model)]
-    assert all(map(closely, *states))
-    assert all(map(bitwise, states[0], before.values())) == overflow
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1.0),
-}
-
-
-@pytest.mark.parametrize("how", SCHEDULERS)
-def test_learning_rate_schedulers(how: str) -> None:
-    model = plain()
-    pipe = piped(model, schedule="1f1b")
-    x, target = batch(7)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, pipe)]
-    rates = [SCHEDULERS[how](optimizer) for optimizer in optimizers]
-    for _ in range(5):
-        loss = whole(model, x, target, functional.mse_loss).loss
-        losses = [loss, pipe.step(x, target=target).loss]
-        assert closely(*losses)
-        for optimizer, rate, loss in zip(optimizers, rates, losses, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            rate.step(loss) if how == "plateau" else rate.step()
-    assert rates[0].get_last_lr() == rates[1].get_last_lr() != [0.1]
 
 
 @pytest.mark.parametrize("make", [plain, tied], ids=["plain", "tied"])

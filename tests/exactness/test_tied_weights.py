@@ -58,9 +58,6 @@ def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
     )
 
 
-# ---- training -----------------------------------------------------------------------------
-
-
 @each_kind
 @each_checkpoint
 def test_tied_weights_with_retain_graph(checkpoint: str, kind: str) -> None:
@@ -124,9 +121,6 @@ def test_module_shared_after_the_pipe_was_made() -> None:
     pipe[7].embedding = pipe[0]  # shared again
     expected = whole(model, x, target, cross_entropy)
     assert differences(trained(pipe, x, target, "step"), expected, closely) == []
-
-
-# ---- frozen weights, and no gradients -----------------------------------------------------
 
 
 @each_runtime
@@ -218,9 +212,6 @@ def test_hooks_of_a_shared_module_run_on_every_stage() -> None:
     assert calls == [nn.Sequential] * 16
 
 
-# ---- proxies ------------------------------------------------------------------------------
-
-
 @each_kind
 def test_tied_modules_are_unchanged_after_a_step(kind: str) -> None:
     model = language(kind)
@@ -271,7 +262,8 @@ def _switching() -> Iterator[None]:
 def test_threads_share_one_pipe_with_tied_weights(kind: str) -> None:
     """A thread that starts a call must not take the proxies of another call for parameters.
 
-    There were also two sets of worker threads if the first calls came at the same time.
+    There were also two sets of worker threads if the first calls came at the same time, and two
+    ranks started on different calls, so that each waited for the other.
     """
     model = language(kind)
     pipe = piped(model)
@@ -308,9 +300,6 @@ def test_tied_weight_changed_between_forward_and_backward_is_refused() -> None:
             module.get_parameter("0.weight").mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-# ---- buffers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -522,6 +522,34 @@ class Centred(nn.BatchNorm1d):
         return found
 
 
+class Remembering(nn.Module):
+    """A layer that reads a buffer of past inputs, then writes or replaces the buffer."""
+
+    seen: Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 0.5 * self.seen
+        if self.training:
+            with torch.no_grad():
+                now = 0.5 * self.seen + x.mean()
+                if self.replaces:
+                    self.seen = now
+                else:
+                    self.seen.copy_(now)
+        return y
+
+
+def remembering(replaces: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    first, second = (nn.Linear(6, 6) for _ in range(2))
+    return made_of(first, Remembering(replaces), second, Remembering(replaces))
+
+
 class Renormed(nn.Embedding):
     """A residual embedding that changes its weight in its forward."""
 
@@ -544,6 +572,10 @@ STATE_ROWS = [
     *(Row(f"parametrized later, {how}", model=blocks, script=parametrize_later(how), most=3) for how in PARAMETRIZATIONS),
     Row("spectral norm", model=partial(normed, parametrizations.spectral_norm), whole=False, most=EACH),
     Row("norm that reads its statistics", model=lambda: made_of(nn.Linear(6, 6), Centred(6), nn.Linear(6, 6), Centred(6)), whole=False),
+    *(
+        Row(f"buffer that a layer reads and {how}", model=partial(remembering, replaces), whole=False)
+        for how, replaces in (("writes", False), ("replaces", True))
+    ),
     Row("embedding with max_norm", model=lambda: made_of(Renormed(2, 6, max_norm=0.5), *list(blocks())[1:]), whole=False),
     Row("deferred BatchNorm, small batch", model=lambda: made_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)), script=rows(12, 6), whole=False, chunks=5, options={"deferred_batch_norm": True}),
 ]  # fmt: skip

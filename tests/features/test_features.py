@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from penstock import ArgumentError, Pipe
 from tests.features.common import COMMON, blocks
+from tests.features.more import MORE
 from tests.features.page import FEATURES, PAGE, read, shown, written
 from tests.features.table import (
     SCHEDULES,
@@ -17,10 +19,15 @@ from tests.features.table import (
     Feature,
     InBetween,
     Refused,
+    Trainee,
     Verdict,
+    Way,
+    called,
     verdict,
+    verdict_of_way,
 )
 from tests.oracle import Batch, Outcome, run_pipe
+from tests.runtime.cuda_graph.support import emulate, recordings
 from tests.support import SCHEDULES as SUPPORTED
 
 pytestmark = [  # raised by torch.compile
@@ -35,6 +42,33 @@ def test_feature_under_schedule_is_as_documented(name: str, schedule: str) -> No
     """After an intended change, run `make features` to rewrite the page."""
     found = verdict(FEATURES[name], schedule)
     assert shown(found) == read(PAGE.read_text())[name, schedule]
+
+
+GRAPH = [feature.name for feature in (*COMMON, *MORE)]
+
+
+@pytest.mark.parametrize("name", GRAPH)
+def test_feature_under_an_emulated_cuda_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script runs twice, so that the graph of the first steps is replayed for the others."""
+    emulate(monkeypatch)
+    replays: list[int] = []
+    feature = FEATURES[name]
+
+    def script(trainee: Trainee) -> Iterator[Outcome]:
+        yield from feature.script(trainee)
+        trainee.module.zero_grad()
+        yield from feature.script(trainee)
+
+    repeated = replace(
+        feature, script=script, after=lambda pipe, way: replays.extend(recordings(pipe))
+    )
+    schedule = SCHEDULES[GRAPH.index(name) % len(SCHEDULES)]
+    found = verdict_of_way(repeated, Way(schedule, "graph", "except_last"))
+    if name == "checkpointing":  # its layers count their calls in attributes
+        assert shown(found).startswith("the step cannot be captured as a CUDA graph")
+    else:
+        assert found == Equal()
+        assert bool(replays) == (feature.step is not called)
 
 
 def test_features_page_is_up_to_date() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -9,6 +11,9 @@ from penstock.microbatch import MicrobatchRows
 from tests.properties.cases import Case, cases
 from tests.properties.comparing import compare
 from tests.properties.fuzz import Failed, attempt, read_case
+from tests.properties.layers import LAYERS
+from tests.properties.losses import LOSSES
+from tests.properties.models import Layer, Model
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
@@ -32,3 +37,16 @@ def test_fuzz_reports_a_failure_with_a_reproducible_case(monkeypatch: pytest.Mon
         compare(read_case(failed.case))
     monkeypatch.undo()
     compare(read_case(failed.case))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_kind_of_layer_with_split_backwards(kind: str) -> None:
+    layers = (Layer("linear"), Layer(kind), Layer("linear"), Layer(kind))
+    compare(Case(Model(layers), (1, 1, 1, 1), 4, (6, 5), 2, "zb-h1", updates=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_kind_of_loss_under_recomputation(loss: str) -> None:
+    layers = (Layer("linear", "tree"), Layer("tanh", "mixed"), Layer("linear"), Layer("linear"))
+    case = Case(Model(layers), (1, 1, 1, 1), 2, (7, 5), 3, "interleaved", loss)
+    compare(replace(case, runtime="threads", checkpoint="always", learns=True))

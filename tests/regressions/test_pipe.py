@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import sys
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -231,32 +229,6 @@ def test_pipe_inside_torch_checkpoint(checkpoint: str) -> None:
     assert ends(train)
     functional.mse_loss(model(x), target).backward()
     assert all(map(closely, gradients(pipe), gradients(model)))
-
-
-def test_threads_share_one_pipe() -> None:
-    """Two ranks started on different calls, and each waited for the other."""
-    pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
-    x, target = batch(4)
-    losses = []
-
-    def train() -> None:
-        for _ in range(30):
-            losses.append(pipe.step(x, target=target).loss)
-
-    def both() -> None:
-        threads = [threading.Thread(target=train, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        assert ends(both, within=40)
-    finally:
-        sys.setswitchinterval(before)
-    assert len({float(loss) for loss in losses}) == 1
 
 
 def test_pipe_called_by_its_own_worker_is_refused() -> None:
