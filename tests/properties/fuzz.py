@@ -1,5 +1,7 @@
 """Compare thousands of random models as a pipe and unsplit: `make fuzz`.
 
+First, every family of schedules is verified at every size.
+
     python -m tests.properties.fuzz --cases 8000 --seed 1
     python -m tests.properties.fuzz --processes             ranks are processes
     python -m tests.properties.fuzz --case out/fuzz.txt     run one saved case again
@@ -29,6 +31,7 @@ from tests.distributed.ranks import SIZES
 from tests.properties.cases import Case, cases
 from tests.properties.comparing import compare
 from tests.properties.models import Layer, Model, Skip, Tie
+from tests.properties.test_sweep import VARIANTS, check_family
 
 NAMES = {made.__name__: made for made in (Case, Layer, Model, Skip, Tie)}  # the classes in a case
 FOUND = Path("out/fuzz.txt")
@@ -158,6 +161,11 @@ def main(arguments: list[str]) -> int:
         compare(read_case(options.case.read_text()))
         print("the case equals the unsplit model")
         return 0
+    if not options.processes:
+        for name, v in VARIANTS:
+            for ranks in range(1, 9):
+                check_family(name, v, ranks, range(1, 18))
+        print("every family of schedules is sound at every size", flush=True)
     number = options.cases or (1500 if options.processes else 8000)
     return fuzz(options.seed, number, options.processes)
 
