@@ -1,7 +1,7 @@
 """Pairwise test parameters: every two values of different axes occur together in some case.
 
-tests/properties/test_exactness.py compares a pipe bit by bit under the full product of schedules,
-runtimes, checkpoint modes and doors. Other tests of all these axes use pairs:
+tests/properties/test_exactness.py compares a pipe bit by bit under every schedule, in every runtime
+and checkpoint mode. Other tests of these axes use pairs:
 
     @each_pair(schedule=SCHEDULES, runtime=RUNTIMES, checkpoint=CHECKPOINTS, door=DOORS)
     def test_...(schedule, runtime, checkpoint, door): ...       # 42 cases instead of 168

@@ -1,22 +1,27 @@
-"""Shared parts of the tests of pipes: the unsplit model as an oracle, and layers for models."""
+"""Shared parts of the tests of pipes: parameters, layers and models. The oracle is in oracle.py."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe, is_recomputing, pop, skippable, stash
-from penstock.schedules.ir import Op
-from penstock.schedules.lowering import join_split_backwards
-from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
-from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock import is_recomputing, pop, skippable, stash
+from tests.oracle import Outcome as Outcome
+from tests.oracle import Same as Same
+from tests.oracle import bitwise as bitwise
+from tests.oracle import closely as closely
+from tests.oracle import differences as differences
+from tests.oracle import order_of_backwards as order_of_backwards
+from tests.oracle import trained as trained
+from tests.oracle import unsplit as unsplit
+from tests.oracle import whole as whole
 
 torch.set_num_threads(1)  # tests run in parallel, on tiny tensors
 
@@ -44,192 +49,6 @@ each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 each_runtime = pytest.mark.parametrize("runtime", RUNTIMES)
 each_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 each_door = pytest.mark.parametrize("door", DOORS)
-
-LossFn = Callable[[Tensor, Tensor], Tensor]
-
-# ---- training steps of a pipe and of the unsplit model ------------------------------------
-
-
-class Outcome(NamedTuple):
-    """The results of a training step. The gradient of the input has the name ''."""
-
-    loss: Tensor
-    output: Tensor
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-
-def outcome(model: nn.Module, x: Tensor, loss: Tensor, output: Tensor) -> Outcome:
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return Outcome(loss.detach(), output.detach(), {**gradients, "": x.grad}, buffers)
-
-
-def trained(pipe: Pipe, x: Tensor, target: Tensor, door: str) -> Outcome:
-    """Run one training step of a pipe that has a loss_fn, by `step` or by a call and `backward`."""
-    if door == "step":
-        result = pipe.step(x, target=target, outputs=True)
-        return outcome(pipe, x, result.loss, result.outputs)
-    output = pipe(x)
-    assert pipe.loss_fn is not None
-    loss = pipe.loss_fn(output, target)
-    loss.backward()
-    return outcome(pipe, x, loss, output)
-
-
-def order_of_backwards(pipe: Pipe, microbatches: int) -> list[int]:
-    """Return the micro-batches in the order of their backwards, which all stages share."""
-    schedule = join_split_backwards(pipe.forecast().program.schedule)
-    actions = [action for lane in schedule.lanes for action in lane if action.op is Op.B]
-    orders = [
-        [a.microbatch for a in actions if a.stage == stage and a.microbatch < microbatches]
-        for stage in range(schedule.stages)
-    ]
-    assert all(order == orders[0] for order in orders)
-    return orders[0]
-
-
-def cut(layers: Sequence[nn.Module], counts: Sequence[int]) -> list[Sequence[nn.Module]]:
-    """Return the layers of each stage."""
-    ends = [sum(counts[: at + 1]) for at in range(len(counts))]
-    return [layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def forwards(model: nn.Sequential, pieces: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """Return the outputs of the micro-batches, with the random numbers of a pipe's cells."""
-    seed = peek_seed()
-    drew = False
-    outputs = []
-    for microbatch, piece in enumerate(pieces):
-        value = piece
-        for stage, layers in enumerate(cut(list(model), counts)):
-            with CellRngMode(derive_cell_seed(seed, stage, microbatch)) as random:
-                for layer in layers:
-                    value = layer(value)
-            drew |= random.has_drawn
-        outputs.append(value)
-    if drew:
-        advance_caller_rng()
-    return outputs
-
-
-def unsplit(
-    model: nn.Sequential,
-    x: Tensor,
-    target: Tensor,
-    loss_fn: LossFn,
-    *,
-    chunks: int,
-    counts: Sequence[int],
-    order: Sequence[int],
-    door: str,
-    under: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it has no state)
-) -> Outcome:
-    """Run one training step of the unsplit model, micro-batch by micro-batch.
-
-    The forwards run in the context `under`, and the backwards in the given order. For the door
-    "step", each backward adds its gradients to `.grad`, weighted by its rows. For the door "call",
-    the gradients are summed first, and the sum is added to `.grad`. Floating-point addition is not
-    associative, so a bitwise comparison needs the same order as the pipe.
-    """
-    pieces = x.chunk(chunks)
-    for layer in model.modules():
-        if isinstance(layer, DeferredStatsBatchNorm):
-            layer.begin_minibatch(len(pieces))
-    with under:
-        outputs = forwards(model, pieces, counts)
-    if door == "step":
-        loss = _backwards_of_step(outputs, target.chunk(chunks), loss_fn, order)
-    else:
-        leaves = [*model.parameters(), *([x] if x.requires_grad else [])]
-        loss = _backwards_of_call(outputs, target, loss_fn, order, leaves)
-    return outcome(model, x, loss, torch.cat(outputs))
-
-
-def _backwards_of_step(
-    outputs: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: LossFn, order: Sequence[int]
-) -> Tensor:
-    rows = sum(len(target) for target in targets)
-    weighted = [
-        loss_fn(output, target) * (len(target) / rows)
-        for output, target in zip(outputs, targets, strict=True)
-    ]
-    for microbatch in order:
-        weighted[microbatch].backward()
-    total = weighted[0]
-    for loss in weighted[1:]:
-        total = total + loss
-    return total
-
-
-def _backwards_of_call(
-    outputs: Sequence[Tensor],
-    target: Tensor,
-    loss_fn: LossFn,
-    order: Sequence[int],
-    leaves: Sequence[Tensor],
-) -> Tensor:
-    ends = [output.detach().requires_grad_() for output in outputs]
-    loss = loss_fn(torch.cat(ends), target)
-    loss.backward()
-    sums: list[Tensor | None] = [None for _ in leaves]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    for microbatch in order:
-        found = iter(
-            torch.autograd.grad(
-                outputs[microbatch], wanted, ends[microbatch].grad, allow_unused=True
-            )
-        )
-        for at, leaf in enumerate(leaves):
-            gradient = next(found) if leaf.requires_grad else None
-            if gradient is not None:
-                before = sums[at]
-                sums[at] = gradient if before is None else before + gradient
-    for leaf, gradient in zip(leaves, sums, strict=True):
-        if gradient is not None:
-            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    return loss
-
-
-def whole(model: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFn) -> Outcome:
-    """Run one training step of the unsplit model on the whole batch."""
-    output = model(x)
-    loss = loss_fn(output, target)
-    loss.backward()
-    return outcome(model, x, loss, output)
-
-
-# ---- comparing ----------------------------------------------------------------------------
-
-Same = Callable[[Tensor, Tensor], bool]
-
-
-def bitwise(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
-
-
-def closely(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-10, atol=1e-10)
-
-
-def differences(found: Outcome, expected: Outcome, same: Same = bitwise) -> list[str]:
-    """Return descriptions of the results that differ."""
-
-    def differ(a: Tensor | None, b: Tensor | None) -> bool:
-        return (a is None) != (b is None) or (a is not None and b is not None and not same(a, b))
-
-    assert found.gradients.keys() == expected.gradients.keys()
-    assert found.buffers.keys() == expected.buffers.keys()
-    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
-        "the loss": (found.loss, expected.loss),
-        "the output": (found.output, expected.output),
-    }
-    for name, gradient in expected.gradients.items():
-        pairs[f"the gradient of '{name}'"] = found.gradients[name], gradient
-    for name, buffer in expected.buffers.items():
-        pairs[f"the buffer '{name}'"] = found.buffers[name], buffer
-    return [name for name, (a, b) in pairs.items() if differ(a, b)]
-
 
 # ---- layers -------------------------------------------------------------------------------
 

@@ -10,15 +10,14 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from torch import distributed
+from torch import Tensor, distributed, nn
 
 from tests.distributed.ranks import SIZES
-from tests.properties import gathering
+from tests.oracle import Outcome, merged
+from tests.properties import comparing
 from tests.properties.cases import Case, cases
-from tests.properties.comparing import compare
-from tests.properties.gathering import as_one, on_rank
+from tests.properties.comparing import Step, compare, on_rank
 from tests.properties.models import Layer, Model
-from tests.properties.oracle import Numbers
 
 EXAMPLES = {2: 30, 3: 25, 4: 20}
 PLAIN = Case(
@@ -39,10 +38,10 @@ def test_random_models_over_processes_match_the_unsplit_model(size: int) -> None
 # ---- the comparison fails when it should --------------------------------------------------
 
 
-def off_by_little(at: int, case: Case) -> list[Numbers]:
+def off_by_little(at: int, case: Case) -> list[Step]:
     found = on_rank(case)
     if distributed.get_rank() == at:
-        gradient = found[0][f"the gradient of {at}.weight"]
+        gradient = found[0][0].gradients[f"{at}.weight"]
         assert gradient is not None
         gradient *= 1 + 1e-8
     return found
@@ -53,18 +52,21 @@ def test_comparison_finds_a_small_gradient_error_on_any_rank(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(PLAIN)
-    monkeypatch.setattr(gathering, "on_rank", partial(off_by_little, at))
+    monkeypatch.setattr(comparing, "on_rank", partial(off_by_little, at))
     with pytest.raises(AssertionError, match=f"the gradient of {at}.weight differs by"):
         compare(PLAIN)
 
 
 def test_merging_ranks_requires_equal_values_of_shared_parameters() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
-    names = {"0.weight": "0.weight", "3.weight": "0.weight"}
-    own: Numbers = {"the parameter 0.weight": one, "the gradient of the input x": one}
-    copy: Numbers = {"the parameter 3.weight": one, "the gradient of the input x": two}
-    found = as_one([own, copy], names)
-    assert found.keys() == own.keys()
-    assert found["the gradient of the input x"].tolist() == [3, 3]  # type: ignore[union-attr]
-    with pytest.raises(AssertionError, match=r"the parameter 0.weight is another on another rank"):
-        as_one([own, {**copy, "the parameter 3.weight": two}], names)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+
+    def held(name: str, value: Tensor, gradient: Tensor) -> Outcome:
+        return Outcome(torch.zeros(()), None, {"x": gradient}, {}, {name: value})
+
+    found = merged([held("0.weight", one, one), held("1.weight", one, two)], model)
+    assert list(found.values) == ["0.weight"]
+    assert found.gradients["x"].tolist() == [3, 3]  # type: ignore[union-attr]
+    with pytest.raises(AssertionError, match=r"0.weight is another on rank 1"):
+        merged([held("0.weight", one, one), held("1.weight", two, two)], model)

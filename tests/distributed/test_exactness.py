@@ -12,7 +12,8 @@ from torch.nn.functional import mse_loss
 
 from penstock import NoChunk, Pipe
 from tests.distributed.ranks import SIZES, SOAK, ranks
-from tests.properties.gathering import first_names, plus, same
+from tests.oracle import first_names, plus
+from tests.oracle import same_or_none as same
 from tests.support import SCHEDULES, batch, network, plain
 
 Numbers = dict[str, Tensor | None]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
 
 import pytest
-from torch import Tensor
 
-from penstock.checker.reference import StepOutcome
 from penstock.errors import PenstockError
 from tests.distributed.ranks import SOAK, ranks
 from tests.features.limits import differentiated
-from tests.features.matrix import SCHEDULES, Equal, InBetween, Refused, Verdict, compared
 from tests.features.page import FEATURES, PAGE, read, shown
-from tests.features.trainee import Feature, Piped, Way, called
-from tests.properties.gathering import first_names, plus, same
+from tests.features.table import (
+    SCHEDULES,
+    Equal,
+    Feature,
+    InBetween,
+    Piped,
+    Refused,
+    Verdict,
+    Way,
+    called,
+    compared,
+)
+from tests.oracle import Outcome, merged
 
 # Features that need `pipe(x)` with gradients, which is refused over processes
 DOORS = [name for name, feature in FEATURES.items() if feature.step in (called, differentiated)]
@@ -29,7 +36,7 @@ CELLS = [
 ]
 
 
-def on_rank(name: str, way: Way) -> list[StepOutcome] | Refused:
+def on_rank(name: str, way: Way) -> list[Outcome] | Refused:
     """Run the feature on one rank."""
     feature = FEATURES[name]
     for of_the_compiler in (
@@ -48,31 +55,14 @@ def on_rank(name: str, way: Way) -> list[StepOutcome] | Refused:
 
 def verdict(feature: Feature, way: Way) -> Verdict:
     """Return the verdict of all ranks together."""
-    told = ranks(way.ranks).run(on_rank, feature.name, way)
+    told = ranks(feature.ranks(way.schedule)).run(on_rank, feature.name, way)
     refusals = [one for one in told if isinstance(one, Refused)]
     if refusals:
         if len(refusals) < len(told):
             raise InBetween(f"{len(refusals)} of {len(told)} ranks refuse: {refusals[0].message}")
         return Refused("\n".join(dict.fromkeys(one.message for one in refusals)))
-    names = first_names(feature.model())
-    return compared(feature, way, [as_one(each, names) for each in zip(*told, strict=True)])
-
-
-def as_one(of_ranks: Sequence[StepOutcome], names: Mapping[str, str]) -> StepOutcome:
-    """Merge the outcomes of all ranks.
-
-    Shared values must be equal. Gradients of inputs are summed.
-    """
-    found: dict[tuple[str, str], Tensor | None] = {}
-    for rank, outcome in enumerate(of_ranks):
-        for (kind, told), value in outcome.tensors.items():
-            before, mark, name = told.partition("'")
-            key = kind, before + mark + names.get(name.rstrip("'"), name.rstrip("'")) + mark
-            if kind == "inputs":
-                found[key] = plus(found.get(key), value)
-            elif not same(found.setdefault(key, value), value):
-                raise InBetween(f"{key} is another on rank {rank}")
-    return StepOutcome(found)
+    outcomes = [merged(each, feature.model()) for each in zip(*told, strict=True)]
+    return compared(feature, way, outcomes)
 
 
 @pytest.mark.parametrize(("name", "schedule", "checkpoint"), CELLS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.features.matrix import SCHEDULES, verdict
 from tests.features.page import FEATURES, PAGE, written
+from tests.features.table import SCHEDULES, verdict
 
 torch.set_num_threads(1)
 

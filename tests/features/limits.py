@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipe, skippable, stash
-from penstock.checker.case import StepArguments
-from tests.features.asked import SIZE, Block, blocks, made_of
+from tests.features.common import SIZE, Block, blocks, made_of
 from tests.features.more import of_counted_rows, penalised
-from tests.features.trainee import Feature, Trainee, called
+from tests.features.table import Feature, Trainee, called
+from tests.oracle import Batch, Outcome
 from tests.support import Pop
 
 
@@ -31,13 +31,13 @@ def with_a_hook() -> nn.Sequential:
     return model
 
 
-def differentiated(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
+def differentiated(pipe: Pipe, batch: Batch) -> Outcome:
     """Train with a gradient penalty: the gradient of the input is part of the loss."""
-    output = pipe(*values.batch)
-    (gradient,) = torch.autograd.grad(output.sum(), values.batch, create_graph=True)
-    loss = (output - values.target).square().mean() + gradient.square().mean()
+    output = pipe(*batch.inputs)
+    (gradient,) = torch.autograd.grad(output.sum(), batch.inputs, create_graph=True)
+    loss = (output - batch.target).square().mean() + gradient.square().mean()
     loss.backward()
-    return loss, output
+    return Outcome.of(pipe, batch, loss, output)
 
 
 class DrawsInside(Block):

@@ -12,10 +12,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from penstock import NoChunk, Pipe, add_loss
-from penstock.checker.case import StepArguments
-from penstock.checker.reference import StepOutcome, collect_training_outcome
-from tests.features.asked import SIZE, Block, blocks, made_of, normalised
-from tests.features.trainee import Feature, Trainee, Unsplit, called, given, twice
+from tests.features.common import SIZE, Block, blocks, made_of, normalised
+from tests.features.table import Feature, Trainee, called, given, twice
+from tests.oracle import Batch, Outcome
 
 # ---- inputs -------------------------------------------------------------------------------
 
@@ -30,14 +29,14 @@ def masked() -> nn.Sequential:
     return made_of(Masked(), Block(), Masked(), Block())
 
 
-def with_side_inputs() -> StepArguments:
+def with_side_inputs() -> Batch:
     values = given()
     generator = torch.Generator().manual_seed(3)
     mask, table = (
         torch.rand(rows, SIZE, generator=generator, dtype=torch.float64) for rows in (8, 1)
     )
     side = {"mask": mask.requires_grad_(), "table": NoChunk(table)}
-    return StepArguments(values.batch, side, values.target)
+    return Batch(values.inputs, side, values.target)
 
 
 class Splits(Block):
@@ -82,34 +81,15 @@ def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return loss, number
 
 
-def scaled(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
+def scaled(pipe: Pipe, batch: Batch) -> Outcome:
     """Run a step with a scaler, then `scaler.unscale_`."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    result = pipe.step(*values.batch, target=values.target, outputs=True, scaler=scaler)
-    scaler.unscale_(torch.optim.SGD([*pipe.parameters(), *values.batch]))
-    return result.loss, result.outputs
+    result = pipe.step(*batch.inputs, target=batch.target, outputs=True, scaler=scaler)
+    scaler.unscale_(torch.optim.SGD([*pipe.parameters(), *batch.inputs]))
+    return Outcome.of(pipe, batch, result.loss, result.outputs, result.metrics)
 
 
 # ---- layers -------------------------------------------------------------------------------
-
-
-class ByTheBatch(Unsplit):
-    """A reference that normalises by micro-batch, with the running statistics of whole batches."""
-
-    def __init__(self, feature: Feature) -> None:
-        super().__init__(feature)
-        self.statistics = feature.model()
-
-    def step(self, values: StepArguments) -> StepOutcome:
-        own = dict(self.statistics.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                own[name].copy_(parameter)
-            self.statistics(*values.batch)
-        found = super().step(values)
-        buffers = collect_training_outcome(self.statistics, torch.zeros(()), ()).tensors
-        return StepOutcome({key: buffers[key] if key[0] == "buffers" else value
-                        for key, value in found.tensors.items()})  # fmt: skip
 
 
 def normalised_once() -> nn.Sequential:
@@ -235,13 +215,13 @@ def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
 # ---- modes --------------------------------------------------------------------------------
 
 
-def evaluated(trainee: Trainee) -> Iterator[StepOutcome]:
+def evaluated(trainee: Trainee) -> Iterator[Outcome]:
     """Train for a step, then run in eval mode without gradients, also on a smaller batch."""
     yield trainee.step(given())
     trainee.module.eval()
     with torch.no_grad():
         for rows in (8, 3):
-            yield trainee.step(given(rows).map_tensors(Tensor.detach))
+            yield trainee.step(given(rows).detached())
 
 
 MORE = [
@@ -297,7 +277,6 @@ MORE = [
         normalised_once,
         whole=False,
         options={"deferred_batch_norm": True},
-        reference=ByTheBatch,
     ),
     Feature(
         "attention",

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.features.asked import ASKED
+from tests.features.common import COMMON
 from tests.features.limits import LIMITS
-from tests.features.matrix import SCHEDULES, Equal, Refused, Verdict
 from tests.features.more import MORE
-from tests.features.trainee import Feature
+from tests.features.table import SCHEDULES, Equal, Feature, Refused, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
-FEATURES = {feature.name: feature for feature in (*ASKED, *MORE, *LIMITS)}
+FEATURES = {feature.name: feature for feature in (*COMMON, *MORE, *LIMITS)}
 
 Verdicts = Mapping[tuple[str, str], Verdict]  # by feature and schedule
 
@@ -50,7 +49,7 @@ def written(verdicts: Verdicts) -> str:
     notes = _notes(verdicts)
     parts = [
         INTRODUCTION,
-        *_section("Common features", ASKED, verdicts, notes, HOW),
+        *_section("Common features", COMMON, verdicts, notes, HOW),
         *_section("Other features of models", MORE, verdicts, notes),
         *_section(
             "Limits",

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from penstock import Pipe
+from tests.oracle import Batch, differences, run_parts, run_pipe, within
 
 WORDS = 40
 SIZES: dict[str, Any] = {
@@ -32,7 +33,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
 }
 TEXT: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
-LIMIT, LIMIT_OF_SINGLE = 1e-10, 1e-6
 
 
 def llama(**more: Any) -> Any:
@@ -91,49 +91,22 @@ def agree(model: nn.Module, *batches: dict[str, Any], **options: Any) -> Pipe:
     """Assert that loss, gradients and outputs equal those of the model by micro-batch."""
     model = model.double()
     reference = copy.deepcopy(model)
+    cache = {"use_cache": False} if hasattr(reference.config, "use_cache") else {}
     pipe = piped(model, batches[0], **options)
     for batch in batches:
         reference.zero_grad()
         pipe.zero_grad()
-        loss, outputs = torch.zeros((), dtype=torch.float64), []
-        for at in range(2):
-            cache = {"use_cache": False} if hasattr(reference.config, "use_cache") else {}
-            found = reference(**{name: _half(value, at) for name, value in batch.items()}, **cache)
-            one = found[0] / 2
-            one.backward()
-            loss += one.detach()
-            outputs.append(found)
-        result = pipe.step(**batch, outputs=True)
-        # Many models compute the loss in float32, whatever their own dtype is.
-        single = outputs[0][0].dtype is torch.float32
-        assert abs(result.loss - loss) < (LIMIT_OF_SINGLE if single else LIMIT)
-        _check_gradients(pipe, reference)
-        assert type(result.outputs) is type(outputs[0])
-        for name in outputs[0].keys() - {"loss", "aux_loss"} if hasattr(outputs[0], "keys") else ():
-            mine, both = result.outputs[name], [one[name] for one in outputs]
-            for value, *halves in zip(_listed(mine), *map(_listed, both), strict=True):
-                torch.testing.assert_close(value, torch.cat(halves), rtol=0, atol=LIMIT)
+        expected = run_parts(reference, Batch((), {**batch, **cache}), sizes=[2, 2])
+        found = run_pipe(pipe, Batch((), batch))
+        found.metrics = expected.metrics = None
+        assert type(found.output) is type(expected.output)
+        assert differences(found, expected, close) == []
     return pipe
 
 
-def _half(value: Any, at: int) -> Any:
-    return value.chunk(2)[at] if isinstance(value, Tensor) else value
-
-
-def _listed(value: Any) -> list[Tensor]:
-    return list(value) if isinstance(value, tuple) else [value]
-
-
-def _check_gradients(pipe: Pipe, reference: nn.Module) -> None:
-    mine = dict(pipe.named_parameters())
-    assert list(mine) == [name for name, _ in reference.named_parameters()]
-    for name, parameter in reference.named_parameters():
-        gradient = mine[name].grad
-        if parameter.grad is None:
-            assert gradient is None, name
-        else:
-            assert gradient is not None, name
-            torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=LIMIT, msg=name)
+def close(a: Tensor, b: Tensor) -> bool:
+    """Compare; many models compute the loss in float32, whatever their own dtype is."""
+    return within(1e-6 if torch.float32 in (a.dtype, b.dtype) else 1e-10)(a, b)
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:

@@ -28,7 +28,7 @@ Each of these models was split without any change to its code, and trained besid
 in 2, 3 and 4 stages, under `1f1b` and `zb-h1`, inline and in threads, with and without
 recomputation, on batches of two lengths (or image sizes, or numbers of rows), and forward only. The
 tests compare loss, outputs, buffers and the gradient of every parameter. `make test` runs a part of
-this for eighty-odd of the models. This command runs all of it and writes this page:
+this for two dozen of the models. This command runs all of it and writes this page:
 
 ```bash
 make zoo

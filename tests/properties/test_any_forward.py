@@ -93,7 +93,7 @@ instructions = some.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     program=instructions,
     stages=some.integers(2, 4),

@@ -29,7 +29,7 @@ from penstock import (
 from penstock.schedules.ir import consumes, follows, produces
 from tests.properties.random_schedules import sound_schedules
 
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=60, deadline=None)
 
 
 @QUICK

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import sys
-import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from penstock import NoChunk, Op, Pipe, PipeSequential, lower, pop, schedules, skippable, stash
+from penstock import Op, Pipe, PipeSequential, lower, schedules
 from tests.support import (
     Do,
     Fails,
@@ -44,19 +42,6 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 # ---- wrong numbers ------------------------------------------------------------------------
-
-
-@each_door
-@each_checkpoint
-def test_weights_tied_within_a_stage(checkpoint: str, door: str) -> None:
-    """The parameter was listed twice for the stage, so its gradient was added twice."""
-    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
-    layers[2].weight = layers[0].weight
-    model = nn.Sequential(*layers).double()
-    x, target = batch(7)
-    pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=[3, 1], loss_fn=functional.mse_loss)
-    expected = whole(model, x, target, functional.mse_loss)
-    assert differences(trained(pipe, x, target, door), expected, closely) == []
 
 
 @each_runtime
@@ -99,113 +84,6 @@ def test_dropout_after_interleaved_forwards_and_backwards() -> None:
     first.sum().backward()
     third = pipe(x)
     assert not torch.equal(second == 0, third == 0)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-
-    def forward(self, scale: Tensor, x: Tensor) -> Tensor:
-        scaled: Tensor = self.linear(x) * scale
-        return scaled
-
-
-@pytest.mark.parametrize("scale", [torch.tensor(2.0), torch.ones(3), torch.ones(1, 3)])
-def test_rows_of_a_micro_batch_ignore_no_chunk_inputs(scale: Tensor) -> None:
-    """The first tensor gave the number of rows, even if every micro-batch got all of it."""
-    x, target = batch(5)
-    model = nn.Sequential(Scaled(), nn.Tanh()).double()
-    pipe = Pipe(copy.deepcopy(model), 2, stages=2, loss_fn=functional.mse_loss)
-    result = pipe.step(NoChunk(scale.double()), x, target=target)
-    loss = functional.mse_loss(model[1](model[0](scale.double(), x)), target)
-    loss.backward()
-    assert closely(result.loss, loss.detach())
-    assert all(map(closely, gradients(pipe), gradients(model)))
-
-
-class Both(nn.Module):
-    """A layer that returns its input beside its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.linear(x)
-
-
-@skippable(stash=["far"])
-class StashSame(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        yield stash("far", x)
-        y: Tensor = self.linear(x)
-        return y
-
-
-@skippable(pop=["far"])
-class PopAndChange(nn.Module):
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        far: Tensor = yield pop("far")
-        return x + far.add_(1)
-
-
-def changed(pair: tuple[Tensor, Tensor]) -> Tensor:
-    return pair[0].add_(1) + pair[1]
-
-
-@each_runtime
-@each_door
-@pytest.mark.parametrize(
-    "layers",
-    [
-        lambda: (nn.Linear(6, 6), Both(), Do(changed)),
-        lambda: (Both(), Do(changed), nn.Identity()),
-        lambda: (nn.Linear(6, 6), StashSame(), PopAndChange()),
-    ],
-    ids=["tuple", "input", "skip"],
-)
-def test_input_changed_in_place_by_a_later_stage_is_refused(
-    layers: Callable[[], tuple[nn.Module, ...]], door: str, runtime: str
-) -> None:
-    """A stage passed its input on, a later stage changed it, and the recomputation read that.
-
-    Plain PyTorch refuses such a model, as the pipe does without checkpointing.
-    """
-    pipe = Pipe(
-        nn.Sequential(*layers()), 2, "always", stages=3, runtime=runtime, loss_fn=lambda y: y.sum()
-    )
-
-    def train() -> None:
-        if door == "step":
-            pipe.step(torch.randn(4, 6))
-        else:
-            pipe(torch.randn(4, 6)).sum().backward()
-
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=IN_PLACE):
-            train()
-
-
-@each_runtime
-@pytest.mark.parametrize("stages", [1, 4])
-def test_target_that_requires_grad_gets_its_gradient(stages: int, runtime: str) -> None:
-    """The gradient was computed and then dropped."""
-    x, target = batch(7)
-    model = plain()
-    pipe = Pipe(
-        copy.deepcopy(model), 3, stages=stages, runtime=runtime, loss_fn=functional.mse_loss
-    )
-    mine, theirs = (target.clone().requires_grad_() for _ in range(2))
-    functional.mse_loss(model(x), mine).backward()
-    pipe.step(x, target=theirs)
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert closely(theirs.grad, mine.grad)
 
 
 @each_runtime
@@ -292,28 +170,6 @@ def test_create_graph_is_refused(loss: Callable[[Tensor], Tensor], runtime: str)
         torch.autograd.grad(loss(pipe(x)), list(pipe.parameters()), create_graph=True)
 
 
-class Queries(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.zeros(2, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.queries
-
-
-@each_runtime
-@each_checkpoint
-def test_parameter_passed_to_the_next_stage_is_not_changed_in_place(
-    checkpoint: str, runtime: str
-) -> None:
-    """The next stage changed the parameter itself; plain PyTorch refuses that."""
-    model = nn.Sequential(Queries(), Do(lambda x: x.add_(1)))
-    pipe = Pipe(model, 1, checkpoint, stages=2, runtime=runtime)
-    with pytest.raises(RuntimeError, match=IN_PLACE):
-        pipe(torch.randn(2, 6)).sum().backward()
-    assert torch.equal(pipe[0].queries, torch.zeros(2, 6))
-
-
 @each_door
 @each_checkpoint
 def test_unregistered_parameter_gets_its_gradient_or_is_refused(checkpoint: str, door: str) -> None:
@@ -329,20 +185,6 @@ def test_unregistered_parameter_gets_its_gradient_or_is_refused(checkpoint: str,
             trained(pipe, *batch(4), door)
 
 
-class Twice(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        once: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-        return once * 2
-
-
-def test_sequential_subclass_with_its_own_forward() -> None:
-    """The pipe ran the layers one after the other and ignored the forward of the subclass."""
-    model, x = Twice(*plain()), torch.randn(4, 6).double()
-    pipe = Pipe(copy.deepcopy(model), 2, stages=3, example=x)
-    assert torch.allclose(pipe(x), model(x), rtol=0, atol=1e-12)
-    PipeSequential(*plain())
-
-
 def test_hooks_of_the_sequential_are_refused() -> None:
     """They were lost, because a pipe is another module. Hooks of the pipe itself work."""
     model = plain()
@@ -354,24 +196,6 @@ def test_hooks_of_the_sequential_are_refused() -> None:
     pipe.register_forward_hook(lambda module, given, found: found * 2)
     x, _ = batch(4)
     assert closely(pipe(x), model(x) * 2)
-
-
-@each_door
-def test_embedding_with_max_norm_under_recomputation(door: str) -> None:
-    """The embedding changes its parameter in its forward.
-
-    Other changes between forward and backward are refused.
-    """
-    layers = [nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 3)]
-    pipe = Pipe(nn.Sequential(*layers).double(), 3, "always", stages=2, loss_fn=squared)
-    other = Pipe(copy.deepcopy(nn.Sequential(*layers)), 3, "never", stages=2, loss_fn=squared)
-    x, target = torch.arange(6), batch(6)[1]
-    found, expected = (trained(one, x, target, door) for one in (pipe, other))
-    assert differences(found, expected, closely) == []
-
-
-def squared(output: Tensor, target: Tensor) -> Tensor:
-    return functional.mse_loss(output, target)
 
 
 # ---- hangs --------------------------------------------------------------------------------
@@ -405,32 +229,6 @@ def test_pipe_inside_torch_checkpoint(checkpoint: str) -> None:
     assert ends(train)
     functional.mse_loss(model(x), target).backward()
     assert all(map(closely, gradients(pipe), gradients(model)))
-
-
-def test_threads_share_one_pipe() -> None:
-    """Two ranks started on different calls, and each waited for the other."""
-    pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
-    x, target = batch(4)
-    losses = []
-
-    def train() -> None:
-        for _ in range(100):
-            losses.append(pipe.step(x, target=target).loss)
-
-    def both() -> None:
-        threads = [threading.Thread(target=train, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        assert ends(both, within=40)
-    finally:
-        sys.setswitchinterval(before)
-    assert len({float(loss) for loss in losses}) == 1
 
 
 def test_pipe_called_by_its_own_worker_is_refused() -> None:
@@ -552,17 +350,6 @@ def test_pipe_under_another_default_device(runtime: str) -> None:
     assert result.loss.device == torch.device("cpu")
 
 
-@each_runtime
-@pytest.mark.parametrize("stages", [1, 4])
-def test_target_without_tensors(stages: int, runtime: str) -> None:
-    """The target was left out, and the last stage failed with KeyError: -1."""
-    pipe = Pipe(
-        plain(), 2, stages=stages, runtime=runtime, loss_fn=lambda y, power: (y**power).mean()
-    )
-    x, _ = batch(4)
-    assert closely(pipe.step(x, target=2).loss, (plain()(x) ** 2).mean().detach())
-
-
 @pytest.mark.parametrize("stages", [1, 4])
 def test_forecast_under_no_grad_does_not_disable_recomputation(stages: int) -> None:
     """The program without recomputation was cached, and later steps recomputed nothing."""
@@ -630,18 +417,6 @@ def test_second_backward_after_a_failed_one_is_refused(runtime: str) -> None:
     fails.broken = False
     with pytest.raises(RuntimeError, match="backward"):
         loss.backward()
-
-
-@each_door
-def test_batch_without_rows(door: str) -> None:
-    """The step divided by the number of rows."""
-    x, target = batch(0)
-    pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
-    model = plain()
-    expected = whole(model, x, target, functional.mse_loss)
-    found = trained(pipe, x, target, door)
-    assert found.loss.isnan() == expected.loss.isnan()
-    assert found.output.shape == expected.output.shape
 
 
 def test_program_as_the_schedule_argument() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, is_recomputing
-from penstock.checker.reference import StepOutcome
-from tests.features.trainee import STAGES, Feature, Trainee, Unsplit, Way, given, twice
+from tests.features.table import STAGES, Feature, Trainee, Unsplit, Way, given, twice
+from tests.oracle import Outcome
 from tests.support import CHECKPOINTS, RUNTIMES, Pop, Stash
 
 SIZE = 6
@@ -93,8 +93,8 @@ def frozen() -> nn.Sequential:
     return model
 
 
-def without_input_gradient(trainee: Trainee) -> Iterator[StepOutcome]:
-    return twice(trainee, lambda: given().map_tensors(Tensor.detach))
+def without_input_gradient(trainee: Trainee) -> Iterator[Outcome]:
+    return twice(trainee, lambda: given().detached())
 
 
 def skips() -> nn.Sequential:
@@ -124,13 +124,13 @@ def in_place() -> nn.Sequential:
 # ---- the batch ----------------------------------------------------------------------------
 
 
-def of_many_sizes(trainee: Trainee) -> Iterator[StepOutcome]:
+def of_many_sizes(trainee: Trainee) -> Iterator[Outcome]:
     for rows in (7, 5, 1, 3, 8):
         trainee.module.zero_grad()
         yield trainee.step(given(rows))
 
 
-def without_zeroing(trainee: Trainee) -> Iterator[StepOutcome]:
+def without_zeroing(trainee: Trainee) -> Iterator[Outcome]:
     for seed, rows in enumerate((8, 5, 11)):
         yield trainee.step(given(rows, seed))
 
@@ -138,7 +138,7 @@ def without_zeroing(trainee: Trainee) -> Iterator[StepOutcome]:
 # ---- the machine --------------------------------------------------------------------------
 
 
-def in_float32(trainee: Trainee) -> Iterator[StepOutcome]:
+def in_float32(trainee: Trainee) -> Iterator[Outcome]:
     return twice(trainee, lambda: given(dtype=torch.float32))
 
 
@@ -177,7 +177,7 @@ def compiled(model: nn.Sequential) -> None:
     model[2].compile(backend="aot_eager")
 
 
-ASKED = [
+COMMON = [
     Feature(
         "checkpointing",
         "All three modes. The test also checks that every cell that is to be recomputed runs once "
