@@ -12,3 +12,4 @@ from penstock.schedules.fit import fit, lower_bound
 
 __all__ = ["fit", "lower_bound"]
 __all__ += families.__all__
+__all__.sort()
