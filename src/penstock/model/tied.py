@@ -76,7 +76,8 @@ def collect_tensor_uses(stages: Sequence[Stage]) -> dict[Tensor, list[TensorUse]
     # A tensor as a key of a dict is compared by identity.
     uses: dict[Tensor, list[TensorUse]] = {}
     for stage in stages:
-        for layer_name, layer in zip(stage.names, stage.layers, strict=True):
+        # A stage of another process has names, but no layers.
+        for layer_name, layer in zip(stage.names, stage.layers, strict=bool(stage.layers)):
             for path, module in layer.named_modules(prefix=layer_name):
                 for key, tensor in _registered_tensors(module).items():
                     use = TensorUse(stage.index, f"{path}.{key}".lstrip("."), (module, key))
