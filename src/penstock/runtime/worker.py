@@ -32,6 +32,7 @@ from penstock.schedules.ir import (
     consumes,
     produces,
 )
+from penstock.stage.cell_graph import Gradients
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
@@ -160,7 +161,9 @@ class Worker:
             self._last_end = self.device.record_send_end(start)
         else:
             # Waiting for messages comes before the start is recorded.
-            received = {m.src: self._take_payload(m) for m in bound_action.consumed_messages}
+            received: dict[int, Payload] = {}
+            for message in bound_action.consumed_messages:
+                received[message.src] = self._take_payload(message)
             start = self.device.record_timestamp(self._last_end)
             op, stage, microbatch = action
             stage_runner = self.stage_runners[stage]
@@ -218,12 +221,16 @@ class Worker:
         cell_io, cell = self._cell_io, (stage_runner.stage.index, microbatch)
         if cell_io.loss is not None:
             cell_io.loss.before_backward(stage_runner, microbatch)
-        output_gradients = {source: payload.tensors for source, payload in received.items()}
+        output_gradients: dict[int, Gradients] = {}
+        for source, payload in received.items():
+            output_gradients[source] = payload.tensors
         caller_grads = cell_io.output_gradients.get(cell)
         if caller_grads is not None:
             output_gradients[OUTSIDE] = caller_grads.tensors
         input_gradients = stage_runner.backward(microbatch, output_gradients, self.retain_graph)
-        payloads = {source: Payload(tensors) for source, tensors in input_gradients.items()}
+        payloads = {}
+        for source, tensors in input_gradients.items():
+            payloads[source] = Payload(tensors)
         if OUTSIDE in payloads:
             cell_io.input_gradients[cell] = payloads[OUTSIDE]
         return payloads

@@ -217,10 +217,10 @@ class CellGraph:
     def group_by_source(self, gradients: Sequence[Tensor | None]) -> dict[int, Gradients]:
         """Return the gradients of the inputs by source, with None for tensors that need none."""
         remaining = iter(gradients)
-        return {
-            source: tuple([next(remaining) if need else None for need in needs])
-            for source, needs in self.inputs_need_grad.items()
-        }
+        by_source: dict[int, Gradients] = {}
+        for source, needs in self.inputs_need_grad.items():
+            by_source[source] = tuple([next(remaining) if need else None for need in needs])
+        return by_source
 
     def backward_accumulate(
         self, gradients: Mapping[int, Gradients], retain_graph: bool

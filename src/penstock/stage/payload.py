@@ -256,8 +256,10 @@ def is_in_graph(tensor: Tensor) -> bool:
 
 def flatten_outputs(values: NeighborValues) -> FlatValues:
     """Flatten the values for each destination, and check those that go to another stage."""
-    flat_values = {dst: flatten_values(value) for dst, value in values.items()}
-    for dst, (_, layout) in flat_values.items():
+    flat_values: FlatValues = {}
+    for dst, value in values.items():
+        flat_values[dst] = flat = flatten_values(value)
+        layout = flat[1]
         if layout is not None and dst != OUTSIDE:
             check_no_hidden_tensors(layout)
     return flat_values
@@ -265,10 +267,11 @@ def flatten_outputs(values: NeighborValues) -> FlatValues:
 
 def build_payloads(outputs: FlatValues, needs_grad: Callable[[Tensor], bool]) -> dict[int, Payload]:
     """Return the payloads for each destination; `needs_grad` says which tensors get a gradient."""
-    payloads = {
-        dst: Payload(tuple(map(_detach, tensors)), layout, tuple(map(needs_grad, tensors)))
-        for dst, (tensors, layout) in outputs.items()
-    }
-    if sum(len(payload.tensors) for payload in payloads.values()) > 1:
+    payloads, tensor_count = {}, 0
+    for dst, (tensors, layout) in outputs.items():
+        needs = tuple(map(needs_grad, tensors))
+        payloads[dst] = Payload(tuple(map(_detach, tensors)), layout, needs)
+        tensor_count += len(tensors)
+    if tensor_count > 1:
         mark_shared(payloads.values())
     return payloads

@@ -211,22 +211,20 @@ class StageRunner:
         These are outputs in the memory of the stage's parameters or buffers, or of inputs that
         others read too.
         """
-        read_only_addresses = storage_addresses(
-            t for payload in read_only_payloads for t in payload.tensors
-        )
+        read_only_addresses: set[int] = set()
+        if read_only_payloads:
+            read_only_addresses = storage_addresses(
+                t for payload in read_only_payloads for t in payload.tensors
+            )
         for dst, (tensors, _) in outputs.items():
-            # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a buffer,
-            # an input) or a view can be in memory that was there before, and only these are looked
-            # up. Without a graph every tensor is a leaf.
-            indices = [
-                index
-                for index, t in enumerate(tensors)
-                if read_only_addresses or t.is_leaf or t._is_view()
-            ]
-            if indices:
-                protect_shared_tensors(
-                    payloads[dst], indices, self._storage_addresses, read_only_addresses
-                )
+            for index, tensor in enumerate(tensors):
+                # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a
+                # buffer, an input) or a view can be in memory that was there before, and only these
+                # are looked up. Without a graph every tensor is a leaf.
+                if read_only_addresses or tensor.is_leaf or tensor._is_view():
+                    protect_shared_tensors(
+                        payloads[dst], (index,), self._storage_addresses, read_only_addresses
+                    )
 
     @cached_property
     def _storage_addresses(self) -> set[int]:
