@@ -50,8 +50,9 @@ def train_and_save(folder: Path, background: bool) -> list[Tensor]:
     pipe = piped(build())
     optimizer = AdamW(pipe.parameters(), lr=0.05)
     losses = learned(pipe, optimizer, range(2))
-    pipe.save(folder, optimizer=optimizer, extra=2, background=background)
+    handle = pipe.save(folder, optimizer=optimizer, extra=2, background=background)
     losses += learned(pipe, optimizer, range(2, 3))  # trains while the save may still be running
+    handle.wait()
     return losses
 
 

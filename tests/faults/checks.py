@@ -36,7 +36,8 @@ def check_cause(
         assert (fields["kind"], fields["rank"]) == (kind, rank), (survivor, outcome)
         assert outcome.facts["now"] - began < within, (survivor, outcome.facts["now"] - began)
         assert outcome.facts["threads"] == [], survivor
-        assert outcome.code == 1, (survivor, outcome)
+        # 255: the server that forks the processes has lost the status, as it may under load.
+        assert outcome.code in (1, 255), (survivor, outcome)
         texts.add(outcome.facts["text"])
     assert len(texts) == 1, texts
     return str(texts.pop())
