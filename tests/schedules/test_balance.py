@@ -165,6 +165,13 @@ def test_find_best_cut_avoids_sending_a_large_value() -> None:
     ) == (5, 3)
 
 
+def test_rounding_of_message_costs_does_not_choose_between_equal_bottlenecks() -> None:
+    """Sending 9 bytes costs as much as sending 6 and 3, although 0.1 * 9 < 0.1 * 6 + 0.1 * 3."""
+    values = tuple(UnitOutput(unit, (unit + 1,), size) for unit, size in enumerate((6, 9, 3)))
+    task = CutProblem(EVEN[:4], (DeviceCapacity(),) * 3, values, seconds_per_byte=0.1)
+    assert find_best_cut(task) == (1, 2, 1)  # more even than (2, 1, 1)
+
+
 def test_skip_costs_nothing_on_the_stages_in_between() -> None:
     skip = UnitOutput(0, (7,), 5)
     task = CutProblem(EVEN, (DeviceCapacity(),) * 4, (*CHAIN, skip), seconds_per_byte=0.1)

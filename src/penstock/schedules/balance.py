@@ -15,10 +15,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from math import ceil, frexp, gcd, inf, ldexp
+from math import ceil, gcd, inf
 
 from penstock.errors import ArgumentError
 from penstock.text_format import format_binary_bytes
@@ -100,9 +101,10 @@ class CutProblem:
     @cached_property
     def memory_sums(self) -> list[list[int]]:
         """The whole bytes that all units before each unit need, by stage."""
+        loads = [(unit.static_bytes, unit.activation_bytes) for unit in self.units]
         sums = []
         for number in self.in_flight:
-            needs = (ceil(u.static_bytes + number * u.activation_bytes) for u in self.units)
+            needs = (ceil(static + number * activation) for static, activation in loads)
             sums.append(list(accumulate(needs, initial=0)))
         return sums
 
@@ -179,9 +181,12 @@ def check_stage_count(units: int, stages: int) -> None:
 # ---- the search -----------------------------------------------------------------------------
 
 # Whole numbers make sums exact, so rounding errors do not choose between equal cuts. Costs are
-# counted in parts of 2**-100 of the whole model, speeds in parts of 2**-40.
+# counted in parts of about 2**-100 of the whole model, speeds in parts of 2**-40.
 _COST_BITS = 100
 _SPEED_SCALE = 1 << 40
+_SQUARE_SCALE = 1 << 128  # for the squares of speeds, in whole numbers
+_QUICK_WIDTH = 8  # the number of ends that the quick run keeps for each stage
+_BLOCK_SIZE = 16  # the number of starts that are skipped together
 # After this many cases, each stage of a rank gets an equal share of its memory.
 _MAX_CASES = 256
 
@@ -243,143 +248,244 @@ class _CutSearch:
 
     A stage that takes the units from `start` up to `end` costs
 
-        slowness[stage] * (cost_sums[end] - cost_sums[start]) + message_costs(end)[end - 1 - start]
+        work[stage][end] - work[stage][start] + messages[end][end - 1 - start]
 
-    Both passes are dynamic programs over the stages: `before[end]` is the best value of the units
-    before `end`, if the stages so far end there. The first pass finds the least cost of the slowest
-    stage. Among the cuts with that cost, the second finds the most even one.
+    The search has three steps, and each one narrows down the next:
+
+    1. `_lower_bound` ignores messages and finds a cost that the slowest stage of every cut
+       reaches: a binary search, in which each stage takes as many units as it can.
+    2. `_minimize_max_cost` is a dynamic program from the last stage to the first. It finds the
+       least cost of the slowest stage, and the starts from which the remaining stages keep to it.
+    3. `_minimize_unevenness` is a dynamic program from the first stage to the last, which visits
+       only these starts. It finds the most even of the cuts with that cost. It runs twice: a quick
+       run that keeps a few ends per stage finds a good cut, and the exact run leaves out all ends
+       for which a lower bound shows that no better cut goes through them.
     """
 
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
-        fastest = max(device.speed for device in problem.devices)
-        slowness = [round(fastest / device.speed * _SPEED_SCALE) for device in problem.devices]
+        self.count = count = len(problem.units)
+        fastest = Fraction(max(device.speed for device in problem.devices))
+        slowness = [round(fastest / Fraction(d.speed) * _SPEED_SCALE) for d in problem.devices]
         shrink = gcd(_SPEED_SCALE, *slowness)
         self.slowness = [slowness[rank] // shrink for rank in problem.placement]
         # Messages do not depend on the device, but the costs of units are multiplied by its
         # slowness relative to the fastest device.
-        byte = problem.seconds_per_byte * fastest * (_SPEED_SCALE // shrink)
-        sizes = [value.size * byte for value in problem.values]
-        total = sum(unit.seconds for unit in problem.units) + sum(sizes)
-        bits = _COST_BITS - frexp(total)[1]
-        units = (round(ldexp(unit.seconds, bits)) for unit in problem.units)
+        seconds = [Fraction(unit.seconds) for unit in problem.units]
+        byte = Fraction(problem.seconds_per_byte) * fastest * (_SPEED_SCALE // shrink)
+        sizes = [Fraction(value.size) for value in problem.values]
+        total = sum(seconds) + byte * sum(sizes)
+        bits = _COST_BITS - total.numerator.bit_length() + total.denominator.bit_length()
+        scale = Fraction(2) ** bits
+        units = [round(second * scale) for second in seconds]
+        # One rounded cost per byte keeps the costs of values in the exact ratio of their sizes.
+        byte_cost = round(byte * scale)
+        values = [round(size * byte_cost) for size in sizes]
+        # Small numbers are fast. With the factor count + 1, the least difference between squared
+        # costs outweighs the squared numbers of units.
+        divisor = gcd(*units, *values) or 1
+        units = [unit // divisor * (count + 1) for unit in units]
+        values = [value // divisor * (count + 1) for value in values]
         self.cost_sums = list(accumulate(units, initial=0))
-        count = len(problem.units)
+        scaled = {slow: [slow * cost for cost in self.cost_sums] for slow in set(self.slowness)}
+        self.work = [scaled[slow] for slow in self.slowness]
         # By unit: (first use, last use, cost) of each value that it makes, and (next use, cost) of
         # each value that it uses.
         self._made: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
         self._used: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        for value, size in zip(problem.values, sizes, strict=True):
-            cost, dsts = round(ldexp(size, bits)), sorted(set(value.dsts))
+        for value, cost in zip(problem.values, values, strict=True):
+            dsts = sorted(set(value.dsts))
             if cost and dsts:
                 self._made[value.src].append((dsts[0], dsts[-1], cost))
                 for dst, later in pairwise((*dsts, count)):
                     self._used[dst].append((later, cost))
-        self._message_costs: dict[int, list[int]] = {}
-
-    def message_costs(self, end: int) -> list[int]:
-        """Return the message costs of the stages that end there and start at end - 1, end - 2, ...
-
-        Each step back adds one unit at the front of the stage and updates the cost.
-        """
-        costs = self._message_costs.get(end)
-        if costs is None:
-            costs, cost = [], 0
-            for start in range(end - 1, -1, -1):
-                for first_use, last_use, size in self._made[start]:
-                    if first_use < end:
-                        cost -= size  # it was received, and now the stage makes it itself
-                    if last_use >= end:
-                        cost += size  # a later stage uses it, so it is sent
-                for later, size in self._used[start]:
-                    if later >= end:
-                        cost += size  # the last use in the stage counts, so each value counts once
-                costs.append(cost)
-            self._message_costs[end] = costs
-        return costs
+        self.total_messages = sum(cost for made in self._made for _, _, cost in made)
+        # `_extend_messages` fills these lists as far as they are needed.
+        self.messages: list[list[int]] = [[] for _ in range(count + 1)]
+        if not self.total_messages:
+            self.messages = [[0] * count] * (count + 1)
 
     def find_best(self, limits: Sequence[float]) -> _Candidate | None:
         """Return the best cut in which no stage needs more than its memory, or None."""
         if not self.is_feasible(limits):
             return None
-        # A low cap on the cost of a stage makes the first pass quick, but it may find nothing.
-        messages = sum(cost for values in self._made for _, _, cost in values)
-        cap = (self.cost_sums[-1] + messages) // self.problem.stages + 1
-        while (slowest := self._minimize_max_cost(limits, cap)) is None:
-            cap *= 2
-        return self._minimize_unevenness(limits, slowest)
+        low = cap = self._lower_bound(limits)
+        # A low cap makes a pass quick, but it may find nothing. The steps double, so that few
+        # passes are needed even if messages make the best cut much slower than the bound.
+        step = (low + self.total_messages // self.problem.stages) // 16 + 1
+        while (rest := self._minimize_max_cost(limits, low, cap)) is None:
+            cap, step = cap + step, 2 * step
+        slowest = rest[0][0]
+        ends = self._bound_unevenness(rest, slowest)
+        most = self.problem.stages * slowest**2 + self.count**2
+        most, _ = self._minimize_unevenness(limits, slowest, ends, most, _QUICK_WIDTH)
+        return slowest, *self._minimize_unevenness(limits, slowest, ends, most, self.count)
 
-    def _ends(self, stage: int) -> range:
-        """Return the ends that leave a unit for each stage before and after."""
-        count, stages = len(self.problem.units), self.problem.stages
-        return range(count if stage == stages - 1 else stage + 1, count - (stages - stage) + 2)
+    def _lower_bound(self, limits: Sequence[float]) -> int:
+        """Return a cost that the slowest stage of every cut reaches, even without messages."""
+        low, high = 0, max(sums[-1] for sums in self.work)
+        while low < high:
+            cap = (low + high) // 2
+            if self._furthest_ends(limits, cap)[-1] == self.count:
+                high = cap
+            else:
+                low = cap + 1
+        return low
 
-    def _starts(self, stage: int, end: int, limit: float, cap: int) -> range:
-        """Return the starts, latest first, from which the stage fits in its memory and the cap.
+    def _furthest_ends(self, limits: Sequence[float], cap: int) -> list[int]:
+        """Return 0 and the end of each stage, if it takes all that its memory and the cap allow.
 
-        Its messages are not counted.
+        Messages cost nothing here, and a stage may be empty, so no cut gets further.
         """
-        costs, memory = self.cost_sums, self.problem.memory_sums[stage]
-        by_memory = bisect_left(memory, memory[end] - limit, lo=stage, hi=end)
-        by_cost = bisect_left(costs, costs[end] - cap // self.slowness[stage], lo=stage, hi=end)
-        return range(end - 1, max(by_memory, by_cost) - 1, -1)
+        ends = [0]
+        for work, memory, limit in zip(self.work, self.problem.memory_sums, limits, strict=True):
+            by_cost = bisect_right(work, work[ends[-1]] + cap)
+            ends.append(min(by_cost, bisect_right(memory, memory[ends[-1]] + limit)) - 1)
+        return ends
 
-    def _minimize_max_cost(self, limits: Sequence[float], cap: int) -> int | None:
-        """Return the least possible cost of the slowest stage, or None if it is above the cap."""
-        sums = self.cost_sums
-        before: list[int | None] = [0] + [None] * len(self.problem.units)
-        for stage, (slow, limit) in enumerate(zip(self.slowness, limits, strict=True)):
-            after: list[int | None] = [None] * len(before)
-            for end in self._ends(stage):
-                best, messages = cap + 1, self.message_costs(end)
-                for start in self._starts(stage, end, limit, cap):
-                    cost, earlier = slow * (sums[end] - sums[start]), before[start]
-                    if cost >= best:
-                        break  # earlier starts cost even more
-                    if earlier is not None:
-                        best = min(best, max(cost + messages[end - 1 - start], earlier))
-                after[end] = best if best <= cap else None
-            before = after
-        return before[-1]
+    def _first_start(self, stage: int, end: int, limit: float, cap: int) -> int:
+        """Return the first start from which a stage may reach that end, without its messages."""
+        work, memory = self.work[stage], self.problem.memory_sums[stage]
+        by_cost = bisect_left(work, work[end] - cap, lo=stage, hi=end)
+        return max(by_cost, bisect_left(memory, memory[end] - limit, lo=stage, hi=end))
 
-    def _minimize_unevenness(self, limits: Sequence[float], cap: int) -> _Candidate:
-        """Return the most even of the cuts whose stages cost at most `cap`.
+    def _extend_messages(self, end: int, first: int) -> None:
+        """Complete the message costs of the stages that end there, down to the start `first`.
+
+        Each step back adds one unit at the front of the stage and updates the cost.
+        """
+        costs = self.messages[end]
+        cost = costs[-1] if costs else 0
+        for start in range(end - 1 - len(costs), first - 1, -1):
+            for first_use, last_use, size in self._made[start]:
+                if first_use < end:
+                    cost -= size  # it was received, and now the stage makes it itself
+                if last_use >= end:
+                    cost += size  # a later stage uses it, so it is sent
+            for later, size in self._used[start]:
+                if later >= end:
+                    cost += size  # the last use in the stage counts, so each value counts once
+            costs.append(cost)
+
+    def _minimize_max_cost(
+        self, limits: Sequence[float], low: int, cap: int
+    ) -> list[list[int]] | None:
+        """Return the least cost of the slowest of the remaining stages, by stage and its start.
+
+        Where they cannot keep to the cap, it is above the cap. Return None if that holds for the
+        whole cut. Costs below the lower bound `low` count as that.
+        """
+        count, stages, messages, never = self.count, self.problem.stages, self.messages, cap + 1
+        furthest = self._furthest_ends(limits, cap)
+        rest = [never] * count + [low]
+        rows = [rest]
+        first = last = count  # the first and the last end at which the later stages keep to the cap
+        for stage in reversed(range(stages)):
+            work, memory, limit = self.work[stage], self.problem.memory_sums[stage], limits[stage]
+            for end in range(first, last + 1):
+                self._extend_messages(end, self._first_start(stage, end, limit, cap))
+            least, row = min(rest), [never] * (count + 1)
+            top = min(furthest[stage], count - stages + stage)
+            for start in range(self._first_start(stage, first, limit, cap), top + 1):
+                best, start_work = never, work[start]
+                far = min(last, bisect_right(memory, memory[start] + limit) - 1)
+                for end in range(max(start + 1, first), far + 1):
+                    cost = work[end] - start_work
+                    if cost >= best or best == least:
+                        break  # later ends cost even more, or no end costs less
+                    best = min(best, max(cost + messages[end][end - 1 - start], rest[end]))
+                row[start] = best
+            rest = row
+            rows.append(rest)
+            reached = [start for start, cost in enumerate(rest) if cost <= cap]
+            if not reached:
+                return None
+            first, last = reached[0], reached[-1]
+        return rows[::-1]
+
+    def _bound_unevenness(
+        self, rest: Sequence[Sequence[int]], cap: int
+    ) -> list[list[tuple[int, int]]]:
+        """Return, by stage, the ends from which the later stages keep to the cap.
+
+        With each end comes a lower bound on the unevenness of the later stages. They are most even
+        if each takes units in proportion to its speed. If the largest unit is more than such a
+        share, the stage with that unit costs at least as much as the unit.
+        """
+        sums, count, stages = self.cost_sums, self.count, self.problem.stages
+        units = [after - before for before, after in pairwise(sums)]
+        largest_from = list(accumulate(reversed(units), max, initial=0))[::-1]
+        fastest, squared_speeds = min(self.slowness), 0
+        result = [[(count, 0)]]
+        for stage in range(stages - 1, 0, -1):
+            # Rounding the speeds up makes the bound a little lower: it stays a lower bound.
+            squared_speeds -= -_SQUARE_SCALE // self.slowness[stage] ** 2
+            ends = []
+            for end, cost in enumerate(rest[stage]):
+                if cost <= cap:
+                    left, largest = sums[-1] - sums[end], largest_from[end]
+                    even = left**2 * _SQUARE_SCALE // squared_speeds
+                    others = (left - largest) ** 2 * _SQUARE_SCALE // squared_speeds
+                    bound = max(even, (largest * fastest) ** 2 + others)
+                    ends.append((end, bound + (count - end) ** 2 // (stages - stage)))
+            result.append(ends)
+        return result[::-1]
+
+    def _minimize_unevenness(
+        self,
+        limits: Sequence[float],
+        cap: int,
+        ends: Sequence[Sequence[tuple[int, int]]],
+        most: int,
+        width: int,
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the unevenness and the counts, from the last, of the most even cut up to `most`.
 
         The unevenness is the sum of the squared costs and, with so little weight that it decides
-        only between equal ones, the sum of the squared counts.
+        only between equal ones, the sum of the squared counts. Of equal cuts, the latest starts
+        win. After each stage only the `width` most promising ends are kept. The result is exact if
+        that is all of them.
         """
-        sums, count = self.cost_sums, len(self.problem.units)
-        weight = count**2 + 1
-        before: list[int | None] = [0] + [None] * count
-        starts: list[list[int]] = []
-        for stage, (slow, limit) in enumerate(zip(self.slowness, limits, strict=True)):
-            after: list[int | None] = [None] * len(before)
-            best_starts = [0] * len(before)
-            floors = list(accumulate((inf if value is None else value for value in before), min))
-            for end in self._ends(stage):
-                messages = self.message_costs(end)
-                for start in self._starts(stage, end, limit, cap):
-                    cost, earlier, best = (
-                        slow * (sums[end] - sums[start]),
-                        before[start],
-                        after[end],
-                    )
-                    if best is not None and cost * cost * weight + floors[start] >= best:
+        never, last, size = most + 1, 0, _BLOCK_SIZE
+        before = [0] + [never] * self.count
+        starts: list[dict[int, int]] = []
+        for stage, limit in enumerate(limits):
+            work, after = self.work[stage], [never] * (self.count + 1)
+            best_starts: dict[int, int] = {}
+            reached = []
+            floors = list(accumulate(before, min))  # the least value up to each start
+            minima = [min(before[i : i + size]) for i in range(0, last + 1, size)]
+            for end, bound in ends[stage]:
+                first, top = self._first_start(stage, end, limit, cap), min(last, end - 1)
+                best, end_work, messages = never - bound, work[end], self.messages[end]
+                # Blocks of starts are skipped if even their shortest stage, with the smallest
+                # unevenness before it, is too much.
+                for block in range(top // size, first // size - 1, -1):
+                    late = min(top, block * size + size - 1)
+                    least = (end_work - work[late]) ** 2
+                    if least + floors[late] >= best:
                         break  # earlier starts cost even more
-                    cost += messages[end - 1 - start]
-                    if earlier is None or cost > cap:
+                    if least + minima[block] >= best:
                         continue
-                    total = earlier + cost * cost * weight + (end - start) ** 2
-                    if best is None or total < best:  # of equal cuts, the latest start wins
-                        after[end], best_starts[end] = total, start
+                    for start in range(late, max(first, block * size) - 1, -1):
+                        cost = end_work - work[start] + messages[end - 1 - start]
+                        total = before[start] + cost * cost + (end - start) ** 2
+                        if total < best and cost <= cap:
+                            best, best_starts[end] = total, start
+                if end in best_starts:
+                    after[end] = best
+                    reached.append((best + bound, end))
+            reached.sort()
+            for _, end in reached[width:]:
+                after[end] = never
+            last = max(end for _, end in reached[:width])
             before = after
             starts.append(best_starts)
-        unevenness, end, counts = before[-1], count, []
-        assert unevenness is not None, "the first pass has found a cut with this cap"
+        counts, end = [], self.count
         for best_starts in reversed(starts):
             counts.append(end - best_starts[end])
             end = best_starts[end]
-        return cap, unevenness, tuple(counts)
+        return before[-1], tuple(counts)
 
     def is_feasible(self, limits: Sequence[float]) -> bool:
         """Return True if there is a cut in which no stage needs more than its memory.
