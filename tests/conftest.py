@@ -1,4 +1,4 @@
-"""Test configuration: more workers than cores, cheap seeding, and cheap garbage collection.
+"""Test configuration: more workers than cores, long tests first, cheap seeding and collection.
 
 Fault tests spend most of their time waiting for a rank that no longer responds, so other tests can
 run in the meantime.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the workers of `-n auto`: three for every two cores."""
     cores = len(os.sched_getaffinity(0))
     return cores + cores // 2
+
+
+# Files whose tests take several seconds each, most of them waiting. At the end of a run they would
+# keep one worker busy while the others have nothing left to do.
+LONG = (
+    "examples/test_processes.py",
+    "checkpoint/test_killed_saves.py",
+    "distributed/test_any_model.py",
+    "hugging_face/test_pipes_over_ranks.py",
+    "launch/",
+    "doctor/",
+    "faults/",
+    "compat/test_install.py",
+    "runtime/distributed/failure/",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the long tests first."""
+    folder = Path(__file__).parent
+
+    def is_short(item: pytest.Item) -> bool:
+        return not str(item.path.relative_to(folder)).startswith(LONG)
+
+    items.sort(key=lambda item: item.path.is_relative_to(folder) and is_short(item))
 
 
 def pytest_configure(config: pytest.Config) -> None:

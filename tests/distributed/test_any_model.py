@@ -19,7 +19,7 @@ from tests.properties.cases import Case, cases
 from tests.properties.comparing import Step, compare, on_rank
 from tests.properties.models import Layer, Model
 
-EXAMPLES = {2: 30, 3: 25, 4: 20}
+EXAMPLES = {2: 15, 3: 10, 4: 10}
 PLAIN = Case(
     Model((Layer("linear"), Layer("linear"))), (1, 1), 2, (3,), 2, "gpipe", runtime="processes"
 )

@@ -37,6 +37,21 @@ class Request(Batch):
     scaler: torch.amp.GradScaler | None = None
     optimizer: torch.optim.Optimizer | None = None
 
+    def describe_options(self) -> dict[str, str | int | bool | None]:
+        """Return the options that decide what is computed, by name.
+
+        All ranks compare them before a call, and a captured step is replayed only for equal ones.
+        """
+        return {
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+            "training mode": self.training,
+            "reduction": self.reduction,
+            "outputs": self.return_outputs,
+            "scaler": self.scaler is not None,
+            "optimizer": self.optimizer is not None,
+        }
+
     def check_optimizer(self) -> None:
         """Raise if an optimizer was given and cannot step: no gradients, or a scaler decides."""
         if not isinstance(self.optimizer, torch.optim.Optimizer):

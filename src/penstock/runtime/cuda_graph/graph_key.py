@@ -181,8 +181,7 @@ def build_graph_key(
         )
     fingerprint = Fingerprinter()
     request_facts = (
-        (request.chunks, request.checkpoint, request.training, request.reduction),
-        (fingerprint(request.loss_fn), request.return_outputs, request.scaler is None),
+        (*request.describe_options().values(), fingerprint(request.loss_fn)),
         _fingerprint_optimizer(request.optimizer, step_modules.parameters, fingerprint),
         (context, torch.get_default_dtype(), *get_global_hook_ids()),
         _get_kernel_flags(),

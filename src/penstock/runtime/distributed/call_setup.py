@@ -71,9 +71,7 @@ def collect_call_facts(request: Request, **extra_facts: object) -> RankFacts:
         if torch.is_autocast_enabled(kind)
     ]
     return {
-        "chunks": str(request.chunks),
-        "checkpoint": request.checkpoint,
-        "training mode": str(request.training),
+        **{name: str(value) for name, value in request.describe_options().items()},
         "gradients": str(torch.is_grad_enabled()),
         "autocast": ", ".join(contexts) or "none",
         **{name: str(value) for name, value in extra_facts.items()},

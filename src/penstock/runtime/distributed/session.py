@@ -216,17 +216,8 @@ class DistributedEngine:
 
     def prepare(self, call_name: str, request: Request) -> DistributedCall:
         """Agree on the call with all ranks, and open the links that its stage graph needs."""
-        extra_facts: dict[str, object] = {}
-        local_state = ""
-        if request.is_step:
-            extra_facts = {
-                "outputs": request.return_outputs,
-                "scaler": request.scaler is not None,
-                "optimizer": request.optimizer is not None,
-                "no_sync": not self._replicas.sync_enabled,
-            }
-            local_state = _qualified_name(request.loss_fn)
-        facts = collect_call_facts(request, **extra_facts)
+        facts = collect_call_facts(request, no_sync=not self._replicas.sync_enabled)
+        local_state = _qualified_name(request.loss_fn) if request.is_step else ""
         agreed_call = self.call_setup.prepare_call(call_name, request, facts, local_state)
         self.groups.open_links(
             self.placed_partition.find_communicating_ranks(agreed_call.stage_inputs.graph)
