@@ -331,16 +331,20 @@ class StageRunner:
     ) -> tuple[CellGraph, FlatValues]:
         """Run the layers with autograd, and return the graph and the outputs."""
         behavior = self._behavior
-        inputs_with_grad = [
-            t
-            for p in input_payloads.values()
-            for t, need in zip(p.tensors, p.needs_grad, strict=True)
-            if need
-        ]
+        # Loops and no comprehensions, which are function calls in Python 3.11: this runs for every
+        # cell.
+        inputs_with_grad: list[Tensor] = []
+        inputs_need_grad: dict[int, tuple[bool, ...]] = {}
+        for source, payload in input_payloads.items():
+            inputs_need_grad[source] = payload.needs_grad
+            for tensor, need in zip(payload.tensors, payload.needs_grad, strict=True):
+                if need:
+                    assert tensor is not None
+                    inputs_with_grad.append(tensor)
         if behavior.mutates_inputs is False or not inputs_with_grad:
-            graph_inputs = GraphInputs.from_leaves(inputs_with_grad)  # type: ignore[arg-type]
+            graph_inputs = GraphInputs.from_leaves(inputs_with_grad)
         else:
-            graph_inputs = GraphInputs.from_entry(inputs_with_grad)  # type: ignore[arg-type]
+            graph_inputs = GraphInputs.from_entry(inputs_with_grad)
         before = (
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
@@ -349,12 +353,9 @@ class StageRunner:
         graph_inputs.tensors = ()  # the graph keeps those that its backward needs
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
-        roots = {
-            dst: tuple(map(find_gradient_edge, tensors)) for dst, (tensors, _) in outputs.items()
-        }
-        inputs_need_grad = {
-            source: payload.needs_grad for source, payload in input_payloads.items()
-        }
+        roots = {}
+        for dst, (tensors, _) in outputs.items():
+            roots[dst] = tuple(map(find_gradient_edge, tensors))
         graph = CellGraph(roots, inputs_need_grad, graph_inputs)
         # Walking the graph is slow, so a stage is checked in one forward only.
         if self._is_tracked and not behavior.uses_only_parameters:
