@@ -201,16 +201,18 @@ def scatter(
     if have_equal_rows(values):
         return _split_equal_rows(values, chunks)
     leaves, spec = pytree.tree_flatten(values)
-    first = next((index for index, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
-    if first is None:
+    row_leaf = next((i for i, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
+    if row_leaf is None:
         return [pytree.tree_unflatten(map(_unwrap_chunk, leaves), spec)], MicrobatchRows()
-    dim = _row_dim(leaves[first])
+    dim = _row_dim(leaves[row_leaf])
     assert dim is not None
-    counts = [piece.size(dim) for piece in torch.chunk(_unwrap_chunk(leaves[first]), chunks, dim)]
+    counts = [
+        piece.size(dim) for piece in torch.chunk(_unwrap_chunk(leaves[row_leaf]), chunks, dim)
+    ]
     rows = MicrobatchRows(tuple(counts), dim)
     if not all(_is_splittable(leaf, rows) for leaf in leaves):
         raise _build_shape_error(
-            values, first, rows, names or [f"input {index}" for index in range(len(values))]
+            values, row_leaf, rows, names or [f"input {index}" for index in range(len(values))]
         )
     microbatches = _split_leaves(leaves, rows)
     return [pytree.tree_unflatten(pieces, spec) for pieces in microbatches], rows

@@ -299,7 +299,9 @@ class _CutSearch:
                 self._made[value.src].append((dsts[0], dsts[-1], cost))
                 for dst, later in pairwise((*dsts, count)):
                     self._used[dst].append((later, cost))
-        self.total_messages = sum(cost for made in self._made for _, _, cost in made)
+        self.total_messages = sum(
+            cost for values_of_unit in self._made for _, _, cost in values_of_unit
+        )
         # `_extend_messages` fills these lists as far as they are needed.
         self.messages: list[list[int]] = [[] for _ in range(count + 1)]
         if not self.total_messages:
@@ -313,10 +315,10 @@ class _CutSearch:
         # A low cap makes a pass quick, but it may find nothing. The steps double, so that few
         # passes are needed even if messages make the best cut much slower than the bound.
         step = (low + self.total_messages // self.problem.stages) // 16 + 1
-        while (rest := self._minimize_max_cost(limits, low, cap)) is None:
+        while (later_costs := self._minimize_max_cost(limits, low, cap)) is None:
             cap, step = cap + step, 2 * step
-        slowest = rest[0][0]
-        ends = self._bound_unevenness(rest, slowest)
+        slowest = later_costs[0][0]
+        ends = self._bound_unevenness(later_costs, slowest)
         most = self.problem.stages * slowest**2 + self.count**2
         most, _ = self._minimize_unevenness(limits, slowest, ends, most, _QUICK_WIDTH)
         return slowest, *self._minimize_unevenness(limits, slowest, ends, most, self.count)
@@ -377,30 +379,32 @@ class _CutSearch:
         """
         count, stages, messages, never = self.count, self.problem.stages, self.messages, cap + 1
         furthest = self._furthest_ends(limits, cap)
-        rest = [never] * count + [low]
-        rows = [rest]
-        first = last = count  # the first and the last end at which the later stages keep to the cap
+        later_costs = [never] * count + [low]
+        rows = [later_costs]
+        first_end = last = (
+            count  # the first and the last end at which the later stages keep to the cap
+        )
         for stage in reversed(range(stages)):
             work, memory, limit = self.work[stage], self.problem.memory_sums[stage], limits[stage]
-            for end in range(first, last + 1):
+            for end in range(first_end, last + 1):
                 self._extend_messages(end, self._first_start(stage, end, limit, cap))
-            least, row = min(rest), [never] * (count + 1)
+            least, row = min(later_costs), [never] * (count + 1)
             top = min(furthest[stage], count - stages + stage)
-            for start in range(self._first_start(stage, first, limit, cap), top + 1):
+            for start in range(self._first_start(stage, first_end, limit, cap), top + 1):
                 best, start_work = never, work[start]
                 far = min(last, bisect_right(memory, memory[start] + limit) - 1)
-                for end in range(max(start + 1, first), far + 1):
+                for end in range(max(start + 1, first_end), far + 1):
                     cost = work[end] - start_work
                     if cost >= best or best == least:
                         break  # later ends cost even more, or no end costs less
-                    best = min(best, max(cost + messages[end][end - 1 - start], rest[end]))
+                    best = min(best, max(cost + messages[end][end - 1 - start], later_costs[end]))
                 row[start] = best
-            rest = row
-            rows.append(rest)
-            reached = [start for start, cost in enumerate(rest) if cost <= cap]
+            later_costs = row
+            rows.append(later_costs)
+            reached = [start for start, cost in enumerate(later_costs) if cost <= cap]
             if not reached:
                 return None
-            first, last = reached[0], reached[-1]
+            first_end, last = reached[0], reached[-1]
         return rows[::-1]
 
     def _bound_unevenness(
@@ -456,18 +460,18 @@ class _CutSearch:
             floors = list(accumulate(before, min))  # the least value up to each start
             minima = [min(before[i : i + size]) for i in range(0, last + 1, size)]
             for end, bound in ends[stage]:
-                first, top = self._first_start(stage, end, limit, cap), min(last, end - 1)
+                first_start, top = self._first_start(stage, end, limit, cap), min(last, end - 1)
                 best, end_work, messages = never - bound, work[end], self.messages[end]
                 # Blocks of starts are skipped if even their shortest stage, with the smallest
                 # unevenness before it, is too much.
-                for block in range(top // size, first // size - 1, -1):
+                for block in range(top // size, first_start // size - 1, -1):
                     late = min(top, block * size + size - 1)
                     least = (end_work - work[late]) ** 2
                     if least + floors[late] >= best:
                         break  # earlier starts cost even more
                     if least + minima[block] >= best:
                         continue
-                    for start in range(late, max(first, block * size) - 1, -1):
+                    for start in range(late, max(first_start, block * size) - 1, -1):
                         cost = end_work - work[start] + messages[end - 1 - start]
                         total = before[start] + cost * cost + (end - start) ** 2
                         if total < best and cost <= cap:
