@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Chunk, NoChunk, PipeSequential, Report, WithDevice, schedules
+from penstock.checker.reference import compute_difference
 from penstock.checker.report import Compared
 from penstock.schedules.families import FAMILIES
 from tests.support import Do, batch, crews, network, plain
@@ -273,6 +274,13 @@ def test_check_of_a_custom_schedule_and_one_from_a_file(tmp_path: Any) -> None:
     refused = checked(plain(), batch(9)[0], stages=2, chunks=2, schedules=[mine])
     assert not refused.ok  # nothing was proved
     assert "nothing ran, so nothing is proved" in str(refused)
+
+
+@pytest.mark.parametrize(("relative", "counts"), [(2e-7, False), (1e-5, True)])
+def test_only_rounding_is_tolerated_in_single_precision(relative: float, counts: bool) -> None:
+    expected = torch.linspace(1, 2, 5)
+    found = compute_difference("outputs", "", expected * (1 + relative), expected)
+    assert bool(found.size) is counts
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from penstock import Pipe
 from penstock.data_parallel.grad_scaler import propagate_overflow
 from tests.data_parallel.replicas import (
+    STAGE_FNS,
     WRAPS,
     Everyone,
     check_on_ranks,
@@ -92,6 +94,29 @@ def test_grad_scaler_overflow_in_one_shard_reaches_all_ranks() -> None:
 
 
 # ---- steps of replicas --------------------------------------------------------------------
+
+
+def one_row_overflows(output: Tensor) -> Tensor:
+    return (output * torch.tensor([inf, 1.0])).sum()
+
+
+def shard_is_finite() -> bool:
+    """Run a step that overflows in the first row of a weight, which the first rank has."""
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False))
+    pipe = Pipe(
+        layers,
+        stages=1,
+        devices=["cpu"],
+        stage_fn=STAGE_FNS["fsdp"],
+        loss_fn=one_row_overflows,
+    )
+    pipe.step(torch.ones(2, 2), scaler=torch.amp.GradScaler("cpu"))
+    (weight,) = pipe.parameters()
+    return bool(weight.grad.to_local().isfinite().all())  # type: ignore[union-attr]
+
+
+def test_grad_scaler_overflow_in_one_shard_of_a_step_reaches_all_ranks() -> None:
+    assert ranks(2).run(shard_is_finite) == [False, False]
 
 
 class _SetGradient(torch.autograd.Function):

@@ -269,6 +269,19 @@ def test_evaluation_between_steps_of_replicas(wrap: str) -> None:
     check_on_ranks(2, evaluation, wrap)
 
 
+def wrappers_without_sync() -> list[str]:
+    pipe = pipe_of(model(), "ddp")
+    x, y = batch(16)
+    pipe.step(half(x), target=half(y))
+    wrappers = pipe._placed_partition.partition.wrapper_modules
+    ddp = [m for m in wrappers if isinstance(m, DistributedDataParallel)]
+    return [str(m) for m in ddp if not m.require_backward_grad_sync] if ddp else ["no wrapper"]
+
+
+def test_ddp_stages_synchronize_by_themselves_after_a_step() -> None:
+    check_on_ranks(2, wrappers_without_sync)
+
+
 # ---- errors -------------------------------------------------------------------------------
 
 

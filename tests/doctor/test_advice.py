@@ -174,6 +174,10 @@ CASES = {
         found({"settings": {"NCCL_DEBUG": "INFO", "MASTER_PORT": "1"}}, {}),
         ["look: NCCL_DEBUG differs between ranks: INFO on rank 0; not set on rank 1"],
     ),
+    "a link at half speed": (
+        found({}, {}, {}, links=[Link(0, 1, 1, 4e9), Link(0, 2, 1, 4e9), Link(1, 2, 1, 2e9)]),
+        [],
+    ),
     "a slow link": (
         found({}, {}, {}, links=[Link(0, 1, 1, 4e9), Link(0, 2, 1, 4e9), Link(1, 2, 1, 5e8)]),
         [

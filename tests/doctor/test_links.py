@@ -83,3 +83,9 @@ def test_measure_copies_between_devices_of_one_process() -> None:
     assert [(link.a, link.b) for link in found] == [(0, 1), (0, 2), (1, 2)]
     assert all(link.latency > 0 and link.bandwidth > 0 and not link.problem for link in found)
     assert measure_device_copies([CPU]) == []
+
+
+def test_latency_is_half_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_time_round_trip", lambda *_: 4.0)
+    (found,) = measure_device_copies([CPU, CPU])
+    assert (found.latency, found.bandwidth) == (2.0, links.SMALL_BYTES / 2)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from penstock import ArgumentError, Pipe, Schedule, loads, schedules
+from penstock.model import placement
 from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
 from penstock.model.sequential import cut_sequential, group_by_device
 from penstock.model.tied import describe_tied_parameters
@@ -57,6 +58,19 @@ def test_stages_are_balanced_by_time_with_an_example() -> None:
     model = nn.Sequential(*(Do(lambda x: (seen.append(len(x)), x)[1]) for _ in range(3)))  # type: ignore[func-returns-value]
     assert sum(sizes(cut_of(model, stages=2, example=(torch.randn(6, 4),)))) == 3
     assert seen
+
+
+def test_measured_times_decide_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers have equal parameters, but the first one takes longer."""
+    monkeypatch.setattr(placement, "measure_layer_times", lambda *_, **__: [3.0, 1.0, 1.0, 1.0])
+    model = layers(4, 4, 4, 4)
+    assert sizes(cut_of(model, stages=2, example=torch.randn(6, 4))) == [1, 3]
+    assert sizes(cut_of(model, stages=2)) == [2, 2]
+
+
+def test_ranks_communicate_in_both_directions() -> None:
+    found = cut_of(layers(4, 4, 4), stages=3, devices=["cpu"] * 3)
+    assert found.communicating_ranks == {(0, 1), (1, 0), (1, 2), (2, 1)}
 
 
 @pytest.mark.parametrize(

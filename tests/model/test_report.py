@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ArgumentError
+from penstock.model.cut import _choose_units_to_open
 from penstock.model.report import suggest_improvement
 from penstock.model_summary import ComputeSeconds, ModelSummary, Transfer, UnitSummary
 
@@ -124,6 +125,28 @@ def test_report_groups_equal_messages() -> None:
     assert re.search(r"stage 0 to 1: relu \(test_report.py:\d+\), 128 B, 2 times\n", report)
     skip = r"relu \(test_report.py:\d+\), 128 B: stage 0 straight to stage 2, 2 times\n"
     assert re.search(skip, report)
+
+
+def test_operation_stays_where_its_result_is_smaller_than_its_arguments() -> None:
+    class Summing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(1, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.first(x).sum(-1, keepdim=True))
+
+    report = str(penstock.split(Summing(), 2, torch.randn(4, 8), balance="parameters"))
+    assert re.search(r"stage 0 to 1: sum \(test_report.py:\d+\), 16 B\n", report)
+
+
+def test_largest_unit_is_expanded_if_there_are_too_few() -> None:
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    assert _choose_units_to_open({"small": Block(8), "large": Block(16)}) == {"large"}
 
 
 def test_report_of_a_sequential_without_an_example_has_no_sizes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Pipe
+from penstock import Pipe, schedules
 from penstock.runtime import program_cache
 from penstock.schedules import lowering, simulator
 from penstock.schedules.families import FAMILIES
@@ -45,3 +45,12 @@ def test_first_step_builds_lowers_and_plays_the_schedule_once(
     for _ in range(2):
         pipe.step(torch.randn(8, 3), target=torch.randn(8, 2))
         assert calls == {"build": 1, "lower": 1, "play": 1}
+
+
+def test_recomputation_in_a_schedule_is_left_out_in_eval_mode() -> None:
+    schedule = lowering.recompute(schedules.gpipe(ranks=2, chunks=2), lambda *cell: True)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"], schedule=schedule)
+    for training, ops in ((True, "FRB"), (False, "FB")):
+        lanes = pipe.train(training).forecast().program.schedule.lanes
+        assert {str(action.op) for lane in lanes for action in lane} == set(ops)

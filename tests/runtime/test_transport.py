@@ -59,13 +59,13 @@ def test_mailbox_stop_wakes_waiting_ranks() -> None:
             mail.endpoint(rank).recv(Message(0, rank, 0))()
         woken.append(rank)
 
-    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2)]
+    threads = [threading.Thread(target=wait, args=(rank,), daemon=True) for rank in (1, 2, 2)]
     for thread in threads:
         thread.start()
     mail.stop()
     for thread in threads:
         thread.join(timeout=20)
-    assert sorted(woken) == [1, 2]
+    assert sorted(woken) == [1, 2, 2]
     assert mail.stopped
     with pytest.raises(Stopped):
         mail.endpoint(1).recv(Message(0, 1, 1))()

@@ -131,6 +131,23 @@ class Chained(Four):
         return self.d(h)
 
 
+class Cloning(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone())
+
+
+class ChangedForOneReader(Four):
+    """Two stages receive a tensor, and the second one changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Cloning(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        return self.d(y.add_(self.c(self.b(y))))
+
+
 class Counted(Four):
     """Updates buffers of the parent in place and by assignment."""
 
@@ -153,7 +170,7 @@ class Counted(Four):
     "kind",
     [
         *(ChangedTwice, ChangedByAView, FreeThenChanged, Statistics, Slices, Gathered),
-        *(SideBySide, Chained, Counted, Selected),
+        *(SideBySide, Chained, Counted, Selected, ChangedForOneReader),
     ],
     ids=lambda kind: kind.__name__,
 )

@@ -108,5 +108,6 @@ def test_sample_tensors_distinguishes_batches_and_is_short() -> None:
     one, other = torch.randn(1000, 100), torch.randn(1000, 100)
     assert sample_tensors([one]) != sample_tensors([other])
     assert sample_tensors([one]) == sample_tensors([one.clone()])
+    assert sample_tensors([one]) != sample_tensors([torch.cat([one[:500], other[500:]])])
     assert len(str(sample_tensors([one]))) < 400
     sample_tensors([torch.zeros(()), torch.zeros(0, 3), torch.ones(3, dtype=torch.bool)])

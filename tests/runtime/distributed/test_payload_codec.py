@@ -29,6 +29,7 @@ VALUES: list[tuple[Any, ...]] = [
     (torch.zeros(2), torch.zeros(2)),
     ([torch.zeros(1), {"a": 1, "b": None, 3: (2.5, True)}], "text"),
     (Pair(torch.zeros(2), Pair(1, "x")), OrderedDict(z=torch.ones(1), a=2)),
+    ({("a", 1): torch.zeros(1)},),
     (SideInputs({"mask": torch.ones(3, dtype=torch.bool)}),),
     ((), [], {}, None, 1j, torch.float16, torch.device("cpu")),
     (float("inf"), -0.0, 10**30, '\n"é'),
@@ -54,6 +55,7 @@ def test_payload_spec_round_trip_with_missing_gradients() -> None:
 
 
 TENSORS: list[Tensor] = [
+    torch.randn(2, 0, 3),
     torch.randn(3, 4),
     torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     torch.randn(4, 6).t(),
@@ -77,7 +79,8 @@ def test_tensor_survives_the_wire_format(tensor: Tensor) -> None:
     there = TensorSpec.of_packed(tensor).allocate("cpu")
     flatten_dense(there).copy_(flatten_dense(tensor).reshape(flatten_dense(there).shape))
     assert torch.equal(there, tensor)
-    if tensor.is_contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else False:
+    channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    if channels_last or tensor.is_contiguous():
         assert there.stride() == tensor.stride()
 
 
