@@ -553,7 +553,7 @@ class Pipe(nn.Module):
         ...     pipe.load(folder)
         {'epoch': 3}
         """
-        with self._engine.guard_call(
+        with self._engine.guarded_slow_call(
             "saving", folder=Path(folder).absolute(), background=background
         ):
             return self._build_saver().save(folder, optimizer, extra, background)
@@ -575,7 +575,7 @@ class Pipe(nn.Module):
 
         See `save` for an example.
         """
-        with self._engine.guard_call("loading", path=Path(path).absolute()):
+        with self._engine.guarded_slow_call("loading", path=Path(path).absolute()):
             return self._build_saver().load(path, optimizer)
 
     def export(self, file: PathLike) -> Path:
@@ -597,7 +597,7 @@ class Pipe(nn.Module):
         ...     pipe.export(f"{folder}/model.safetensors").name
         'model.safetensors'
         """
-        with self._engine.guard_call("exporting", file=Path(file).absolute()):
+        with self._engine.guarded_slow_call("exporting", file=Path(file).absolute()):
             return self._build_saver().export(file)
 
     def save_pretrained(self, folder: PathLike) -> Path:
@@ -612,7 +612,7 @@ class Pipe(nn.Module):
         Raises:
             PenstockTypeError: If the model is not one of transformers or peft.
         """
-        with self._engine.guard_call("saving", folder=Path(folder).absolute()):
+        with self._engine.guarded_slow_call("saving", folder=Path(folder).absolute()):
             return self._build_saver().save_pretrained(folder)
 
     def _build_saver(self) -> Saver:

@@ -145,6 +145,16 @@ class Ends(nn.Module):
         return x
 
 
+def error_of_step(pipe: Pipe, x: Tensor, y: Tensor) -> tuple[str, str, float]:
+    """Return the kind and the text of the error that a step raises, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        pipe.step(x, target=y)
+    except RemoteError as error:
+        return error.kind, str(error), time.monotonic() - begin
+    return "nothing", "", 0.0
+
+
 def left_alone(links: str) -> tuple[str, str, float]:
     model, x, y = model_and_batch()
     model.append(Ends(7))
@@ -152,12 +162,7 @@ def left_alone(links: str) -> tuple[str, str, float]:
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "heartbeat": 3.0}
     pipe = Pipe(model, 4, "never", group=group_for(links), devices=devices, **options)
     pipe.step(x, target=y)
-    begin = time.monotonic()
-    try:
-        pipe.step(x, target=y)
-    except RemoteError as error:
-        return error.kind, str(error), time.monotonic() - begin
-    return "nothing", "", 0.0
+    return error_of_step(pipe, x, y)
 
 
 @pytest.mark.parametrize("links", LINKS)
@@ -214,12 +219,7 @@ def waits_inside_a_layer() -> tuple[str, str, float]:
     pipe = Pipe(model, 4, "never", group=group_for("nccl"), devices=["cuda:0"] * 2, **options)
     KEPT.append(pipe)
     pipe.step(x, target=y)
-    begin = time.monotonic()
-    try:
-        pipe.step(x, target=y)
-    except RemoteError as error:
-        return error.kind, str(error), time.monotonic() - begin
-    return "nothing", "", 0.0
+    return error_of_step(pipe, x, y)
 
 
 def test_dead_rank_is_reported_while_a_layer_waits_for_the_gpu() -> None:

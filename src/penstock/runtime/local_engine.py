@@ -212,7 +212,7 @@ class LocalEngine:
         """The reasons against a capture that the user was warned of."""
         return self._lazy_state.capture_warnings
 
-    def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
+    def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return an empty context: there are no other processes to tell of an error."""
         return nullcontext()
 
@@ -366,7 +366,7 @@ class LocalCall:
                 self.request.runtime, error, self._engine.capture_warnings
             )
             return None
-        self.complete(None, None)
+        self._propagate_overflow()
         if torch.is_grad_enabled():
             self._engine.remember_measured(result.measured)
         return result
@@ -417,9 +417,14 @@ class LocalCall:
         """Return the totals of the step. All losses are in this process."""
         return LocalTotals(self._accumulator, self._accumulator.rescale_factor)
 
-    def complete(self, execution: Execution | None, totals: LocalTotals | None) -> None:
+    def complete(self, totals: LocalTotals) -> None:
+        """Note that the step has succeeded. A captured step is completed when it is replayed."""
+        if self._executor is None:
+            self._propagate_overflow()
+
+    def _propagate_overflow(self) -> None:
         """Let processes that hold shards of DTensors agree whether gradients overflowed."""
-        if self.request.scaler is not None and torch.is_grad_enabled() and self._executor is None:
+        if self.request.scaler is not None and torch.is_grad_enabled():
             propagate_overflow(self._engine.placed_partition.partition.parameters(), None)
 
     def build_result(

@@ -47,7 +47,7 @@ from penstock.runtime.worker import StepLoss
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Program
 from penstock.schedules.timeline import Timeline, simulate
-from penstock.stage.aux_loss import select_forward_sink
+from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
 from penstock.stage.loss import LossReduction, append_loss, resolve_reduction
 from penstock.stage.stage import Stage
 
@@ -203,7 +203,11 @@ class Call(Protocol):
         """Run the step as a CUDA graph, or return None if it has to run now."""
 
     def build_execution(
-        self, program: Program, stages: Sequence[Stage], aux_sink: Any, in_caller_graph: bool
+        self,
+        program: Program,
+        stages: Sequence[Stage],
+        aux_sink: AuxLossSink | None,
+        in_caller_graph: bool,
     ) -> Execution:
         """Return the execution of this call, with the inputs of its cells."""
 
@@ -213,7 +217,7 @@ class Call(Protocol):
     def combine(self, execution: Execution, program: Program) -> StepTotals:
         """Return the totals of the step, after the lanes have run."""
 
-    def complete(self, execution: Execution, totals: Any) -> None:
+    def complete(self, totals: Any) -> None:
         """Note that the step has succeeded, before its gradients go on to the caller's graph."""
 
     def build_result(self, execution: Execution, program: Program, totals: Any) -> StepResult:
@@ -246,8 +250,10 @@ class Engine(Protocol):
     def prepare(self, call_name: str, request: Request) -> Call:
         """Split the batch, and agree on the call with other processes."""
 
-    def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
-        """Return a context in which an error on one rank is raised on all ranks.
+    def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
+        """Return a context for a call that may take minutes, such as a save.
+
+        An error on one rank is raised on all ranks.
 
         All ranks compare the `facts` first and raise if they differ.
         """
@@ -320,7 +326,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         loss.finish_gradients(totals.rescale_factor)
         # FSDP keeps its gradients elsewhere and needs the factor itself.
         deferred.rescale_factor = totals.rescale_factor
-    call.complete(execution, totals)
+    call.complete(totals)
     for cell, tensors in tensors_by_cell.items():
         if cell in cell_io.inputs:  # otherwise it is a cell of another process
             propagate_version_bumps(tensors, cell_io.inputs[cell].tensors)

@@ -256,7 +256,7 @@ class DistributedEngine:
         return total_norm
 
     @contextmanager
-    def guard_call(self, call_name: str, **facts: object) -> Iterator[None]:
+    def guarded_slow_call(self, call_name: str, **facts: object) -> Iterator[None]:
         """Run a slow call, such as a save: check that all ranks make it, and share its errors."""
         with self.groups.guarded_call(call_name, SLOW_CALL_TIMEOUT_FACTOR) as name:
             check_ranks_agree(self.groups.pipeline_channel, name, _to_facts(facts))
@@ -427,7 +427,7 @@ class DistributedCall:
             self._groups.watchdog.mark_computing("the reduction of gradients")
         return totals
 
-    def complete(self, execution: Execution, totals: GlobalResult) -> None:
+    def complete(self, totals: GlobalResult) -> None:
         """Let the ranks agree on overflows, and finish the call."""
         if self.request.scaler is not None and torch.is_grad_enabled():
             propagate_overflow(
