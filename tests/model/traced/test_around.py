@@ -112,6 +112,16 @@ def test_replaced_parameters_or_buffers_between_units_are_refused(change: Any) -
         pipe.step(x)
 
 
+def test_child_of_the_pipe_that_is_replaced_or_added_is_refused() -> None:
+    """The model itself stays as it was, and is what runs."""
+    model, x = Chain().double(), torch.randn(8, WIDTH).double()
+    for name in ("layers", "head"):
+        pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
+        setattr(pipe, name, nn.ModuleList())
+        with pytest.raises(RunError, match="replaced, added or removed after the pipe was made"):
+            pipe.step(x)
+
+
 def test_parameter_between_units_may_change_in_place() -> None:
     model, x = Chain().double(), torch.randn(8, WIDTH).double()
     pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
