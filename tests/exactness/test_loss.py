@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock import PenstockTypeError, Pipe, RunError, Weighted
+from penstock import (
+    PenstockTypeError,
+    Pipe,
+    RunError,
+    Weighted,
+    is_checkpointing,
+    is_recomputing,
+)
 from penstock.stage.loss import LossReduction, resolve_reduction
 from tests.features.rows import masked as as_tuple
 from tests.support import (
@@ -226,7 +233,7 @@ def sometimes(a: Any, b: Any) -> Loss:
 def test_invalid_results_of_a_loss_function_are_refused(
     loss_fn: Loss, reduction: str | None, message: str
 ) -> None:
-    _, pipe = both(loss_fn=loss_fn, reduction=reduction)
+    _, pipe = both(loss_fn=loss_fn, reduction=reduction, checkpoint="never")
     x, target = batch(7)
     with pytest.raises(RuntimeError, match=message):
         pipe.step(x, target=target)
@@ -417,3 +424,21 @@ def test_loss_fn_must_be_a_function(given: Any) -> None:
     x, target = batch(7)
     with pytest.raises(PenstockTypeError, match="loss_fn must be a function"):
         Pipe(model).step(x, target=target, loss_fn=given)
+
+
+@each_checkpoint
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_loss_function_runs_once_for_each_micro_batch(schedule: str, checkpoint: str) -> None:
+    """It may keep a metric, or a buffer that it advances."""
+    seen: list[tuple[int, bool, bool]] = []
+
+    def counting(y: Tensor, target: Tensor) -> Tensor:
+        seen.append((len(y), is_checkpointing(), is_recomputing()))
+        return F.mse_loss(y, target)
+
+    model, pipe = both(checkpoint=checkpoint, schedule=schedule, loss_fn=counting)
+    x, target = batch(7)
+    loss = F.mse_loss(model(x), target)
+    assert closely(pipe.step(x, target=target).loss, loss.detach())
+    assert sorted(rows for rows, *_ in seen) == [1, 3, 3]
+    assert not any(flag for _, *flags in seen for flag in flags)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from penstock import Pipe, add_loss, added_losses, is_recomputing
+from penstock import Pipe, Weighted, add_loss, added_losses, is_recomputing
 from tests.pairs import each_pair
 from tests.support import (
     CHECKPOINTS,
@@ -214,7 +214,7 @@ def test_added_losses_with_a_loss_function_that_returns_its_weight(checkpoint: s
     labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
 
     def loss_fn(y: Tensor, labels: Tensor) -> Any:
-        return functional.cross_entropy(y, labels), (labels != -100).sum()
+        return Weighted(functional.cross_entropy(y, labels), (labels != -100).sum())
 
     def expected(model: nn.Module) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)

@@ -202,17 +202,22 @@ class Worker:
             payloads = stage_runner.forward(microbatch, received)
         if OUTSIDE in payloads:
             cell_io.outputs[cell] = payloads[OUTSIDE]
-            if cell_io.loss is not None:
-                cell_io.output_gradients[cell] = cell_io.loss.compute_output_gradients(
-                    microbatch, payloads[OUTSIDE]
-                )
+            self._take_loss(cell, payloads[OUTSIDE])
         return payloads
+
+    def _take_loss(self, cell: tuple[int, int], output: Payload) -> None:
+        loss = self._cell_io.loss
+        if loss is not None:
+            gradients = loss.compute_output_gradients(cell[1], output)
+            self._cell_io.output_gradients[cell] = gradients
 
     def _recompute(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
     ) -> dict[int, Payload]:
         with self.forward_lock:
-            stage_runner.recompute(microbatch)
+            payloads = stage_runner.recompute(microbatch)
+        if OUTSIDE in payloads:
+            self._take_loss((stage_runner.stage.index, microbatch), payloads[OUTSIDE])
         return {}
 
     def _backward(

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
+from penstock.stage.recompute import is_checkpointing, mark_only_run
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import get_legacy_reduction, pytree, unwrap_compiled
 
@@ -182,6 +183,9 @@ class LossStageFunction:
     receives the loss and its `LossExtras`, if there are any. The stage runner appends the sum of
     the auxiliary losses.
 
+    The loss function runs once for each micro-batch, as it may count or remember what it sees. If
+    the micro-batch is recomputed, that is in the recomputation, which has the graph.
+
     Auxiliary losses are weighted by rows. If the loss returns a weight of its own, the sum of these
     weights is known only at the end of the step. The auxiliary losses are then added to the loss
     itself and share its weight.
@@ -209,14 +213,21 @@ class LossStageFunction:
             targets = (target,)
         outputs = self._compute(inputs)
         (output,) = outputs[OUTSIDE]
-        result = self._loss_fn(output, *targets) if self._loss_fn else extract_model_loss(output)
+        if is_checkpointing():
+            return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
+        aux_losses = thread_state.sink
+        if isinstance(aux_losses, CollectedLosses):
+            aux_losses.layer_count = len(aux_losses)
+        if self._loss_fn is None:
+            result = extract_model_loss(output)
+        else:
+            with mark_only_run():
+                result = self._loss_fn(output, *targets)
         loss, extras = parse_loss(result, self._origin)
         if extras.weight is not None:
             _zero_grad_if_weightless(output, extras.weight)
-            aux_losses = thread_state.sink
             if isinstance(aux_losses, CollectedLosses) and aux_losses:
                 loss = loss + sum_losses(aux_losses).to(loss.device)
-                aux_losses.merged_count = len(aux_losses)
                 aux_losses.clear()
         elif self._target_counter is not None and targets and isinstance(targets[0], Tensor):
             weight = self._target_counter(targets[0])

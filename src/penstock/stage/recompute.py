@@ -87,6 +87,17 @@ def mark_recomputing() -> Iterator[None]:
         _thread_state.recomputing = False
 
 
+@contextmanager
+def mark_only_run() -> Iterator[None]:
+    """Let both questions be answered with False: what runs here runs once in a training step."""
+    checkpointing, recomputing = _thread_state.checkpointing, _thread_state.recomputing
+    _thread_state.checkpointing = _thread_state.recomputing = False
+    try:
+        yield
+    finally:
+        _thread_state.checkpointing, _thread_state.recomputing = checkpointing, recomputing
+
+
 # ---- buffers -----------------------------------------------------------------------------------
 
 # Whether a forward writes a buffer without a change of its version counter, by module and name. A

@@ -235,15 +235,16 @@ class StageRunner:
         proxies = () if self._proxies is None else self._proxies.proxy_tensors
         return storage_addresses([*tensors, *proxies])
 
-    def recompute(self, microbatch: int) -> None:
+    def recompute(self, microbatch: int) -> dict[int, Payload]:
         """Build the graph of a cell whose forward kept only its inputs; otherwise do nothing.
 
         The recomputation starts from the state that the forward found: its inputs, the buffers that
-        it changed, the training flags and the random seed.
+        it changed, the training flags and the random seed. The payload for the caller is returned,
+        if there is one: the loss is computed here, and not in the forward.
         """
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
-            return
+            return {}
         self.has_recomputed = True
         # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
         # make the gradients wrong, so their version counters are compared.
@@ -269,7 +270,7 @@ class StageRunner:
             training_flags,
             restore_buffers(self._modules_with_buffers, saved.written_buffers),
         ):
-            self._graphs[microbatch], _ = self._build_graph(microbatch, inputs)
+            self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         # The value of an auxiliary loss comes from the forward, its gradient from the
         # recomputation. A layer that adds it in only one of the two would train on a loss that is
         # not reported, or report one that it does not train on.
@@ -280,6 +281,8 @@ class StageRunner:
                 "loss counts only once."
             )
         self._record_parameter_versions()
+        for_caller = {dst: values for dst, values in outputs.items() if dst == OUTSIDE}
+        return build_payloads(for_caller, is_in_graph)
 
     def _record_parameter_versions(self) -> None:
         """Remember the versions of the parameters, if a recomputation will compare them.
@@ -388,8 +391,10 @@ class StageRunner:
                 outputs = self.stage.compute(values)
         finally:
             thread_state.sink = previous_sink
-        self._aux_loss_count = len(losses) + losses.merged_count
-        return carry_losses(outputs, losses) if losses else outputs
+        count = losses.layer_count
+        self._aux_loss_count = len(losses) if count is None else count
+        # Without outputs this is the last stage, whose recomputation returns the losses.
+        return carry_losses(outputs, losses) if losses and outputs else outputs
 
     def _run_in_context(self, microbatch: int, values: NeighborValues) -> NeighborValues:
         behavior, defers_weight_grads = (
