@@ -558,6 +558,11 @@ class Renormed(nn.Embedding):
         return x + super().forward((x[:, 0] > 0).long())
 
 
+def renormed() -> nn.Sequential:
+    later = list(blocks())[1:]  # sets the seed, too
+    return made_of(Renormed(2, 6, max_norm=0.5), *later)
+
+
 STATE_ROWS = [
     *(
         Row(f"frozen {name}", model=partial(frozen, *prefixes), script=rows(7, 7), chunks=3)
@@ -577,7 +582,7 @@ STATE_ROWS = [
         Row(f"buffer that a layer reads and {how}", model=partial(remembering, replaces), whole=False)
         for how, replaces in (("writes", False), ("replaces", True))
     ),
-    Row("embedding with max_norm", model=lambda: made_of(Renormed(2, 6, max_norm=0.5), *list(blocks())[1:]), whole=False),
+    Row("embedding with max_norm", model=renormed, whole=False),
     Row("deferred BatchNorm, small batch", model=lambda: made_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)), script=rows(12, 6), whole=False, chunks=5, options={"deferred_batch_norm": True}),
 ]  # fmt: skip
 

@@ -190,10 +190,10 @@ class StageRunner:
             # next stages that the outputs need no gradient.
             self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
             output_payloads = build_payloads(outputs, is_in_graph)
+            self._record_parameter_versions()
         if read_only:
             check_unchanged(read_only, before)
         self._protect_outputs(output_payloads, outputs, read_only)
-        self._record_parameter_versions()
         return output_payloads
 
     def _needs_backward(self, needs_grad: Iterable[Sequence[bool]]) -> bool:
@@ -285,17 +285,32 @@ class StageRunner:
         return build_payloads(for_caller, is_in_graph)
 
     def _record_parameter_versions(self) -> None:
-        """Remember the versions of the parameters, if a recomputation will compare them.
-
-        Layers may change their own parameters in their forward (an embedding with `max_norm` does),
-        so the versions are read again after each forward and recomputation.
-        """
+        """Remember the versions of the parameters, if a recomputation will compare them."""
         if self._recompute_inputs:
             self._parameter_versions = self._read_parameter_versions()
 
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
         parameters = [p for module in self._static_modules for p in module._parameters.values()]
         return [(p.data_ptr(), p._version) for p in parameters if p is not None]
+
+    def _check_parameter_writes(self, versions: list[tuple[int, int]]) -> None:
+        """Raise if a forward that will be recomputed has changed a parameter in a lasting way.
+
+        An embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
+        """
+        before = iter(versions)
+        for module in self._static_modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                is_written = next(before, None) != (parameter.data_ptr(), parameter._version)
+                if is_written and getattr(module, "max_norm", None) is None:
+                    raise RunError(
+                        f"the forward of {type(module).__name__} changes its parameter '{name}', "
+                        "and its recomputation would compute with the changed value. Make it a "
+                        "buffer (register_buffer), whose old value is restored, or pass "
+                        "checkpoint='never'."
+                    )
 
     def _forward_for_recompute(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -307,9 +322,13 @@ class StageRunner:
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
         buffers = snapshot_buffers(self._modules_with_buffers)
+        parameter_versions = self._parameter_versions or self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
         with mark_checkpointing():
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
+        self._parameter_versions = self._read_parameter_versions()
+        if self._parameter_versions != parameter_versions:
+            self._check_parameter_writes(parameter_versions)
         mutated = before != payload_versions(input_payloads.values())
         if mutated and behavior.mutates_inputs is False:
             raise RunError(
