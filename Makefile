@@ -5,6 +5,8 @@
 # make busy      the tests of processes while some are held up, as on a busy machine; five minutes
 # make soak      the tests of processes with every combination of faults, schedules and ranks, and
 #                with training runs of thousands of steps; half an hour
+# make surroundings  small programs in each odd surrounding: C locale, read-only folders, python -O, no
+#                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; ten minutes
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test lint fuzz busy soak docs features zoo bench format clean
+.PHONY: demo test lint fuzz busy soak surroundings docs features zoo bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -40,6 +42,10 @@ busy: $(READY)
 soak: export PENSTOCK_SOAK := 1
 soak: $(READY)
 	$(BIN)/pytest -n auto --dist worksteal tests/distributed tests/faults
+
+surroundings: export PENSTOCK_SURROUNDINGS := 1
+surroundings: $(READY)
+	$(BIN)/pytest -v tests/test_surroundings.py
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
 """Measure the overhead per cell in microseconds, next to torchgpipe and fairscale.
 
-    pip install -c constraints.txt -e '.[bench]'
+    pip install -e '.[bench]'
     python benchmarks/cell.py
 
 A cell is the forward and the backward of one stage on one micro-batch: here Linear(8, 8) on 8 rows,

@@ -1,6 +1,6 @@
 """Compare `fit` with the optimum, at sizes that an exact solver can handle.
 
-    pip install -c constraints.txt -e '.[bench]'
+    pip install -e '.[bench]'
     python benchmarks/exact.py
 
 Messages take 0.1 F, and the memory cap is the peak of the named schedule. The solver gets one

@@ -33,6 +33,8 @@ LONG = (
     "doctor/",
     "faults/",
     "compat/test_install.py",
+    "test_packaging.py",
+    "test_surroundings.py",
     "runtime/distributed/failure/",
 )
 

@@ -452,7 +452,7 @@ def test_command_line_without_typer_names_the_extra() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "penstock: the command line needs typer and rich: pip install 'penstock[cli]'\n"
+        "penstock: the command line needs typer and rich: pip install 'torch-penstock[cli]'\n"
     )
 
 

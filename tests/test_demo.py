@@ -190,7 +190,7 @@ def test_demo_without_matplotlib_names_the_extra(
     assert run("--steps 1") == 2
     assert capsys.readouterr() == (
         "",
-        "penstock: the demo needs matplotlib: pip install 'penstock[draw]'\n",
+        "penstock: the demo needs matplotlib: pip install 'torch-penstock[draw]'\n",
     )
 
 
@@ -362,7 +362,7 @@ def test_find_devices_splits_one_gpu_or_gives_a_reason(monkeypatch: pytest.Monke
     monkeypatch.setattr(found, "virtual_devices", missing)
     devices = find_devices()
     assert [repr(place) for place in devices.by_rank] == ["cpu", "cpu"]
-    assert "pip install 'penstock[cuda]'" in devices.reason
+    assert "pip install 'torch-penstock[cuda]'" in devices.reason
 
 
 def test_next_byte_loss_of_uniform_logits() -> None:

@@ -54,5 +54,5 @@ def test_error_with_problems_lists_them_below_its_headline(
 
 def test_missing_extra_says_what_to_install() -> None:
     assert str(MissingExtra("matplotlib", "draw", "a picture")) == (
-        "a picture needs matplotlib: pip install 'penstock[draw]'"
+        "a picture needs matplotlib: pip install 'torch-penstock[draw]'"
     )

@@ -169,7 +169,7 @@ class MissingExtra(PenstockError, ImportError):
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
         self._init_args = (library, extra, purpose)
-        super().__init__(f"{purpose} needs {library}: pip install 'penstock[{extra}]'")
+        super().__init__(f"{purpose} needs {library}: pip install 'torch-penstock[{extra}]'")
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), self._init_args

@@ -164,7 +164,7 @@ def test_picture_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra) as error:
         picture(played("0F0 0B0"), tmp_path / "drawn.svg")
-    assert str(error.value) == ("a picture needs matplotlib: pip install 'penstock[draw]'")
+    assert str(error.value) == ("a picture needs matplotlib: pip install 'torch-penstock[draw]'")
 
 
 def test_importing_draw_imports_no_optional_dependency() -> None:

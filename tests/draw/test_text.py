@@ -193,4 +193,4 @@ def test_text_in_colour_without_rich_names_the_extra(
     monkeypatch.setitem(sys.modules, "rich.color", None)
     with pytest.raises(MissingExtra) as error:
         text(played("0F0 0B0"), color=True)
-    assert str(error.value) == ("text in colour needs rich: pip install 'penstock[cli]'")
+    assert str(error.value) == ("text in colour needs rich: pip install 'torch-penstock[cli]'")
