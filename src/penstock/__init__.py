@@ -29,6 +29,7 @@ from penstock.errors import (
     PenstockTypeError,
     RemoteError,
     RunError,
+    TorchVersionError,
 )
 from penstock.errors import get_deprecated as _get_deprecated_error
 from penstock.schedules.cost import Cost
@@ -104,6 +105,7 @@ __all__ = [
     "StageGraph",
     "StepResult",
     "Timeline",
+    "TorchVersionError",
     "Wait",
     "Weighted",
     "WithDevice",

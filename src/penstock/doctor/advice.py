@@ -147,6 +147,12 @@ def _check_python_versions(survey: SurveyResult) -> Iterator[str]:
         yield f"python differs between ranks: {_format_groups(texts)}"
 
 
+def _check_missing_apis(survey: SurveyResult) -> Iterator[str]:
+    for rank, facts in iter_first_rank_of_hosts(survey):
+        for text in facts.missing_apis:
+            yield f"rank {rank}: {text.removesuffix('.')}"
+
+
 def _check_gpu_assignment(survey: SurveyResult) -> Iterator[str]:
     gpus = _group_ranks({rank: facts.gpu for rank, facts in survey.rank_infos.items()})
     without = gpus.pop("", [])
@@ -243,6 +249,7 @@ def _check_slow_links(survey: SurveyResult) -> Iterator[str]:
 
 
 _WARNING_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
+    _check_missing_apis,
     _check_python_versions,
     _check_gpu_assignment,
     _check_threads,

@@ -15,7 +15,6 @@ from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport, TransportFactory
 from penstock.runtime.worker import BoundAction, Worker
 from penstock.stage.caller_context import CallerContext, no_autocast
-from penstock.torch_compat import is_autograd_multithreaded
 
 # Returns a context to enter around one action of a rank.
 ActionContext = Callable[[int, BoundAction], AbstractContextManager[object]]
@@ -66,10 +65,9 @@ def use_worker_thread_settings(context: CallerContext) -> Iterator[None]:
     # With autograd's own threads on, the backward of a stage on a GPU would run in autograd's
     # thread for that GPU. It runs in this thread instead, as in a worker: see
     # `threads._worker_loop`.
-    was_multithreaded = is_autograd_multithreaded()
-    torch.autograd.set_multithreading_enabled(False)
-    try:
-        with no_autocast(), torch.set_grad_enabled(context.grad_enabled):
-            yield
-    finally:
-        torch.autograd.set_multithreading_enabled(was_multithreaded)
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        no_autocast(),
+        torch.set_grad_enabled(context.grad_enabled),
+    ):
+        yield

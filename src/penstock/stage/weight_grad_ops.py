@@ -41,10 +41,10 @@ from penstock.stage.weight_grad import (
 from penstock.torch_compat import (
     call_without_dispatch,
     is_any_autocast_enabled,
-    make_saved_settings_reader,
     mark_as_parameter,
     peek_functorch_stack,
     pytree,
+    read_convolution_settings,
     top_saved_tensor_hooks,
 )
 
@@ -311,7 +311,7 @@ def _defer_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def run_convolution(op_input: Tensor, weight: Tensor) -> Tensor:
         output: Tensor = func(op_input, weight, bias, *args[3:], **options)
-        backward_args.extend([weight, None, *_read_convolution_settings(output.grad_fn)])
+        backward_args.extend([weight, None, *read_convolution_settings(output.grad_fn)])
         return output
 
     def convolution_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
@@ -322,12 +322,6 @@ def _defer_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return weight_grad
 
     return _defer(weight, op_input, bias, convolution_weight_grad, run_convolution)
-
-
-# The settings of a convolution in the order in which convolution_backward takes them.
-_read_convolution_settings = make_saved_settings_reader(
-    "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-)
 
 
 def _defer_embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
