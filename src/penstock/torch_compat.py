@@ -678,6 +678,22 @@ def finish_fsdp_backward(state: Any) -> None:
     state._root_post_backward_final_callback()
 
 
+def reset_fsdp_after_error(state: Any) -> None:
+    """Forget the forward or backward that failed, from the state of a root without gradients.
+
+    `reset_iter_state` does this since 2.13. Before, the end of a backward does it: with reduction
+    on and no gradients it communicates nothing.
+    """
+    reset = getattr(state, "_reset_iter_state", None)
+    if reset is not None:
+        reset()
+        return
+    state._state_ctx.iter_forward_root = None
+    for sharded in state._state_ctx.all_states:
+        sharded._modules_to_run_forward.clear()
+    finish_fsdp_backward(state)
+
+
 def get_fsdp_params(state: Any) -> Iterator[Any]:
     """Yield the sharded parameters of a state that a forward has gathered before."""
     groups = getattr(state, "_fsdp_param_groups", None)  # a list since 2.13
