@@ -21,9 +21,10 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -246,6 +247,18 @@ def mark_as_not_compilable(function: Any) -> None:
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010
 
 
+def keep_fake_cuda_guard() -> None:
+    """Let this thread own the device guard that PyTorch uses where it has CUDA but no GPU is here.
+
+    The compiler makes the guard when it first runs. Up to 2.14 the guard belongs to the thread that
+    made it, and when that thread ends, the next compilation in the process crashes. This thread
+    starts the workers and usually outlives them. Without the private function there is no guard.
+    """
+    ensure_guard = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure_guard is not None and not torch.cuda.is_available():
+        ensure_guard()
+
+
 # ---- autograd ------------------------------------------------------------------------------------
 
 
@@ -320,6 +333,24 @@ def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
 # The `f_globals` of stack frames that run code of `torch.utils.checkpoint`. A walk of the stack
 # compares it with each frame; a function call per frame would double the time of the walk.
 TORCH_CHECKPOINT_GLOBALS: dict[str, Any] = _torch_checkpoint.__dict__
+
+
+def close_failed_checkpoints(error: BaseException) -> None:
+    """Take the hooks of the `torch.utils.checkpoint` calls that an error left off this thread.
+
+    Up to 2.12, PyTorch leaves them to the generator of the call, which the error keeps alive. The
+    thread would go on with these hooks, and the thread that drops the error could not remove them.
+    Later releases have closed the generator, and nothing happens here.
+    """
+    generators = [
+        frame.f_locals.get("gen")
+        for frame, _ in walk_tb(error.__traceback__)
+        if frame.f_globals is TORCH_CHECKPOINT_GLOBALS
+    ]
+    for generator in reversed(generators):
+        if generator is not None:
+            with suppress(Exception):  # of a context that the user gave to the call
+                generator.close()
 
 
 # Whether autocast is on for any type of device. It is called for each operation.
@@ -830,6 +861,22 @@ def is_fsdp_root(state: Any) -> bool:
 def finish_fsdp_backward(state: Any) -> None:
     """Do what `fully_shard` does when a backward ends: reduce, reshard, wait."""
     _get(state, "_root_post_backward_final_callback", FULLY_SHARD)()
+
+
+def reset_fsdp_after_error(state: Any) -> None:
+    """Forget the forward or backward that failed, from the state of a root without gradients.
+
+    `reset_iter_state` does this since 2.13. Before, the end of a backward does it: with reduction
+    on and no gradients it communicates nothing.
+    """
+    reset = getattr(state, "_reset_iter_state", None)
+    if reset is not None:
+        reset()
+        return
+    state._state_ctx.iter_forward_root = None
+    for sharded in state._state_ctx.all_states:
+        sharded._modules_to_run_forward.clear()
+    finish_fsdp_backward(state)
 
 
 def get_fsdp_params(state: Any) -> Iterator[Any]:
