@@ -101,10 +101,8 @@ class InterUnitRngMode(TorchFunctionMode):
 
     def __init__(self, function_stages: FunctionStages, enter_stage: Callable[[int], None]) -> None:
         super().__init__()
-        self._stage_iterators, self._enter_stage = (
-            {func: iter(stages) for func, stages in function_stages.items()},
-            enter_stage,
-        )
+        self._stage_iterators = {func: iter(stages) for func, stages in function_stages.items()}
+        self._enter_stage = enter_stage
         self.unit_depth = 0  # how many units are running, one inside another
 
     def __torch_function__(
