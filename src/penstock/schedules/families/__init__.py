@@ -19,11 +19,16 @@ from difflib import get_close_matches
 
 from penstock.errors import ArgumentError
 from penstock.schedules.families.common import Placement, check_sizes, loop, vee
-from penstock.schedules.families.dualpipe import dualpipe_v
 from penstock.schedules.families.gpipe import clocked, forward_only, gpipe, looped_bfs, naive
-from penstock.schedules.families.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
-from penstock.schedules.families.v_shape import v_half, v_min, zb_v
-from penstock.schedules.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedules.families.one_f_one_b import (
+    eager_one_f_one_b,
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
+from penstock.schedules.families.v_shape import dualpipe_v, v_half, v_min, zb_v
 from penstock.schedules.ir import Schedule
 
 __all__ = [
