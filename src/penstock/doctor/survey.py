@@ -103,7 +103,7 @@ def survey_all_ranks(
             find_link_backend(backend).name,
             patience,
             facts,
-            sorted(links, key=_get_ranks),
+            sorted(links, key=lambda link: (link.a, link.b)),
             clocks,
         )
     )
@@ -183,7 +183,3 @@ def _combine_measurements(measurements: Mapping[int, Any], a: int, b: int) -> Li
         links = [Link(**fields) for fields in measurements[rank][1]]
         ends += [link for link in links if (link.a, link.b) == (a, b)]
     return next((end for end in ends if end.problem), ends[0])
-
-
-def _get_ranks(link: Link) -> tuple[int, int]:
-    return link.a, link.b

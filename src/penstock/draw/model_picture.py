@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw.style import (
@@ -21,12 +20,9 @@ from penstock.draw.style import (
     FAINT,
     GRID,
     IDLE,
-    MATPLOTLIB_STYLE,
     SHADES,
-    check_suffix,
-    save_figure,
+    write_figure,
 )
-from penstock.errors import MissingExtra
 from penstock.model_summary import ModelSummary, Transfer, UnitSummary
 from penstock.schedules.ir import OP_RULES, Op
 from penstock.text_format import format_bytes, format_count, format_seconds
@@ -161,17 +157,9 @@ def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None
         ArgumentError: The suffix is neither .svg nor .png.
         MissingExtra: matplotlib is not installed.
     """
-    path = Path(path)
-    kind = check_suffix(path)
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "draw", "a picture") from None
     arcs = list(build_arcs(outline))
     sheet = _layout_model(outline, arcs)
-    with style.context(MATPLOTLIB_STYLE, after_reset=True):
-        figure = Figure(figsize=(sheet.width, sheet.height))
+    with write_figure(path, sheet.width, sheet.height) as figure:
         _draw_header(figure, sheet, outline, title)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_xlim(0, sheet.width)
@@ -185,7 +173,6 @@ def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None
             _draw_arc(
                 axes, sheet, arc, index, (ports[index, arc.start], ports[index, arc.end]), tops
             )
-        save_figure(figure, path, kind)
 
 
 # ---- the layout ---------------------------------------------------------------------------
