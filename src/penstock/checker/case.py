@@ -16,13 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.microbatch import (
-    Chunk,
-    MicrobatchRows,
-    map_batch_tensors,
-    scatter,
-    unwrap_chunk,
-)
+from penstock.microbatch import Chunk, MicrobatchRows, map_batch_tensors, scatter, unwrap_chunk
 from penstock.model.cut import ExampleMicrobatch, trace_with_enough_units
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition

@@ -15,9 +15,10 @@ the unsplit model, recorded layer by layer, find the cause. The first that appli
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +189,8 @@ def _record_run(
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
-                hook = module.register_forward_hook(
-                    _make_call_recorder(calls, name), with_kwargs=True
-                )
+                record = partial(_record_call, calls, name)
+                hook = module.register_forward_hook(record, with_kwargs=True)
                 hooks.callback(hook.remove)
         result = run_unsplit(
             replace(checked, chunks=chunks), model, arguments, whole_batch=chunks == 1
@@ -204,13 +204,12 @@ def _record_run(
     return _RecordedRun(calls, collect_training_outcome(model, *result), changed)
 
 
-def _make_call_recorder(calls: list[_RecordedCall], name: str) -> Callable[..., None]:
-    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # Cloned, because a later layer may change its input in place.
-        inputs, outputs = _clone_tensors((args, kwargs)), _clone_tensors(output)
-        calls.append(_RecordedCall(name, type(module).__name__, inputs, outputs))
-
-    return record
+def _record_call(
+    calls: list[_RecordedCall], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
+    # Cloned, because a later layer may change its input in place.
+    inputs, outputs = _clone_tensors((args, kwargs)), _clone_tensors(output)
+    calls.append(_RecordedCall(name, type(module).__name__, inputs, outputs))
 
 
 def _clone_tensors(values: Any) -> list[Tensor]:

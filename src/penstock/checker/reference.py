@@ -79,8 +79,7 @@ class CellRngEmulator:
             for name, (unit, call_stages) in self._units.items():
                 # First of all hooks: a hook of the user's may draw, too.
                 pre_hook = unit.register_forward_pre_hook(
-                    lambda *_, name=name, stages=call_stages: enter_unit(name, stages),
-                    prepend=True,
+                    lambda *_, name=name, stages=call_stages: enter_unit(name, stages), prepend=True
                 )
                 post_hook = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
                 hooks.callback(pre_hook.remove)

@@ -241,11 +241,9 @@ def compute_reference(checked: CheckedModel) -> ReferenceOutcomes:
 
 def _make_second_arguments(checked: CheckedModel, inputs_require_grad: bool) -> StepArguments:
     """Return the batch of the second step, whose inputs require gradients if that is possible."""
-    return (
-        checked.arguments.require_input_grads()
-        if inputs_require_grad
-        else checked.arguments.map_tensors(torch.Tensor.detach)
-    )
+    if inputs_require_grad:
+        return checked.arguments.require_input_grads()
+    return checked.arguments.map_tensors(torch.Tensor.detach)
 
 
 def _can_require_input_grad(checked: CheckedModel) -> bool:

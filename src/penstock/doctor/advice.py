@@ -135,8 +135,7 @@ _BROKEN_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
 
 def _check_python_versions(survey: SurveyResult) -> Iterator[str]:
     return _find_difference(
-        "python",
-        {r: f.versions["python"].rpartition(".")[0] for r, f in survey.rank_infos.items()},
+        "python", {r: f.versions["python"].rpartition(".")[0] for r, f in survey.rank_infos.items()}
     )
 
 

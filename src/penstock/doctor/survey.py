@@ -69,12 +69,9 @@ def survey_all_ranks(
     `report` receives the result, on rank 0 alone, and returns True if nothing is broken.
     """
     launcher_store = open_store(rank_env, 3 * patience)
+    info = collect_rank_info(rank_env).to_json()
     rendezvous = join_rendezvous(
-        launcher_store,
-        rank_env.rank,
-        rank_env.world_size,
-        collect_rank_info(rank_env).to_json(),
-        3 * patience,
+        launcher_store, rank_env.rank, rank_env.world_size, info, 3 * patience
     )
     store = rendezvous.store
     facts = {rank: parse_rank_info(text) for rank, text in sorted(rendezvous.rank_info.items())}

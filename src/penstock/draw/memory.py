@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from penstock.draw.style import (
-    DARK,
-    FAINT,
-    FILL,
-    IDLE,
-    LEGEND_STYLE,
-    SHADES,
-    write_figure,
-)
+from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, SHADES, write_figure
 from penstock.schedules.ir import Op
 from penstock.schedules.timeline import Timeline
 from penstock.text_format import format_bytes

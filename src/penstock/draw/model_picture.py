@@ -15,14 +15,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.style import (
-    DARK,
-    FAINT,
-    GRID,
-    IDLE,
-    SHADES,
-    write_figure,
-)
+from penstock.draw.style import DARK, FAINT, GRID, IDLE, SHADES, write_figure
 from penstock.model_summary import ModelSummary, Transfer, UnitSummary
 from penstock.schedules.ir import OP_RULES, Op
 from penstock.text_format import format_bytes, format_count, format_seconds
@@ -361,13 +354,8 @@ def _draw_names(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None
         return
     look = {"size": min(FONT_SIZE, 48 * layout.pitch), "rotation": 90, "ha": "center", "va": "top"}
     for index, piece in enumerate(outline.units):
-        axes.text(
-            layout.unit_center(index),
-            layout.bars_bottom - 0.07,
-            shorten_name(piece.name),
-            look,
-            color=DARK,
-        )
+        position = layout.unit_center(index), layout.bars_bottom - 0.07
+        axes.text(*position, shorten_name(piece.name), look, color=DARK)
 
 
 def _draw_stages(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None:

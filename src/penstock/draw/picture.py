@@ -13,14 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import style
-from penstock.draw.style import (
-    DARK,
-    FAINT,
-    FILL,
-    IDLE,
-    LEGEND_STYLE,
-    SentMessage,
-)
+from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, SentMessage
 from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
