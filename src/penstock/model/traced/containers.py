@@ -337,8 +337,6 @@ class ReboundHooks:
 
     def wrap(self, unit: nn.Module) -> Callable[..., Any]:
         """Return a function that runs a unit with its rebound hooks."""
-        if not self.replacements:
-            return unit
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.install(unit):

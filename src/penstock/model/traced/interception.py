@@ -115,10 +115,6 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
         finally:
             self.checkpoint_options = before
 
-    def get_hooks(self, unit: str) -> ReboundHooks:
-        """Return the rebound hooks of a unit."""
-        return self.unit_hooks.get(unit, NO_REBOUND_HOOKS)
-
     def notify_hooks(
         self, name: str, target: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
@@ -127,7 +123,8 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
         A hook that only collects values works here, too. A hook that computes is abandoned at its
         first operation, by `HookSkipped`: it computes on the stage that runs the unit.
         """
-        for key, hook in self.get_hooks(name).get_forward_hooks(target).items():
+        hooks = self.unit_hooks.get(name, NO_REBOUND_HOOKS).get_forward_hooks(target)
+        for key, hook in hooks.items():
             hook_kwargs = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
             self.in_hook = True
             try:

@@ -180,7 +180,8 @@ class StageInterpreter(OpInterceptor):
             self.notify_hooks(name, target, args, kwargs, output)
             return output
         resolved_args, resolved_kwargs = map_call_tensors(args, kwargs, self._resolve)
-        run = self.get_hooks(name).wrap(self._unit_modules[name])
+        unit, hooks = self._unit_modules[name], self.unit_hooks.get(name)
+        run: Callable[..., Any] = unit if hooks is None else hooks.wrap(unit)
         # A parent called `torch.utils.checkpoint` on code around this unit. The region may span
         # several stages, so each unit in it is checkpointed by itself.
         if self.checkpoint_options is not None:

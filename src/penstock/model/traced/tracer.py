@@ -27,7 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
-from penstock.model.traced.containers import apply_container_updates, track_container_changes
+from penstock.model.traced.containers import (
+    NO_REBOUND_HOOKS,
+    apply_container_updates,
+    track_container_changes,
+)
 from penstock.model.traced.dry_run import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorFactory,
@@ -539,7 +543,7 @@ class Tracer(OpInterceptor):
         self._unit_integer_inputs |= {
             value: t for value, t in known_inputs if t is not None and not t.is_floating_point()
         }
-        with self.get_hooks(name).install(target):
+        with self.unit_hooks.get(name, NO_REBOUND_HOOKS).install(target):
             fake_args, fake_kwargs = unflatten(fakes, spec)
             output, _ = run_on_fakes(
                 self.value_table.fake_factory, name, target, fake_args, fake_kwargs, known_tensors

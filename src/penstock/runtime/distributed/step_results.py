@@ -290,8 +290,8 @@ class DistributedLossAccumulator:
         seeds = self.accumulator.compute_output_gradients(microbatch, outputs)
         self._transport.loss_is_weighted = self.accumulator.needs_rescale
         entry = self._cache_entry
-        is_new = entry.is_complete and not entry.loss_is_weighted
-        if is_new and self._transport.loss_is_weighted:
+        had_no_weight = entry.is_complete and not entry.loss_is_weighted
+        if had_no_weight and self._transport.loss_is_weighted:
             raise RunError(
                 "loss_fn returned a weight, but in the first step with such inputs it returned "
                 "none. Return one always or never, or create the pipe with shapes='sent'."

@@ -1,4 +1,4 @@
-"""The parts that families of schedules share: placements, checks of sizes, common phases."""
+"""The parts that families of schedules share: placements, checks of sizes, lanes cut to a size."""
 
 from __future__ import annotations
 
