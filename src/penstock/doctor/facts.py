@@ -118,7 +118,7 @@ def collect_rank_info(rank_env: RankEnv) -> RankInfo:
         memory=_measure_memory(device),
         disk={
             path: _measure_disk(path)
-            for path in dict.fromkeys((str(Path.cwd()), _get_temporary_directory()))
+            for path in dict.fromkeys((str(Path.cwd()), tempfile.gettempdir()))
         },
         settings=settings,
         interfaces=[name for _, name in socket.if_nameindex()],
@@ -187,7 +187,3 @@ def _measure_host_memory() -> FreeSpace | None:
 def _measure_disk(path: str) -> FreeSpace:
     usage = shutil.disk_usage(path)
     return FreeSpace(usage.free, usage.total)
-
-
-def _get_temporary_directory() -> str:
-    return tempfile.gettempdir()

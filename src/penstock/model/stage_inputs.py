@@ -99,10 +99,8 @@ class StageInputs:
     def split_alike(self, unsplit_tensors: Sequence[Tensor]) -> InputsByStage:
         """Split other tensors in place of `unsplit_tensors`, in the same way."""
         columns = [torch.split(whole, list(self.rows.counts)) for whole in unsplit_tensors]
-        pieces, input_count = (
-            list(zip(*columns, strict=True)),
-            len(unsplit_tensors) - self.has_target,
-        )
+        pieces = list(zip(*columns, strict=True))
+        input_count = len(unsplit_tensors) - self.has_target
         by_stage = {0: [piece[:input_count] for piece in pieces]}
         if self.has_target:
             append_target(by_stage, max(self.by_stage), [piece[-1] for piece in pieces])

@@ -192,11 +192,9 @@ class Execution:
             worker.device.wait_for_caller(streams)
         if not self.time_origins:
             self.time_origins = _record_time_origins(devices)
-        states_before = (
-            get_shared_rng_states(device.device for device in devices)
-            if self._rng_policy.detect_outside_rng_use
-            else []
-        )
+        states_before = []
+        if self._rng_policy.detect_outside_rng_use:
+            states_before = get_shared_rng_states(device.device for device in devices)
         try:
             yield
         except BaseException:

@@ -164,14 +164,10 @@ class LossAccumulator:
         loss, weight = microbatch_loss.loss, microbatch_loss.extras.weight
         if weight is None:
             # A sum over replicas becomes a mean by the reduction, so the count makes up for it.
-            factor = (
-                self._replica_share.replica_count
-                if self._is_sum
-                else self._replica_share.compute_row_factor()
-            )
-            return self._apply_loss_scale(
-                torch.full_like(loss, self._loss_shares[microbatch] * factor)
-            )
+            share = self._replica_share
+            factor = share.replica_count if self._is_sum else share.compute_row_factor()
+            gradient = torch.full_like(loss, self._loss_shares[microbatch] * factor)
+            return self._apply_loss_scale(gradient)
         if self._gradient_divisor is None:
             # The provisional divisor d. It estimates the final one, so that gradients have about
             # their final size until they are rescaled.
@@ -180,11 +176,9 @@ class LossAccumulator:
         return self._apply_loss_scale(weight / self._gradient_divisor).to(loss.dtype)
 
     def _apply_loss_scale(self, gradient: Tensor) -> Tensor:
-        return (
-            gradient
-            if self._loss_scale is None
-            else (gradient * self._loss_scale).to(gradient.dtype)
-        )
+        if self._loss_scale is None:
+            return gradient
+        return (gradient * self._loss_scale).to(gradient.dtype)
 
     def _check_consistent_extras(self, extras: LossExtras) -> None:
         if self._first_extras is None and extras.weight is None and not self._is_sum:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +176,7 @@ def append_loss(
     return [*others, replace(last, compute=with_loss)]
 
 
+@dataclass(frozen=True, eq=False)
 class LossStageFunction:
     """The computation of the last stage, followed by the loss.
 
@@ -191,52 +192,50 @@ class LossStageFunction:
     itself and share its weight.
     """
 
-    def __init__(
-        self,
-        compute: StageFunction,
-        loss_fn: LossFn | None,
-        target_counter: TargetCounter | None,
-        has_target: bool,
-        return_outputs: bool,
-    ) -> None:
-        self._compute, self._loss_fn, self._target_counter = compute, loss_fn, target_counter
-        self._has_target, self._return_outputs = has_target, return_outputs
-        # The beginning of error messages: who returned the loss.
-        self._origin = "loss_fn returned" if loss_fn else "the model, without a loss_fn, returned"
+    compute: StageFunction
+    loss_fn: LossFn | None
+    target_counter: TargetCounter | None
+    has_target: bool
+    return_outputs: bool
+
+    @cached_property
+    def origin(self) -> str:
+        """The beginning of error messages: who returned the loss."""
+        return "loss_fn returned" if self.loss_fn else "the model, without a loss_fn, returned"
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage and the loss. The loss takes the place of the output."""
         targets: tuple[Any, ...] = ()
-        if self._has_target:
+        if self.has_target:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        outputs = self._compute(inputs)
+        outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
         if is_checkpointing():
             return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
         aux_losses = thread_state.sink
         if isinstance(aux_losses, CollectedLosses):
             aux_losses.layer_count = len(aux_losses)
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             result = extract_model_loss(output)
         else:
             with mark_only_run():
-                result = self._loss_fn(output, *targets)
-        loss, extras = parse_loss(result, self._origin)
+                result = self.loss_fn(output, *targets)
+        loss, extras = parse_loss(result, self.origin)
         if extras.weight is not None:
             _zero_grad_if_weightless(output, extras.weight)
             if isinstance(aux_losses, CollectedLosses) and aux_losses:
                 loss = loss + sum_losses(aux_losses).to(loss.device)
                 aux_losses.clear()
-        elif self._target_counter is not None and targets and isinstance(targets[0], Tensor):
-            weight = self._target_counter(targets[0])
+        elif self.target_counter is not None and targets and isinstance(targets[0], Tensor):
+            weight = self.target_counter(targets[0])
             extras = extras._replace(weight=weight)
             # Without class weights, a weight of 0 means that all targets are ignored. PyTorch's
             # losses give those no gradient anyway.
-            if self._target_counter.class_weights is not None:
+            if self.target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
-        if self._return_outputs:
+        if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
 

@@ -342,26 +342,14 @@ def _wrap_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight: WeightProxy = args[0]
 
     def wrap_if_trainable(view: Tensor) -> Tensor:
-        return (
-            WeightProxy.wrap(view, weight.parameter, weight.recorder)
-            if view.requires_grad
-            else view
-        )
+        if not view.requires_grad:
+            return view
+        return WeightProxy.wrap(view, weight.parameter, weight.recorder)
 
     views = func(weight.original, *args[1:], **kwargs)
-    return (
-        wrap_if_trainable(views)
-        if isinstance(views, Tensor)
-        else tuple(map(wrap_if_trainable, views))
-    )
-
-
-def _run_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `F.multi_head_attention_forward` so that its weight proxies reach `F.linear`.
-
-    Otherwise the function dispatches to the proxies before it calls `F.linear`.
-    """
-    return call_without_dispatch(func, args, kwargs)
+    if isinstance(views, Tensor):
+        return wrap_if_trainable(views)
+    return tuple(map(wrap_if_trainable, views))
 
 
 def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
@@ -391,7 +379,8 @@ _OP_HANDLERS: dict[Any, OpHandler] = {
     **dict.fromkeys(_CONVOLUTIONS, _defer_convolution),
     functional.embedding: _defer_embedding,
     **dict.fromkeys(_VIEWS, _wrap_view),
-    functional.multi_head_attention_forward: _run_attention,
+    # Otherwise the function dispatches to the proxies, and they do not reach its `F.linear`.
+    functional.multi_head_attention_forward: call_without_dispatch,
 }
 
 

@@ -16,6 +16,7 @@ loss, so that the weight of each micro-batch is known before it runs; see `find_
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,15 +192,6 @@ def _same_outcome(is_read: bool, actual: Any, expected: Any) -> bool:
 # numbers of such targets must not count the same. The targets depend on the inputs alone (labels,
 # shifted by one), so a replay counts them before the micro-batch runs.
 
-_CROSS_ENTROPY_PARAMETERS = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-)
 CROSS_ENTROPY_FUNCTIONS = frozenset([functional.cross_entropy, functional.nll_loss])
 
 # Functions of one tensor, and perhaps a number, that scale or reshape it. A loss that has gone
@@ -237,7 +229,7 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
     if node is None or node.func not in CROSS_ENTROPY_FUNCTIONS or node.arg_template is None:
         return None
     args, kwargs = node.arg_template
-    arguments = {**dict(zip(_CROSS_ENTROPY_PARAMETERS, args, strict=False)), **kwargs}
+    arguments = inspect.signature(node.func).bind(*args, **kwargs).arguments
     if arguments.get("reduction", "mean") != "mean" or arguments.get("reduce") is not None:
         return None
     target, class_weights = arguments["target"], arguments.get("weight")
@@ -263,7 +255,7 @@ def _find_loss_node(trace: Trace) -> TraceNode | None:
     markers = {
         index: trace.values[leaf.value].tensor_spec.allocate("meta")
         for index, leaf in enumerate(trace.output.leaves)
-        if _is_value(leaf)
+        if isinstance(leaf, ValueLeaf)
     }
     leaves = [markers.get(index, leaf) for index, leaf in enumerate(trace.output.leaves)]
     loss = find_loss_tensor(unflatten(leaves, trace.output.tree_spec))
@@ -272,7 +264,3 @@ def _find_loss_node(trace: Trace) -> TraceNode | None:
             producer = trace.values[trace.output.leaves[index].value].producer
             return None if producer is None else trace.nodes[producer]
     return None
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, ValueLeaf)

@@ -23,12 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
-from penstock.fingerprint import (
-    Fingerprinter,
-    ModelSettings,
-    ObjectIdentity,
-    read_model_settings,
-)
+from penstock.fingerprint import Fingerprinter, ModelSettings, ObjectIdentity, read_model_settings
 from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition
@@ -51,7 +46,7 @@ from penstock.model.traced.stage_program import StageProgram, build_stage_progra
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
-from penstock.nested_values import flatten
+from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
 from penstock.tensor_spec import TensorSpec
@@ -276,9 +271,7 @@ class TracedPartition(Partition):
         around_units = _iter_members(self.parents, self.ownership.buffer_writers)
         members = [*children.values(), *around_units]  # `pipe.head = layer` changes only the former
         initial = self._memory.initial_members = self._memory.initial_members or members
-        if len(members) == len(initial) and all(
-            a is b for a, b in zip(members, initial, strict=True)
-        ):
+        if are_same_objects(members, initial):
             return
         names = ", ".join(f"'{name}'" if name else "the model" for name in self.parents)
         raise RunError(

@@ -503,17 +503,23 @@ TensorsByAttribute = dict[tuple[nn.Module, TensorAttribute], Tensor]
 
 def collect_module_tensors(modules: Sequence[nn.Module]) -> TensorsByAttribute:
     """Return all buffers of the modules, and all tensors that are plain attributes."""
-    return dict(_iter_module_tensors(modules))
+    return {
+        (module, TensorAttribute(is_buffer, name)): value
+        for module in modules
+        for is_buffer, table in ((True, module._buffers), (False, vars(module)))
+        for name, value in table.items()
+        if isinstance(value, Tensor)
+    }
 
 
-def _iter_module_tensors(
-    modules: Sequence[nn.Module],
-) -> Iterator[tuple[tuple[nn.Module, TensorAttribute], Tensor]]:
-    for module in modules:
-        for is_buffer, table in ((True, module._buffers), (False, vars(module))):
-            for name, value in table.items():
-                if isinstance(value, Tensor):
-                    yield (module, TensorAttribute(is_buffer, name)), value
+def _iter_reassigned(
+    before: TensorsByAttribute, modules: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, TensorAttribute, Tensor | None, Tensor]]:
+    """Yield the attributes that a step has reassigned, each with its old and its new value."""
+    for (module, attribute), value in collect_module_tensors(modules).items():
+        old_value = before.get((module, attribute))
+        if old_value is not value:
+            yield module, attribute, old_value, value
 
 
 class ReassignedTensors:
@@ -547,10 +553,7 @@ class ReassignedTensors:
         self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
     ) -> None:
         """Make static tensors for the attributes that an eager step has reassigned."""
-        for (module, attribute), value in collect_module_tensors(modules).items():
-            old_value = before.get((module, attribute))
-            if old_value is value:
-                continue
+        for module, attribute, old_value, value in _iter_reassigned(before, modules):
             if old_value is not None and not is_replaceable_by(value, old_value):
                 raise CaptureError(
                     _describe_reassignment(describe(module), attribute.name, old_value, value)
@@ -570,10 +573,7 @@ class ReassignedTensors:
         self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
     ) -> None:
         """Copy reassigned values into their static tensors, as the last part of a capture."""
-        for (module, attribute), value in collect_module_tensors(modules).items():
-            old_value = before.get((module, attribute))
-            if old_value is value:
-                continue
+        for module, attribute, old_value, value in _iter_reassigned(before, modules):
             if (
                 old_value is None
                 or attribute not in self._static_tensors.get(module, ())

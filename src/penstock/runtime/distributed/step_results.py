@@ -177,11 +177,8 @@ class ReplicaLosses:
         """
         leaves, spec = pytree.tree_flatten(metrics)
         scalar_indices = [i for i, leaf in enumerate(leaves) if _is_scalar_tensor(leaf)]
-        loss, aux_losses, weight = (
-            accumulator.compute_loss(),
-            accumulator.compute_aux_losses(),
-            accumulator.total_weight,
-        )
+        loss, weight = accumulator.compute_loss(), accumulator.total_weight
+        aux_losses = accumulator.compute_aux_losses()
         kind = (
             "a sum" if accumulator.is_sum else "a mean by rows" if weight is None else "by weights"
         )
@@ -279,12 +276,8 @@ class DistributedLossAccumulator:
         transport: ProcessTransport,
         cache_entry: CallCacheEntry,
     ) -> None:
-        self.accumulator, self._replica_losses, self._transport, self._cache_entry = (
-            accumulator,
-            replica_losses,
-            transport,
-            cache_entry,
-        )
+        self.accumulator, self._replica_losses = accumulator, replica_losses
+        self._transport, self._cache_entry = transport, cache_entry
         self._previous_gradients: PreviousGradients | None = None
         self.metrics = {}
 
@@ -296,11 +289,9 @@ class DistributedLossAccumulator:
         assert self.accumulator is not None
         seeds = self.accumulator.compute_output_gradients(microbatch, outputs)
         self._transport.loss_is_weighted = self.accumulator.needs_rescale
-        if (
-            self._cache_entry.is_complete
-            and self._transport.loss_is_weighted
-            and not self._cache_entry.loss_is_weighted
-        ):
+        entry = self._cache_entry
+        had_no_weight = entry.is_complete and not entry.loss_is_weighted
+        if had_no_weight and self._transport.loss_is_weighted:
             raise RunError(
                 "loss_fn returned a weight, but in the first step with such inputs it returned "
                 "none. Return one always or never, or create the pipe with shapes='sent'."
