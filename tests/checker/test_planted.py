@@ -18,6 +18,7 @@ from penstock.runtime import loss_accumulator
 from penstock.runtime.execution import Execution
 from penstock.stage import stage_runner
 from penstock.stage.cell_graph import CellGraph
+from penstock.stage.payload import Payload
 from tests.support import Do, batch
 
 ROWS = 8
@@ -227,7 +228,7 @@ def test_check_finds_a_dropped_input_gradient(monkeypatch: pytest.MonkeyPatch) -
     ) -> Any:
         found = right(self, microbatch, gradients, retain)
         if self.stage.index == 1 and microbatch == 2 and self.has_recomputed:
-            return {source: (None,) * len(tensors) for source, tensors in found.items()}
+            return {source: Payload((None,) * len(p.tensors)) for source, p in found.items()}
         return found
 
     monkeypatch.setattr(stage_runner.StageRunner, "backward", dropped)
@@ -242,7 +243,7 @@ def test_check_finds_a_buffer_updated_twice_by_recomputation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The recomputation must restore the buffers that it changes."""
-    monkeypatch.setattr(stage_runner, "restore_buffers", lambda *_: nullcontext())
+    monkeypatch.setattr(stage_runner, "restore_state", lambda *_: nullcontext())
     report = checked(four(nn.BatchNorm1d(8)))
     assert "buffers '2.num_batches_tracked'" in problems(report)
     assert "only with checkpoint always" in hints(report)

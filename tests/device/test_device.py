@@ -24,7 +24,7 @@ from penstock.device.device import (
     transfer,
 )
 from penstock.errors import ArgumentError
-from penstock.runtime.worker import TimedAction, TimedActionLog
+from penstock.runtime.worker import TimedActionLog
 from penstock.schedules.ir import consumes
 from penstock.stage.payload import Payload
 
@@ -142,7 +142,7 @@ def test_timed_action_log_recycles_its_events_when_deleted() -> None:
     device = make_gpu()
     log = TimedActionLog(device)
     event: Any = device.record_timestamp()
-    log.append(TimedAction(None, event, event))  # type: ignore[arg-type]
+    log.append((None, event, event))  # type: ignore[arg-type]
     kept = [log]
     del log
     assert device.record_timestamp() is not event

@@ -83,7 +83,7 @@ def test_recompute_marks_are_reset_after_an_error() -> None:
         (mark_checkpointing, is_checkpointing),
         (mark_recomputing, is_recomputing),
     ):
-        with suppress(ZeroDivisionError), mark():
+        with suppress(ZeroDivisionError), mark:
             assert is_marked()
             raise ZeroDivisionError
         assert not is_marked()

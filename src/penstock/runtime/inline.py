@@ -7,7 +7,7 @@ reference that other runtimes are compared with, and the runtime to use with a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -20,6 +20,10 @@ from penstock.stage.caller_context import CallerContext, no_autocast
 ActionContext = Callable[[int, BoundAction], AbstractContextManager[object]]
 
 
+def _no_context(rank: int, bound_action: BoundAction) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 class InlineExecutor:
     """The executor of one call in the caller's thread.
 
@@ -27,7 +31,7 @@ class InlineExecutor:
     """
 
     def __init__(
-        self, transports: TransportFactory, action_context: ActionContext | None = None
+        self, transports: TransportFactory, action_context: ActionContext = _no_context
     ) -> None:
         self._transports, self._action_context = transports, action_context
 
@@ -37,19 +41,15 @@ class InlineExecutor:
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Run the actions of all ranks in the execution order of the phase."""
-        action_context = self._action_context
         # On the CPU there is nothing to activate, and a context per action costs time.
-        activates = any(
+        needs_contexts = self._action_context is not _no_context or any(
             worker.device.has_streams or worker.device.device.type != "cpu" for worker in workers
         )
         with use_worker_thread_settings(context):
             for rank, bound_action in phase.execution_order:
                 worker = workers[rank]
-                if action_context is not None:
-                    with worker.device.activate(), action_context(rank, bound_action):
-                        worker.execute(bound_action)
-                elif activates:
-                    with worker.device.activate():
+                if needs_contexts:
+                    with worker.device.activate(), self._action_context(rank, bound_action):
                         worker.execute(bound_action)
                 else:
                     worker.execute(bound_action)

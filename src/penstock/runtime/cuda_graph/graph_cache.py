@@ -68,7 +68,6 @@ from penstock.runtime.execution import CaptureOverrides, LaneExecutor, MeasuredR
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.step import StepResult
 from penstock.runtime.transport import Mailboxes
-from penstock.runtime.worker import TimedAction
 from penstock.schedules.timeline import Timeline
 from penstock.torch_compat import pytree
 
@@ -135,7 +134,7 @@ class _ReplayMeasurement:
             return moment
 
         timed_actions = [
-            [TimedAction(m.bound_action, to_seconds(m.start), to_seconds(m.end)) for m in lane]
+            [(action, to_seconds(start), to_seconds(end)) for action, start, end in lane]
             for lane in self.capture.timed_actions
         ]
         origins = list(map(to_seconds, self.capture.time_origins))

@@ -129,9 +129,9 @@ def all_gather_results(
         own_row[2] = float(rank_result.rescale_factor)
     own_row[3], own_row[4] = rank_result.used_rng, rank_result.has_outputs
     (worker,), (origin,) = execution.workers, execution.time_origins
-    for mark in worker.timed_actions:
-        offset = _HEADER_LENGTH + 2 * mark.bound_action.lane_index
-        own_row[offset], own_row[offset + 1] = compute_span_seconds(mark, origin)
+    for bound_action, start, end in worker.timed_actions:
+        offset = _HEADER_LENGTH + 2 * bound_action.lane_index
+        own_row[offset], own_row[offset + 1] = compute_span_seconds(start, end, origin)
     numbers = torch.tensor(own_row, dtype=torch.float64)
     rows = [row.tolist() for row in channel.all_gather(numbers, "the end of the step")]
     last_row = rows[program.schedule.placement[-1]]
