@@ -25,11 +25,7 @@ def by_balance(make: Any) -> Callable[..., LegacyPipe]:
 
 
 @pytest.fixture(
-    params=[
-        torch_sync.Pipe,
-        by_balance(torchgpipe.GPipe),
-        by_balance(fairscale.nn.Pipe),
-    ],
+    params=[torch_sync.Pipe, by_balance(torchgpipe.GPipe), by_balance(fairscale.nn.Pipe)],
     ids=["torch_sync", "torchgpipe", "fairscale"],
 )
 def make(request: pytest.FixtureRequest) -> Callable[..., LegacyPipe]:

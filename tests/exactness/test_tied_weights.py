@@ -176,11 +176,7 @@ def test_hooks_of_tied_weights_see_the_summed_gradient_in_a_call(runtime: str, k
 def test_hooks_of_tied_weights_in_a_step_see_the_other_ranks_as_one_part(runtime: str) -> None:
     model = one_block()
     pipe = Pipe(
-        copy.deepcopy(model),
-        3,
-        stages=[3, 3, 2],
-        runtime=runtime,
-        loss_fn=functional.mse_loss,
+        copy.deepcopy(model), 3, stages=[3, 3, 2], runtime=runtime, loss_fn=functional.mse_loss
     )
     seen: list[Tensor] = []
     threads = []

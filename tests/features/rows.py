@@ -211,10 +211,7 @@ STOCK: dict[str, tuple[Any, int]] = {  # with the target that each ignores
     "smooth": (nn.CrossEntropyLoss(label_smoothing=0.2), -100),
     "weighted and smooth": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.2), -100),
     "another ignored": (nn.CrossEntropyLoss(ignore_index=1), 1),
-    "a partial": (
-        partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1, ignore_index=3),
-        3,
-    ),
+    "a partial": (partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1, ignore_index=3), 3),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), -100),
     "a partial sum": (partial(F.cross_entropy, reduction="sum"), -100),
     "an old sum": (partial(F.cross_entropy, size_average=False), -100),

@@ -31,13 +31,7 @@ from penstock.model.stage_inputs import Batch
 from penstock.runtime.transport import Mailbox
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
-from tests.support import (
-    CHECKPOINTS,
-    closely,
-    each_checkpoint,
-    each_door,
-    each_runtime,
-)
+from tests.support import CHECKPOINTS, closely, each_checkpoint, each_door, each_runtime
 
 
 class Masked(nn.Module):

@@ -290,17 +290,7 @@ def test_loss_module_is_not_registered_as_a_layer() -> None:
 
 
 @each_door
-@pytest.mark.parametrize(
-    "name",
-    [
-        "step",
-        "chunks",
-        "loss_fn",
-        "_split",
-        "_last",
-        "_crew",
-    ],
-)
+@pytest.mark.parametrize("name", ["step", "chunks", "loss_fn", "_split", "_last", "_crew"])
 def test_layers_named_like_attributes_of_the_pipe(name: str, door: str) -> None:
     """A layer with the name of an attribute that the pipe sets later was lost."""
     one, *others = plain()
@@ -375,13 +365,7 @@ def test_forecast_after_an_evaluation_step_includes_backwards() -> None:
 
 @pytest.mark.parametrize(
     "p",
-    [
-        [0.1, 0.2],
-        {"a": 1},
-        torch.ones(2),
-        nn.Parameter(torch.ones(2)),
-        None,
-    ],
+    [[0.1, 0.2], {"a": 1}, torch.ones(2), nn.Parameter(torch.ones(2)), None],
     ids=["list", "dict", "tensor", "parameter", "none"],
 )
 def test_layer_with_an_attribute_p_of_any_type(p: Any) -> None:

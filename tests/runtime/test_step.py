@@ -269,10 +269,7 @@ def test_step_accumulates_gradients_per_micro_batch(runtime: str) -> None:
 @each_schedule
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.Adam(p, lr=0.1),
-    ],
+    [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.1)],
     ids=["sgd", "adam"],
 )
 def test_training_with_step_matches_the_unsplit_model(schedule: str, make: Any) -> None:

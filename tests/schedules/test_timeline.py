@@ -126,10 +126,7 @@ def test_measured_timeline_may_start_at_any_time() -> None:
 def test_measured_timeline_uses_measured_lengths() -> None:
     schedule = loads("0F0 0B0")
     assert isinstance(schedule, Schedule)
-    spans = (
-        Span(0, 0, Compute(Op.F, 0, 0), 2.0, 2.5),
-        Span(0, 1, Compute(Op.B, 0, 0), 3.5, 4.0),
-    )
+    spans = (Span(0, 0, Compute(Op.F, 0, 0), 2.0, 2.5), Span(0, 1, Compute(Op.B, 0, 0), 3.5, 4.0))
     measured = Timeline(lower(schedule), Cost.even((0,)), spans)
     assert (measured.makespan, measured.busy, measured.bubble) == (2.0, (1.0,), 0.5)
 

@@ -154,9 +154,7 @@ def test_verify_reports_overlaps_that_are_not_in_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    "lanes",
-    ["0F0 0F1 0B1 0B0", "0F0 0B0 0F1 0B1"],
-    ids=["not neighbours", "reversed"],
+    "lanes", ["0F0 0F1 0B1 0B0", "0F0 0B0 0F1 0B1"], ids=["not neighbours", "reversed"]
 )
 def test_verify_reports_overlaps_that_are_not_neighbours(lanes: str) -> None:
     assert breaks(find_invalid_overlaps, f"overlaps: 0F1+0B0 \n {lanes}") == [

@@ -255,8 +255,7 @@ def test_output_of_a_pipe_may_be_changed_in_place(checkpoint: str, runtime: str)
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [("always", "which they had not done before"), ("never", "in-place")],
+    ("checkpoint", "message"), [("always", "which they had not done before"), ("never", "in-place")]
 )
 def test_layer_that_starts_to_work_in_place_is_refused(checkpoint: str, message: str) -> None:
     """A stage that never worked in place makes no copies of its inputs.

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import add_loss
-from tests.runtime.cuda_graph.support import (
-    batch,
-    pipe_pair,
-    recordings,
-    same_state,
-    stack,
-)
+from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, same_state, stack
 
 
 def classes(seed: int, rows: int = 11) -> tuple[Tensor, Tensor]:

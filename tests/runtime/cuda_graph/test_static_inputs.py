@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Chunk, NoChunk, Pipe
-from tests.runtime.cuda_graph.support import (
-    batch,
-    pipe_pair,
-    recordings,
-    same_state,
-    stack,
-)
+from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, same_state, stack
 
 
 def test_graph_cache_reuses_recordings_of_earlier_batch_sizes() -> None:
