@@ -17,7 +17,6 @@ import penstock
 from penstock import (
     ArgumentError,
     InvalidScheduleError,
-    NoChunk,
     Pipe,
     PipeSequential,
     WithDevice,
@@ -32,10 +31,8 @@ from tests.support import (
     Watch,
     batch,
     closely,
-    differences,
     each_checkpoint,
     each_door,
-    each_runtime,
     network,
     plain,
     trained,
@@ -87,18 +84,6 @@ def test_pipe_refuses_invalid_chunks(chunks: Any) -> None:
 def test_pipe_refuses_invalid_options(option: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Pipe(plain(), 2, **{"stages": 4, option: value})
-
-
-def test_pipe_refuses_duplicate_children() -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="duplicate children are not supported"):
-        Pipe(nn.Sequential(layer, nn.ReLU(), layer))
-
-
-def test_pipe_refuses_a_child_on_two_devices() -> None:
-    mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
-        Pipe(nn.Sequential(mixed))
 
 
 def test_pipe_repr_lists_tied_weights() -> None:
@@ -319,18 +304,6 @@ def test_pipe_trained_with_an_optimizer_equals_the_model(make: Any, door: str) -
 # ---- inputs and outputs -------------------------------------------------------------------
 
 
-@each_runtime
-def test_pipe_with_several_inputs(runtime: str) -> None:
-    def mixed(x: Tensor, mask: Tensor, table: dict[str, Tensor], name: str) -> Tensor:
-        assert name == "name"
-        return x * mask + table["bias"]
-
-    pipe = Pipe(nn.Sequential(Do(mixed), nn.Tanh()), 3, stages=2, runtime=runtime)
-    x, mask, bias = torch.randn(5, 2), torch.randn(2), torch.randn(5, 1)
-    found = pipe(x, NoChunk(mask), {"bias": bias}, "name")
-    assert torch.allclose(found, (x * mask + bias).tanh())
-
-
 def test_pipe_sequential_unpacks_tuples() -> None:
     layers = [Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a * b, "kept"]), Do(tuple)]
     x, y = torch.randn(5, 2), torch.randn(5, 2)
@@ -359,18 +332,6 @@ def test_pipe_with_any_batch_size(rows: int) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3), Watch(lambda x: seen.append(len(x)))), 4, stages=2)
     assert pipe(torch.randn(rows, 6)).shape == (rows, 3)
     assert seen == [len(piece) for piece in torch.empty(rows).chunk(4)]
-
-
-def test_pipe_with_changing_batch_sizes() -> None:
-    model = plain()
-    pipe = Pipe(copy.deepcopy(model), 4, stages=4, loss_fn=functional.mse_loss)
-    for rows in (8, 3, 1, 8, 17):
-        for door in ("call", "step"):
-            x, target = batch(rows)
-            for module in (model, pipe):
-                module.zero_grad()
-            expected = whole(model, x, target, functional.mse_loss)
-            assert differences(trained(pipe, x, target, door), expected, closely) == []
 
 
 def test_with_device_places_a_layer_without_parameters() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +17,18 @@ from tests.support import (
     Do,
     Fails,
     batch,
+    both,
     closely,
     differences,
     each_checkpoint,
     each_runtime,
     plain,
+    run_in_threads,
     trained,
     whole,
 )
 
 Loss = Callable[..., Any]
-
-
-def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Pipe]:
-    model = model or plain()
-    return model, Pipe(copy.deepcopy(model), **{"chunks": 3, "stages": 4, **options})
 
 
 def uneven(rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -164,16 +158,7 @@ def test_weighted_steps_of_several_threads_are_serialized(runtime: str, stages: 
         for _ in range(10):
             pipe.step(x, target=target)
 
-    threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    run_in_threads(train, 2)
     for parameter, gradient in zip(pipe.parameters(), once, strict=True):
         assert parameter.grad is not None
         assert gradient is not None

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from penstock import ArgumentError, Pipe, RunError, split
 from tests.model.traced.splitting import Four, assert_same, batches, made
+from tests.support import same_gradients
 
 WIDTH = 4
 
@@ -74,11 +75,7 @@ def test_stage_that_ends_inside_no_grad_restores_the_grad_mode(
     pipe.step(x)
     for part in x.chunk(4):
         (unsplit(part) / 4).backward()
-    mine = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        assert (mine[name].grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            assert (mine[name].grad - parameter.grad).abs().max() < 1e-12, name  # type: ignore[operator]
+    assert same_gradients(pipe, unsplit)
     assert torch.is_grad_enabled()
 
 
@@ -163,9 +160,7 @@ def test_cross_entropy_inside_the_model_is_weighted_by_its_targets(kind: str) ->
     loss.backward()
     assert abs(pipe.step(ids, labels=labels).loss - loss) < 1e-12
     assert abs(pipe(ids, labels=labels) - loss) < 1e-12
-    mine = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        assert (mine[name].grad - parameter.grad).abs().max() < 1e-12  # type: ignore[operator]
+    assert same_gradients(pipe, unsplit)
 
 
 def test_other_loss_with_ignored_targets_causes_a_warning() -> None:
