@@ -1,4 +1,4 @@
-"""Test configuration: more workers than cores, long tests first, cheap seeding and collection.
+"""Test configuration: hidden GPUs, more workers than cores, long tests first, cheap seeding.
 
 Fault tests spend most of their time waiting for a rank that no longer responds, so other tests can
 run in the meantime.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from importlib import import_module
 from pathlib import Path
 
@@ -44,6 +45,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not str(item.path.relative_to(folder)).startswith(LONG)
 
     items.sort(key=lambda item: item.path.is_relative_to(folder) and is_short(item))
+
+
+# Tests that see the machine's GPUs. The code blocks of the documentation must run on any machine.
+SEE_GPUS = ("tests/gpu/", "tests/test_docs.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hide all GPUs from the other tests, and from the processes that they start.
+
+    Without `devices=`, a pipe takes GPUs where there are any. These tests mean CPU ranks. What they
+    see is what PyTorch built for CUDA shows on a machine without a GPU.
+    """
+    if item.nodeid.startswith(SEE_GPUS) or not torch.accelerator.is_available():
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        for module in (torch.accelerator, torch.cuda):
+            patch.setattr(module, "is_available", lambda: False)
+            patch.setattr(module, "device_count", lambda: 0)
+        return (yield)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -63,6 +63,7 @@ if _typing.TYPE_CHECKING:
     from penstock.runtime.memory import Memory
     from penstock.runtime.step import StepResult
     from penstock.stage.aux_loss import add_loss, added_losses
+    from penstock.stage.loss import Weighted
     from penstock.stage.recompute import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -104,6 +105,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "Wait",
+    "Weighted",
     "WithDevice",
     "add_loss",
     "added_losses",
@@ -144,6 +146,7 @@ _ON_DEMAND = {
     "PipeSequential": "model.sequential",
     "Report": "checker.report",
     "StepResult": "runtime.step",
+    "Weighted": "stage.loss",
     "WithDevice": "model.sequential",
     "add_loss": "stage.aux_loss",
     "added_losses": "stage.aux_loss",

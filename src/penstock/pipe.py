@@ -330,9 +330,9 @@ class Pipe(nn.Module):
         """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
 
         The loss of the step is the mean (or the sum) of `loss_fn(output, target)` over the
-        micro-batches. `loss_fn` returns a scalar tensor, or a tuple `(loss, weight)`, or a dict
-        with "loss", perhaps "weight", and metrics under other names. Without weights, a mean counts
-        the micro-batches by their rows.
+        micro-batches. `loss_fn` returns a scalar tensor, or a `Weighted` loss, or a dict with
+        "loss", perhaps "weight", and metrics under other names. Without weights, a mean counts the
+        micro-batches by their rows.
 
         Under `torch.no_grad()` there is no backward and `.grad` stays as it is.
 

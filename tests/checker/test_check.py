@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import Chunk, NoChunk, PipeSequential, Report, WithDevice, schedules
+from penstock import Chunk, NoChunk, PipeSequential, Report, Weighted, WithDevice, schedules
 from penstock.checker.reference import compute_difference
 from penstock.checker.report import Compared
 from penstock.schedules.families import FAMILIES
@@ -222,8 +222,8 @@ def test_weight_grad_memory_is_released_after_w(schedule: str) -> None:
     assert report.ok, str(report)
 
 
-def with_weights(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return functional.cross_entropy(output, target), len(target)
+def with_weights(output: Tensor, target: Tensor) -> Weighted:
+    return Weighted(functional.cross_entropy(output, target), len(target))
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), with_weights])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from multiprocessing.context import ForkServerContext
 
@@ -22,6 +23,23 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RES_OPTIONS": "timeout:1 attempts:1",  # a client of a TCPStore resolves host names
 }
+
+
+def visible_gpus() -> str | None:
+    """Return which GPUs this process may see, for the processes that it starts.
+
+    The fork server has the environment of the test that started it, which may differ from that of
+    the test that forks: see `tests/conftest.py`.
+    """
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def show_gpus(visible: str | None) -> None:
+    """Let this process see the GPUs that its parent sees."""
+    if visible is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def forked() -> ForkServerContext:

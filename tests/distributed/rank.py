@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from tests.distributed.fork_server import ENVIRONMENT
+from tests.distributed.fork_server import ENVIRONMENT, show_gpus
 
 SHOW = signal.SIGUSR1  # makes the process write the stack of every thread to its log
 GRACE = 15.0  # seconds after which a case whose parent has gone ends itself
@@ -51,8 +51,11 @@ class Raised:
 Answer = Returned | Raised
 
 
-def serve(rank: int, size: int, port: int, connection: Connection, log: Path) -> None:
+def serve(
+    rank: int, size: int, port: int, connection: Connection, log: Path, gpus: str | None
+) -> None:
     """Run one function after another, until the parent closes the connection."""
+    show_gpus(gpus)
     threading.Thread(target=_end_with_parent, args=(log.parent,), daemon=True).start()
     written = _redirected(log)
     faulthandler.enable(sys.stderr)

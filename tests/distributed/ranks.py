@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.fork_server import forked, store
+from tests.distributed.fork_server import forked, store, visible_gpus
 from tests.distributed.rank import SHOW, Answer, Raised, Returned, packed, serve, unpacked
 
 SIZES = (2, 3, 4)
@@ -46,9 +46,16 @@ class RanksFailed(AssertionError):
     """Some rank raised, died, or did not finish in time."""
 
 
-@cache
 def ranks(size: int) -> Ranks:
-    """Return the processes of this group size. There is one set of them per size."""
+    """Return the processes of this group size. There is one set of them per size.
+
+    Tests that see GPUs do not share them with tests that do not: see `tests/conftest.py`.
+    """
+    return _ranks(size, visible_gpus())
+
+
+@cache
+def _ranks(size: int, visible: str | None) -> Ranks:
     return Ranks(size)
 
 
@@ -111,7 +118,7 @@ class _Team:
         atexit.register(self.end)
         for rank in range(size):
             mine, theirs = context.Pipe()
-            given = rank, size, self._store.port, theirs, self._log(rank)
+            given = rank, size, self._store.port, theirs, self._log(rank), visible_gpus()
             process = context.Process(target=serve, args=given, daemon=True)
             process.start()
             theirs.close()

@@ -88,8 +88,18 @@ CASES = {
         found({"versions": {**WELL.versions, "driver": "470.1", "cuda": "13.0"}}),
         [
             "broken: rank 0: torch 2.13.0+cpu finds no GPU on host a, which has the NVIDIA driver "
-            "470.1. The driver is too old for CUDA 13.0, or CUDA_VISIBLE_DEVICES hides the GPUs"
+            "470.1. The driver is too old for CUDA 13.0, or CUDA_VISIBLE_DEVICES names no "
+            "GPU of this host"
         ],
+    ),
+    "the GPUs are hidden on purpose": (
+        found(
+            {
+                "versions": {**WELL.versions, "driver": "470.1", "cuda": "13.0"},
+                "settings": {"CUDA_VISIBLE_DEVICES": ""},
+            }
+        ),
+        [],
     ),
     "no such interface": (
         found({"settings": {"GLOO_SOCKET_IFNAME": "ib0"}}),

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from tests.distributed.fork_server import ENVIRONMENT, forked
+from tests.distributed.fork_server import ENVIRONMENT, forked, show_gpus, visible_gpus
 from tests.distributed.fork_server import store as served
 
 WITHIN = 60.0  # seconds for a whole case
@@ -98,7 +98,8 @@ def run_ranks(
         for rank in range(size):
             mine, theirs = context.Pipe()
             log = str(Path(folder) / f"{rank}.log")
-            given = RankContext(rank, size, theirs), log, server.port, hosted, function, arguments
+            rank_context = RankContext(rank, size, theirs)
+            given = rank_context, log, visible_gpus(), server.port, hosted, function, arguments
             process = context.Process(target=_run_rank, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -141,6 +142,7 @@ def _collect_facts(pipe: Connection) -> dict[str, Any]:
 def _run_rank(
     context: RankContext,
     log: str,
+    gpus: str | None,
     port: int,
     hosted: bool,
     function: Callable[..., object],
@@ -153,6 +155,7 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update(ENVIRONMENT)
+    show_gpus(gpus)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if hosted:
         if context.rank == 0:

@@ -136,17 +136,21 @@ def test_rank_that_does_not_arrive_in_time() -> None:
     assert text.startswith("rank 1 did not arrive in time to create the pipe")
 
 
-def one_step_less(context: RankContext, rank: int) -> None:
+def one_step_less(context: RankContext, rank: int, pause: float) -> None:
     pipe = pipe_of(no_fault)
     x, target = batch(1)
-    for _ in range(2 if context.rank != rank else 1):
-        pipe.step(x, target=target)
+    pipe.step(x, target=target)
+    if context.rank != rank:
+        time.sleep(pause)
     context.report(fault=time.monotonic())
+    if context.rank != rank:
+        pipe.step(x, target=target)
 
 
+@pytest.mark.parametrize("pause", [0.0, 1.0])  # after a second the connections are closed
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_leaves_one_step_early(rank: int) -> None:
-    outcomes = run_ranks(2, one_step_less, rank)
+def test_rank_that_leaves_one_step_early(rank: int, pause: float) -> None:
+    outcomes = run_ranks(2, one_step_less, rank, pause)
     text = check_cause(outcomes, [1 - rank], "left", rank, SOON)
     assert text.startswith(f"rank {rank} has left, after step (call 2): its program ended, or its")
     assert "Call the pipe equally often on every rank." in text

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from penstock import NoChunk, Pipe, add_loss
+from penstock import NoChunk, Pipe, Weighted, add_loss
 from tests.features.common import SIZE, Block, blocks, made_of, normalised
 from tests.features.table import Feature, Trainee, called, given, twice
 from tests.oracle import Batch, Outcome
@@ -74,12 +74,12 @@ def penalised() -> nn.Sequential:
     return made_of(Penalised(), Block(), Penalised(), Block())
 
 
-def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def of_counted_rows(output: Tensor, target: Tensor) -> Weighted:
     """Return the mean loss of the rows whose first target is positive, and their number."""
     counts = (target[:, 0] > 0).double()
     number = counts.sum()
     loss = ((output - target).square().mean(1) * counts).sum() / number.clamp(min=1)
-    return loss, number
+    return Weighted(loss, number)
 
 
 def scaled(pipe: Pipe, batch: Batch) -> Outcome:

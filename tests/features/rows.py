@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
+from penstock import Weighted
 from tests.features import values
 from tests.features.common import blocks, casting_anew, in_float32, made_of, normalised, tied
 from tests.features.more import checkpointed, hooked, of_counted_rows, penalised, scaled
@@ -87,10 +88,10 @@ def rows(*counts: int) -> Script:
 # ---- losses -------------------------------------------------------------------------------
 
 
-def masked(y: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def masked(y: Tensor, target: tuple[Tensor, Tensor]) -> Weighted:
     """Return the mean over the elements that the mask selects, and their number."""
     value, mask = target
-    return ((y - value) ** 2 * mask).sum() / mask.sum(), mask.sum()
+    return Weighted(((y - value) ** 2 * mask).sum() / mask.sum(), mask.sum())
 
 
 def as_dict(y: Tensor, target: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -99,8 +100,8 @@ def as_dict(y: Tensor, target: tuple[Tensor, Tensor]) -> dict[str, Any]:
     return {"loss": loss, "weight": weight, "mean": mean}
 
 
-def in_numbers(y: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return masked(y, target)[0], int(target[1].sum())
+def in_numbers(y: Tensor, target: tuple[Tensor, Tensor]) -> Weighted:
+    return Weighted(masked(y, target).loss, int(target[1].sum()))
 
 
 def uneven(count: int, *without: int) -> Batch:
@@ -163,10 +164,10 @@ def used_in_w_and_in_i() -> nn.Sequential:
     return made_of(first, Scales(first.weight), last, nn.Linear(6, 6))
 
 
-def nested_loss(out: dict[str, Any], target: list[Any]) -> tuple[Tensor, int]:
+def nested_loss(out: dict[str, Any], target: list[Any]) -> Weighted:
     (y, double), (value, others) = out["both"], target
     count = len(others["rows"])
-    return ((y - value).square().sum() + double.mean(1).sum()) / count, count
+    return Weighted(((y - value).square().sum() + double.mean(1).sum()) / count, count)
 
 
 def nested_target() -> Batch:
@@ -182,7 +183,7 @@ def with_target(target: Callable[[Tensor], Any], count: int = 7) -> Callable[[],
 LOSS_ROWS = [
     *(
         Row(f"loss weights, {name}", model=blocks, script=UNEVEN, loss_fn=loss_fn, chunks=3, doors=STEP)
-        for name, loss_fn in (("tuple", masked), ("dict", as_dict), ("number", in_numbers))
+        for name, loss_fn in (("tensor", masked), ("dict", as_dict), ("number", in_numbers))
     ),
     Row("loss weight zero", model=blocks, script=WITHOUT, loss_fn=as_dict, chunks=3, doors=STEP),
     Row("loss weights all zero", model=blocks, script=on(partial(uneven, 7, *range(7))), loss_fn=masked, chunks=3, doors=STEP),

@@ -334,16 +334,6 @@ def test_profile_call_of_a_meta_model() -> None:
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_profile_call_on_a_gpu_keeps_its_random_state() -> None:
-    before = torch.cuda.get_rng_state()
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LSTM(4, 4))
-    found = profile_call(module, (torch.ones(10, 4),), device="cuda")
-    assert found.forward > 0
-    assert torch.equal(torch.cuda.get_rng_state(), before)
-    assert {p.device.type for p in module.parameters()} == {"cpu"}
-
-
 # ---- equal calls ----------------------------------------------------------------------------
 
 
@@ -592,18 +582,3 @@ def test_profiler_splits_an_example_like_a_batch() -> None:
     assert set(seen[1:]) == {((8, 4), (4, 4), (2, 8))}
     with pytest.raises(BatchShapeError, match=r"input 1, of shape \(4, 4\), has size 4 on dim 0"):
         measure_layer_bytes([Masked()], (torch.ones(8, 4), torch.ones(4, 4)), chunks=4)
-
-
-def sleep() -> None:
-    torch.cuda._sleep(100_000_000)  # cycles: 30 ms at least
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("calls", [(sleep, nothing), (nothing, sleep)], ids=["forward", "backward"])
-def test_layer_times_on_a_gpu_measure_kernels_not_launches(
-    calls: tuple[Callable[[], object], Callable[[], object]],
-) -> None:
-    layers = [nn.Tanh(), Watched(*calls), nn.Tanh()]
-    example = torch.ones(3, requires_grad=True)
-    before, sleeper, after = brief_times(layers, (example,), device="cuda")
-    assert sleeper > 0.02 > max(before, after)

@@ -263,7 +263,11 @@ def test_backward_in_a_forked_process_is_refused() -> None:
     loss = pipe(x).sum()
 
     def child() -> None:
-        pipe(x).sum().backward()
+        try:
+            pipe(x).sum().backward()
+        except RuntimeError as error:  # PyTorch has a thread for each GPU, and refuses by itself
+            if "Autograd-and-Fork" not in str(error):
+                raise
         with pytest.raises(RuntimeError, match="process"):
             loss.backward()
 

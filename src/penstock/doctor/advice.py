@@ -82,11 +82,12 @@ def _check_versions(survey: SurveyResult) -> Iterator[str]:
 def _check_gpus_visible(survey: SurveyResult) -> Iterator[str]:
     for rank, facts in iter_first_rank_of_hosts(survey):
         driver = facts.versions.get("driver")
-        if driver and not facts.gpus and "cuda" in facts.versions:
+        is_hidden = facts.settings.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+        if driver and not facts.gpus and "cuda" in facts.versions and not is_hidden:
             yield (
                 f"rank {rank}: torch {facts.versions['torch']} finds no GPU on host {facts.host}, "
                 f"which has the NVIDIA driver {driver}. The driver is too old for CUDA "
-                f"{facts.versions['cuda']}, or CUDA_VISIBLE_DEVICES hides the GPUs"
+                f"{facts.versions['cuda']}, or CUDA_VISIBLE_DEVICES names no GPU of this host"
             )
 
 

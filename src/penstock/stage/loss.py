@@ -7,7 +7,7 @@ own rows, so the runtime needs a weight for each micro-batch:
     reduction="sum"                               1
     PyTorch's cross-entropy and NLL losses        the targets that are not ignored, times their
                                                   class weights (`TargetCounter`)
-    a loss that returns (loss, weight)            that weight
+    a loss that returns a `Weighted` value        its weight
     any other mean                                its number of rows
 """
 
@@ -125,6 +125,26 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
 # ---- the last stage ----------------------------------------------------------------------------
 
 
+class Weighted(NamedTuple):
+    """A loss that is a mean over something else than rows, with its weight.
+
+    A loss function, or a model that computes its own loss, returns it for each micro-batch. The
+    loss of the batch is then the mean by these weights.
+
+    Attributes:
+        loss: A tensor with one element.
+        weight: How much this micro-batch counts, such as the number of tokens that are not ignored:
+            a number, or a tensor with one element.
+
+    >>> def loss_fn(logits, labels):
+    ...     losses = functional.cross_entropy(logits, labels, reduction="none", ignore_index=0)
+    ...     return Weighted(losses.sum() / (labels != 0).sum(), (labels != 0).sum())
+    """
+
+    loss: Tensor
+    weight: Tensor | float
+
+
 class LossExtras(NamedTuple):
     """The values that a micro-batch returns beside its loss.
 
@@ -213,37 +233,63 @@ class LossStageFunction:
 def extract_model_loss(output: Any) -> Any:
     """Return the loss in the output of a model that computes its own loss.
 
-    It is `output.loss`, the first element of a tuple, or the output itself. A tuple of a loss and a
-    weight is returned whole.
+    It is `output.loss`, or the output itself. In a tuple it is the first element if that is a
+    number, as in `(loss, logits)`, or else the only number, as in `(logits, loss)`. A `Weighted`
+    value and a dict are returned whole.
     """
+    if isinstance(output, Weighted):
+        return output
     if isinstance(getattr(output, "loss", None), Tensor):
         return output.loss
-    if type(output) is tuple and len(output) > 1 and _is_scalar_tensor(output[0]):
-        with_weight = len(output) == 2 and (
-            _is_scalar_tensor(output[1]) or not _contains_tensor(output[1])
+    return _find_loss_in_tuple(output) if type(output) is tuple else output
+
+
+def find_loss_tensor(output: Any) -> Any:
+    """Return the tensor that is the loss in the output of a model, or else anything."""
+    result = extract_model_loss(output)
+    if isinstance(result, Weighted):
+        return result.loss
+    return result.get("loss") if isinstance(result, Mapping) else result
+
+
+def _find_loss_in_tuple(output: tuple[Any, ...]) -> Any:
+    """Return the loss in a tuple, or the tuple itself if it is not clear which value is the loss.
+
+    A micro-batch of one row may have outputs with one element. Tensors without dims come first.
+    """
+    single = [v for v in output if _is_scalar_tensor(v) and v.is_floating_point()]
+    numbers = [value for value in single if not value.dim()] or single
+    if not numbers or (len(numbers) > 1 and numbers[0] is not output[0]):
+        return output
+    if not numbers[0].requires_grad and any(number.requires_grad for number in numbers):
+        raise RunError(
+            "the model returned a tuple whose first number does not require grad, although another "
+            "number in it does, so it is not clear which one is the loss. Return the loss first, "
+            "or a dict with a 'loss'."
         )
-        return output if with_weight else output[0]
-    return output
+    return numbers[0]
 
 
 def _is_scalar_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _contains_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-
-
 def parse_loss(result: Any, origin: str) -> tuple[Tensor, LossExtras]:
     """Split what a loss returned into the loss and its extras.
 
     Args:
-        result: A loss, a tuple of a loss and its weight, or a dict with "loss", perhaps "weight",
-            and metrics.
+        result: A loss, a `Weighted` value, or a dict with "loss", perhaps "weight", and metrics.
         origin: The beginning of error messages, such as "loss_fn returned".
     """
-    if type(result) is tuple and len(result) == 2:
-        result = {"loss": result[0], "weight": result[1]}
+    if isinstance(result, Weighted):
+        result = result._asdict()
+    elif isinstance(result, tuple | list):
+        raise RunError(
+            f"{origin} a {type(result).__name__} of {len(result)} values, and it is not clear what "
+            "they are. Return the loss alone; or a dict such as {'loss': loss, 'accuracy': "
+            "accuracy}, whose other entries are metrics; or penstock.Weighted(loss, weight) if the "
+            "loss is a mean over something else than rows."
+        )
     if not isinstance(result, Mapping):
         return _parse_scalar("loss", result, origin), NO_EXTRAS
     if "loss" not in result:

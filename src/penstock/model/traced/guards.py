@@ -27,7 +27,7 @@ from torch.nn import functional
 from penstock.device.accelerator import list_autocast_types
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.nested_values import flatten, iter_tensors, map_tensors, unflatten
-from penstock.stage.loss import DEFAULT_IGNORE_INDEX, extract_model_loss
+from penstock.stage.loss import DEFAULT_IGNORE_INDEX, find_loss_tensor
 
 # ---- modes of PyTorch: a part of the cache key ---------------------------------------------------
 
@@ -257,15 +257,16 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
 def _find_loss_node(trace: Trace) -> TraceNode | None:
     """Return the node that produces the model's loss.
 
-    The output is rebuilt with an empty tensor for each value, and the code that finds the loss in a
-    real output is applied to it. The tensor that it returns identifies the value.
+    The output is rebuilt with a tensor without memory for each value, and the code that finds the
+    loss in a real output is applied to it. The tensor that it returns identifies the value.
     """
     markers = {
-        index: torch.empty(0) for index, leaf in enumerate(trace.output.leaves) if _is_value(leaf)
+        index: trace.values[leaf.value].tensor_spec.allocate("meta")
+        for index, leaf in enumerate(trace.output.leaves)
+        if _is_value(leaf)
     }
     leaves = [markers.get(index, leaf) for index, leaf in enumerate(trace.output.leaves)]
-    loss = extract_model_loss(unflatten(leaves, trace.output.tree_spec))
-    loss = loss["loss"] if isinstance(loss, dict) and "loss" in loss else loss
+    loss = find_loss_tensor(unflatten(leaves, trace.output.tree_spec))
     for index, marker in markers.items():
         if marker is loss:
             producer = trace.values[trace.output.leaves[index].value].producer

@@ -187,7 +187,8 @@ class TraceMemory:
     """
 
     cache: TraceCache = field(default_factory=OrderedDict)
-    # The parents' children, parameters and buffers at the first check; see `check_unchanged`.
+    # The children of the pipe and of the parents, their parameters and their buffers at the first
+    # check; see `check_unchanged`.
     initial_members: list[Any] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type[TraceMemory], tuple[()]]:
@@ -272,7 +273,8 @@ class TracedPartition(Partition):
                     "the Pipe after the change, or change what is inside the unit."
                 )
         # The first call, when the pipe is built, takes the members to compare with.
-        members = list(_iter_members(self.parents, self.ownership.buffer_writers))
+        around_units = _iter_members(self.parents, self.ownership.buffer_writers)
+        members = [*children.values(), *around_units]  # `pipe.head = layer` changes only the former
         initial = self._memory.initial_members = self._memory.initial_members or members
         if len(members) == len(initial) and all(
             a is b for a, b in zip(members, initial, strict=True)

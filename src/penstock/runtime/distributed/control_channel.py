@@ -78,6 +78,8 @@ class ControlChannel:
         """
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
         tensors[self.rank] = tensor
+        # A message to a rank that has left may fail as soon as it is posted.
+        self._watchdog.mark_waiting(description, None)
         receives = [
             self.group.recv([tensors[rank]], rank, NUMBERS_TAG) for rank in self._other_ranks
         ]

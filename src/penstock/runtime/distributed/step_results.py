@@ -154,7 +154,7 @@ def all_gather_results(
 #
 #     the number of its rows                    a plain mean
 #     the number of targets that are not ignored   cross-entropy with ignore_index
-#     the sum of the weights of loss_fn            loss_fn returns (loss, weight)
+#     the sum of the weights of loss_fn            loss_fn returns weights
 #
 # The ranks with the last stage exchange these numbers over the averaging channel: rows and target
 # counts before the step, weights and losses after it.

@@ -1,0 +1,38 @@
+"""Tests of the profiler on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.model.profiler import profile_call
+from tests.gpu.support import needs_gpu
+from tests.model.test_profiler import Watched, brief_times, nothing
+
+pytestmark = needs_gpu
+
+
+def test_profile_call_on_a_gpu_keeps_its_random_state() -> None:
+    before = torch.cuda.get_rng_state()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LSTM(4, 4))
+    found = profile_call(module, (torch.ones(10, 4),), device="cuda")
+    assert found.forward > 0
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+
+
+def sleep() -> None:
+    torch.cuda._sleep(100_000_000)  # cycles: 30 ms at least
+
+
+@pytest.mark.parametrize("calls", [(sleep, nothing), (nothing, sleep)], ids=["forward", "backward"])
+def test_layer_times_on_a_gpu_measure_kernels_not_launches(
+    calls: tuple[Callable[[], object], Callable[[], object]],
+) -> None:
+    layers = [nn.Tanh(), Watched(*calls), nn.Tanh()]
+    example = torch.ones(3, requires_grad=True)
+    before, sleeper, after = brief_times(layers, (example,), device="cuda")
+    assert sleeper > 0.02 > max(before, after)
