@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,15 @@ from penstock import (
     InvalidScheduleError,
     Pipe,
     PipeSequential,
-    WithDevice,
     is_checkpointing,
     schedules,
 )
-from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from tests.support import (
     Do,
     Pop,
     Stash,
     Watch,
     batch,
-    closely,
     each_checkpoint,
     each_door,
     network,
@@ -159,23 +155,6 @@ def test_pipe_names_parameters_and_state_dict_equal_the_model() -> None:
     assert dict(pipe.named_parameters()) == dict(model.named_parameters())
     assert list(pipe.state_dict()) == list(model.state_dict())
     assert pipe.first is model.first
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_pipe_state_dict_loads_into_the_unsplit_model_and_back(deferred: bool) -> None:
-    x, target = batch(7)
-    pipe = Pipe(network(), 2, deferred_batch_norm=deferred, stages=4, loss_fn=functional.mse_loss)
-    trained(pipe, x, target, "step")
-    file = io.BytesIO()
-    torch.save(pipe.state_dict(), file)
-    file.seek(0)
-    model = network()
-    model.load_state_dict(torch.load(file))
-    other = Pipe(network(), 3, deferred_batch_norm=not deferred, stages=2)
-    other.load_state_dict(model.state_dict())
-    outputs = [module.eval()(x) for module in (pipe, model, other)]
-    assert closely(outputs[0], outputs[1])
-    assert closely(outputs[1], outputs[2])
 
 
 def test_pipe_load_state_dict_with_assign() -> None:
@@ -334,13 +313,6 @@ def test_pipe_with_any_batch_size(rows: int) -> None:
     assert seen == [len(piece) for piece in torch.empty(rows).chunk(4)]
 
 
-def test_with_device_places_a_layer_without_parameters() -> None:
-    model = nn.Sequential(nn.Linear(6, 3), WithDevice(nn.Tanh(), "cpu"))
-    pipe = Pipe(model, 2)
-    x = torch.randn(4, 6)
-    assert torch.allclose(pipe(x), model(x))
-
-
 # ---- options ------------------------------------------------------------------------------
 
 
@@ -372,20 +344,6 @@ def test_pipe_keeps_the_recompute_actions_of_a_schedule() -> None:
     pipe[0].register_forward_hook(lambda *given: checkpointing.append(is_checkpointing()))
     pipe(batch(4)[0]).sum().backward()
     assert checkpointing == [True, False, False]
-
-
-def test_pipe_converts_deferred_batch_norm() -> None:
-    pipe = Pipe(network(), 2, deferred_batch_norm=True, stages=4)
-    assert isinstance(pipe[4], DeferredStatsBatchNorm)
-    assert type(Pipe(network(), 2, stages=4)[4]) is nn.BatchNorm1d
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", None])
-def test_pipe_with_several_stages_on_one_rank(schedule: str | None) -> None:
-    model = plain()
-    pipe = Pipe(copy.deepcopy(model), 3, stages=4, devices=["cpu"], schedule=schedule)
-    x, _ = batch(7)
-    assert closely(pipe(x), model(x))
 
 
 def test_pipe_forecast_equals_the_schedule() -> None:

@@ -117,11 +117,6 @@ def test_inputs_with_different_numbers_of_microbatches() -> None:
         torchgpipe.GPipe(nn.Sequential(Sum()), [1], devices=["cpu"], chunks=4)(inputs)
 
 
-def test_no_chunk_refuses_a_number() -> None:
-    with pytest.raises(TypeError, match="NoChunk is for tensors, not int"):
-        torch_sync.NoChunk(3)  # type: ignore[arg-type]
-
-
 def test_torch_sync_refuses_a_child_on_two_devices() -> None:
     layer = nn.Linear(1, 1)
     layer.bias = nn.Parameter(torch.ones(1, device="meta"))

@@ -16,7 +16,7 @@ from penstock.compat.torchgpipe.skip import pop, skippable, stash, verify_skippa
 from tests.support import same_gradients
 from torch import Tensor, nn
 
-from penstock.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
+from penstock.compat.torchgpipe import GPipe
 
 
 @skippable(stash=["long"])
@@ -167,7 +167,3 @@ def test_skips_outside_a_pipe_and_verify_skippables() -> None:
         verify_skippables(nn.Sequential(Stash()))
     with pytest.raises(TypeError, match="no layer before it stashes it"):
         GPipe(nn.Sequential(nn.ReLU(), Pop()), [1, 1], devices=cpus(2))
-
-
-def test_is_checkpointing_and_is_recomputing_outside_a_pipe() -> None:
-    assert (is_checkpointing(), is_recomputing()) == (False, False)

@@ -313,12 +313,6 @@ def test_metric_tensor_that_changes_in_place() -> None:
     assert pipe.step(batch(7)[0]).metrics["seen"] == 1 + 2 + 3
 
 
-def test_no_metrics_without_a_dict() -> None:
-    _, pipe = both(loss_fn=F.mse_loss)
-    x, target = batch(7)
-    assert pipe.step(x, target=target).metrics == {}
-
-
 # ---- GradScaler ------------------------------------------------------------------------------
 
 
