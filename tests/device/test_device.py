@@ -95,15 +95,7 @@ def make_gpu() -> Gpu:
 def made(**options: Any) -> Pipe:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     options.setdefault("devices", [make_gpu() for _ in range(3)])
-    return Pipe(
-        layers,
-        4,
-        "always",
-        stages=3,
-        loss_fn=mse_loss,
-        runtime="inline",
-        **options,
-    )
+    return Pipe(layers, 4, "always", stages=3, loss_fn=mse_loss, runtime="inline", **options)
 
 
 def step(pipe: Pipe) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +24,18 @@ from tests.support import (
     Do,
     Fails,
     batch,
+    both,
     closely,
     differences,
     each_checkpoint,
     each_runtime,
     plain,
+    run_in_threads,
     trained,
     whole,
 )
 
 Loss = Callable[..., Any]
-
-
-def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Pipe]:
-    model = model or plain()
-    return model, Pipe(copy.deepcopy(model), **{"chunks": 3, "stages": 4, **options})
 
 
 def uneven(rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -172,16 +166,7 @@ def test_weighted_steps_of_several_threads_are_serialized(runtime: str, stages: 
         for _ in range(10):
             pipe.step(x, target=target)
 
-    threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    run_in_threads(train, 2)
     for parameter, gradient in zip(pipe.parameters(), once, strict=True):
         assert parameter.grad is not None
         assert gradient is not None
@@ -333,12 +318,6 @@ def test_metric_tensor_that_changes_in_place() -> None:
 
     _, pipe = both(loss_fn=loss_fn, reduction="sum", checkpoint="never")
     assert pipe.step(batch(7)[0]).metrics["seen"] == 1 + 2 + 3
-
-
-def test_no_metrics_without_a_dict() -> None:
-    _, pipe = both(loss_fn=F.mse_loss)
-    x, target = batch(7)
-    assert pipe.step(x, target=target).metrics == {}
 
 
 # ---- GradScaler ------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def passing_trees() -> nn.Sequential:
 class Penalised(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        add_loss(0.1 * y.square().mean())
+        add_loss(0.1 * y.square().mean() + 0.3 * x.abs().mean())
+        add_loss(self.norm.weight.square().sum().reshape(1, 1))
         return y
 
 
@@ -251,11 +252,7 @@ MORE = [
         blocks,
         loss_fn=of_counted_rows,
     ),
-    Feature(
-        "added losses",
-        "Layers of two stages call `penstock.add_loss`.",
-        penalised,
-    ),
+    Feature("added losses", "Layers of two stages call `penstock.add_loss`.", penalised),
     Feature(
         "GradScaler",
         "`step(scaler=...)`, then `scaler.unscale_`. The reference is the unsplit model without "
@@ -283,11 +280,7 @@ MORE = [
         "`nn.MultiheadAttention`, `nn.Conv1d` and a functional `linear` in every stage.",
         attending,
     ),
-    Feature(
-        "embedding",
-        "An `nn.Embedding` in every stage.",
-        looking_up,
-    ),
+    Feature("embedding", "An `nn.Embedding` in every stage.", looking_up),
     Feature(
         "custom Function",
         "Layers that pass their weight to a custom `torch.autograd.Function`.",
@@ -299,14 +292,10 @@ MORE = [
         parametrized,
     ),
     Feature(
-        "shared module",
-        "One module is part of the first and of the third stage.",
-        sharing_a_module,
+        "shared module", "One module is part of the first and of the third stage.", sharing_a_module
     ),
     Feature(
-        "inner checkpoint",
-        "Two layers use `torch.utils.checkpoint` themselves.",
-        checkpointed,
+        "inner checkpoint", "Two layers use `torch.utils.checkpoint` themselves.", checkpointed
     ),
     Feature(
         "hooks",

@@ -152,10 +152,7 @@ def tied() -> nn.Sequential:
 
 
 def test_describe_parameters_tied_across_ranks() -> None:
-    for devices, words in (
-        (None, ["2.0.weight on rank 2 is 0.weight of rank 0"]),
-        (["cpu"], []),
-    ):
+    for devices, words in ((None, ["2.0.weight on rank 2 is 0.weight of rank 0"]), (["cpu"], [])):
         found = cut_of(tied(), stages=3, devices=devices)
         assert describe_tied_parameters(found.partition.stages, found.placement) == words
 

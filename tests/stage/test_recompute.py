@@ -43,11 +43,7 @@ FORWARD, CHECKPOINTED, RECOMPUTED = (False, False), (True, False), (False, True)
     ],
 )
 def test_is_checkpointing_and_is_recomputing_in_each_forward(
-    checkpoint: str,
-    chunks: int,
-    expected: list[tuple[int, bool, bool]],
-    door: str,
-    runtime: str,
+    checkpoint: str, chunks: int, expected: list[tuple[int, bool, bool]], door: str, runtime: str
 ) -> None:
     layers = nn.Sequential(RecordsRecompute(), RecordsRecompute())
     pipe = Pipe(layers, chunks, checkpoint, stages=2, runtime=runtime, loss_fn=torch.sum)

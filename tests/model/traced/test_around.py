@@ -17,6 +17,7 @@ from torch.nn import functional
 from penstock import ArgumentError, Pipe, RunError, split
 from penstock.torch_compat import pytree
 from tests.model.traced.splitting import Four, assert_same, batches, made
+from tests.support import same_gradients
 
 WIDTH = 4
 
@@ -76,11 +77,7 @@ def test_stage_that_ends_inside_no_grad_restores_the_grad_mode(
     pipe.step(x)
     for part in x.chunk(4):
         (unsplit(part) / 4).backward()
-    mine = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        assert (mine[name].grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            assert (mine[name].grad - parameter.grad).abs().max() < 1e-12, name  # type: ignore[operator]
+    assert same_gradients(pipe, unsplit)
     assert torch.is_grad_enabled()
 
 
@@ -199,9 +196,7 @@ def test_cross_entropy_inside_the_model_is_weighted_by_its_targets(kind: str) ->
     loss = loss_in(unsplit(**batch))
     loss.backward()
     assert abs(pipe.step(**batch).loss - loss) < 1e-12
-    mine = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        assert (mine[name].grad - parameter.grad).abs().max() < 1e-12  # type: ignore[operator]
+    assert same_gradients(pipe, unsplit)
     assert abs(loss_in(pipe(**batch)) - loss) < 1e-12
 
 
