@@ -221,27 +221,6 @@ def test_stage_fn_that_compiles_stages_with_skip_connections() -> None:
     assert same_gradients(pipe, expected)
 
 
-def test_tied_parameters_stay_tied_with_stage_fn() -> None:
-    layers = plain()
-    last = nn.Linear(8, 8).double()
-    layers[3], last.weight = last, layers[2].weight  # type: ignore[assignment]
-    expected = copy.deepcopy(layers)
-    pipe = Pipe(
-        layers,
-        chunks=2,
-        stages=[3, 1],
-        devices=["cpu"] * 2,
-        loss_fn=mse,
-        stage_fn=RecordingStageFn(),
-    )
-    x, _ = batch(8)
-    y = torch.zeros(8, 8).double()
-    mse(expected(x), y).backward()
-    pipe.step(x, target=y)
-    assert last.weight.grad is not None
-    assert torch.allclose(last.weight.grad, expected[2].weight.grad, rtol=1e-10)  # type: ignore[arg-type]
-
-
 def test_train_and_eval_reach_wrapper_modules() -> None:
     wraps = RecordingStageFn()
     pipe = Pipe(plain(), stages=2, devices=["cpu"] * 2, stage_fn=wraps)

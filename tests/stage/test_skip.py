@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Namespace, Pipe, pop, skippable, stash, verify_skippables
-from tests.support import Do, Pop, Stash, closely, each_checkpoint, each_runtime, same_gradients
+from tests.support import Do, Pop, Stash, each_runtime
 
 Forward = Generator[Any, Any, Tensor]
 
@@ -225,24 +225,6 @@ def test_pipe_verifies_its_skippables() -> None:
 
 
 # ---- in a pipe ----------------------------------------------------------------------------
-
-
-@each_runtime
-@each_checkpoint
-@pytest.mark.parametrize("stages", [[7], [1, 6], [2, 2, 3], [1] * 7])
-def test_shared_skip_to_several_stages(stages: list[int], checkpoint: str, runtime: str) -> None:
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)
-        linears = [nn.Linear(3, 3) for _ in range(3)]
-        layers = [linears[0], StashForAll(), linears[1], Pop(), Pop(), linears[2], Pop()]
-        return nn.Sequential(*layers).double()
-
-    plain, pipe = model(), Pipe(model(), 3, checkpoint, stages=stages, runtime=runtime)
-    x = torch.randn(7, 3, dtype=torch.float64)
-    for module in (plain, pipe):
-        module(x).square().sum().backward()
-    assert closely(pipe(x), plain(x))
-    assert same_gradients(pipe, plain)
 
 
 @each_runtime
