@@ -92,7 +92,7 @@ def find_gradient_edge(tensor: Tensor) -> GradientEdge | None:
     """Return the edge at which the tensor's gradient enters its graph, or None without a graph."""
     if not tensor.requires_grad:
         return None
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
     owner = _find_node_owner(tensor) if isinstance(node, PythonNode) else None
