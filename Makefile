@@ -10,6 +10,9 @@
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; ten minutes
+# make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
+#                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
+#                PYTHONS="python3.11 python3.13" chooses interpreters
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -17,7 +20,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test lint fuzz busy soak surroundings docs features zoo bench format clean
+.PHONY: demo test lint fuzz busy soak surroundings docs features zoo versions bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -55,6 +58,10 @@ features: $(READY)
 
 zoo: $(READY)
 	$(BIN)/python -m tests.models.table
+
+versions: $(READY)
+	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \
+		$(foreach python,$(PYTHONS),--python $(python))
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -62,7 +62,7 @@ def penstock(stage: Stage, x: Tensor, divided: bool) -> Timed:
     times: Timed = {}
     outputs = seconds(times, "F", lambda: runner.forward(0, {OUTSIDE: payload}))
     (output,) = outputs[OUTSIDE].tensors
-    gradients = {OUTSIDE: (torch.ones_like(output),)}
+    gradients = {OUTSIDE: Payload((torch.ones_like(output),))}
     seconds(
         times, "I" if divided else "B", lambda: runner.backward(0, gradients, retain_graph=False)
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import sys
 import threading
+import weakref
+from array import array
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from penstock import is_recomputing, pop, skippable, stash
+from penstock import Pipe, is_recomputing, pop, skippable, stash
 from tests.oracle import Outcome as Outcome
 from tests.oracle import Same as Same
 from tests.oracle import bitwise as bitwise
@@ -142,6 +147,35 @@ class Traced(nn.Module):
         return marked
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: list[weakref.ref[Any]]) -> Tensor:
+        memory = array("d", bytes(8 * x.numel()))
+        made.append(weakref.ref(memory))
+        y = torch.frombuffer(memory, dtype=torch.float64).view(x.shape)
+        return y.copy_(x * 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2, None
+
+
+class Doubled(nn.Module):
+    """A layer that records the memory of its outputs, which lives as long as any tensor uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Doubled.apply(x, self.made)  # type: ignore[no-untyped-call]
+        return y
+
+    @property
+    def alive(self) -> int:
+        return sum(memory() is not None for memory in self.made)
+
+
 def numbered(microbatches: int, rows: int = 2) -> Tensor:
     """Return a batch for `Traced` layers."""
     return torch.arange(float(microbatches)).repeat_interleave(rows)[:, None].repeat(1, 3)
@@ -183,7 +217,36 @@ def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor
     return torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
 
 
+def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Pipe]:
+    """Return a model, by default `plain()`, and a pipe of its copy."""
+    model = model or plain()
+    given = {"chunks": 3, "stages": 4, "loss_fn": functional.mse_loss, **options}
+    return model, Pipe(copy.deepcopy(model), **given)
+
+
+def same_gradients(pipe: nn.Module, model: nn.Module, times: int = 1) -> bool:
+    """Return whether gradients are those of the model, times a number, up to rounding."""
+    pairs = [(p.grad, q.grad) for p, q in zip(pipe.parameters(), model.parameters(), strict=True)]
+    assert any(gradient is not None for _, gradient in pairs)
+    return all(p is q if p is None or q is None else closely(p, times * q) for p, q in pairs)
+
+
 # ---- threads ------------------------------------------------------------------------------
+
+
+def run_in_threads(function: Callable[[], object], count: int) -> None:
+    """Run a function in several threads that are switched all the time, for at most a minute."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=function, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    finally:
+        sys.setswitchinterval(before)
 
 
 def crews() -> list[str]:

@@ -82,8 +82,7 @@ def test_show_folds_drawings_wider_than_the_terminal(
 
 
 @pytest.mark.parametrize(
-    ("name", "bubble"),
-    [("gpipe", 27.3), ("1f1b", 27.3), ("interleaved", 15.8), ("zb-v", 5.9)],
+    ("name", "bubble"), [("gpipe", 27.3), ("1f1b", 27.3), ("interleaved", 15.8), ("zb-v", 5.9)]
 )
 def test_show_json_equals_the_library(run: Run, name: str, bubble: float) -> None:
     answer = run(f"show {name} --ranks 4 --chunks 8 --json")
@@ -337,10 +336,7 @@ COST = "such as F=1,I=1,W=1,send=0, not"
         ("show fit -p 0 -m 0 -v 0", f"ranks=0, chunks=0, stages_per_rank=0: each of these {SIZES}"),
         ("show interleaved -p 2 -m 2 -v 0", f"stages_per_rank=0: each of these {SIZES}"),
         ("compare -p 0 -m 2", f"ranks=0: each of these {SIZES}"),
-        (
-            "show zb-v -p 2 -m 2 -v 3",
-            "zb-v has 2 stages a rank, not 3: use stages_per_rank=2",
-        ),
+        ("show zb-v -p 2 -m 2 -v 3", "zb-v has 2 stages a rank, not 3: use stages_per_rank=2"),
         ("show 1f1b -p 2 -m 2 --cost F=x", f"--cost takes numbers, {COST} 'F=x'"),
         ("show 1f1b -p 2 -m 2 --cost F", f"--cost takes numbers, {COST} 'F'"),
         ("show 1f1b -p 2 -m 2 --cost F=-1", f"--cost takes numbers from 0 to 1e9, {COST} 'F=-1'"),
@@ -369,10 +365,7 @@ COST = "such as F=1,I=1,W=1,send=0, not"
             "checkpoint must be one of always, except_last, never, not 'often'",
         ),
         ("show fit -p 2 -m 2 --placement w", "--placement must be loop or v, not 'w'"),
-        (
-            "show fit -p 2 -m 2 --placement v -v 3",
-            "--placement v needs --stages-per-rank 2, not 3",
-        ),
+        ("show fit -p 2 -m 2 --placement v -v 3", "--placement v needs --stages-per-rank 2, not 3"),
         ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: the file name must end in .svg"),
         ("show zb-v", "zb-v needs --ranks and --chunks, for example -p 4 -m 8"),
         ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),

@@ -275,8 +275,7 @@ def test_compare_gradients_equals_the_unsplit_model(laid_out: LaidOut) -> None:
 
 
 def test_compare_gradients_counts_none_and_nan_as_different(
-    laid_out: LaidOut,
-    monkeypatch: pytest.MonkeyPatch,
+    laid_out: LaidOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, layout, batch = laid_out
     step = Pipe.step

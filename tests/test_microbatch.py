@@ -201,16 +201,6 @@ def test_fractions_are_shares_of_the_rows(rows: int, chunks: int, expected: list
 # ---- check_inputs -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("inputs", "kinds"),
-    [((), "nothing"), ((1, "a"), "int, str"), (([1, 2], None), "list, NoneType")],
-)
-def test_check_inputs_refuses_inputs_without_a_tensor(inputs: tuple[Any, ...], kinds: str) -> None:
-    message = f"a pipe needs a tensor among its inputs, but got {kinds}"
-    with pytest.raises(TypeError, match=message):
-        check_inputs(inputs, (), CPU)
-
-
 def test_check_inputs_refuses_inputs_on_another_device() -> None:
     with pytest.raises(ArgumentError) as caught:
         check_inputs((torch.zeros(1), [torch.zeros(1, device="meta")]), (), CPU)
@@ -230,15 +220,33 @@ def test_check_inputs_accepts_nested_tensors() -> None:
 # ---- gather -------------------------------------------------------------------------------
 
 
-def test_gather_joins_tensors_by_rows() -> None:
-    pieces = [torch.zeros(2, 1), torch.ones(1, 1)]
-    assert same(gather(pieces, MicrobatchRows((2, 1))), torch.tensor([[0.0], [0], [1]]))
-    assert same(gather([torch.zeros(2)], MicrobatchRows((2,))), torch.zeros(2))
+ONE = torch.zeros(1)
 
 
-def test_gather_joins_tensors_with_a_multiple_of_the_rows() -> None:
-    x = torch.arange(15).view(15, 1)
-    assert same(gather(list(x.split([6, 6, 3])), MicrobatchRows((2, 2, 1))), x)
+@pytest.mark.parametrize(
+    ("pieces", "rows", "expected"),
+    [
+        ([torch.zeros(2, 1), torch.ones(1, 1)], (2, 1), torch.tensor([[0.0], [0], [1]])),
+        ([torch.zeros(2)], (2,), torch.zeros(2)),
+        (list(torch.arange(15).view(15, 1).split([6, 6, 3])), (2, 2, 1), torch.arange(15)[:, None]),
+        ([torch.zeros(0, 2)] * 3, (0, 0, 0), torch.zeros(0, 2)),
+        ([(ONE, 3, None), (ONE + 1, 4, None)], (1, 1), (torch.arange(2.0), [3, 4], [None, None])),
+        (["a", "b"], (1, 1), ["a", "b"]),
+        ([(ONE, ONE), (ONE,)], (1, 1), [(ONE, ONE), (ONE,)]),
+        ([{"a": ONE}, {"a": None}], (1, 1), {"a": [ONE, None]}),
+    ],
+    ids=["rows", "one", "multiple", "empty", "others", "texts", "other structure", "none in one"],
+)
+def test_gather_joins_rows_and_lists_other_values(
+    pieces: list[Any], rows: tuple[int, ...], expected: Any
+) -> None:
+    assert same(gather(pieces, MicrobatchRows(rows)), expected)
+
+
+def test_gather_lists_multiples_if_the_batch_was_cut_on_another_dim() -> None:
+    """The rows of such outputs may be in another order, for example with time steps first."""
+    pieces = [torch.zeros(6, 1), torch.ones(6, 1)]
+    assert same(gather(pieces, MicrobatchRows((2, 2), 1)), pieces)
 
 
 @pytest.mark.parametrize(
@@ -260,11 +268,6 @@ def test_gather_lists_tensors_without_rows(pieces: list[Tensor]) -> None:
     assert same(found, (pieces, [1, 1]))
 
 
-def test_gather_of_an_empty_batch() -> None:
-    pieces = [torch.zeros(0, 2)] * 3
-    assert same(gather(pieces, MicrobatchRows((0, 0, 0))), torch.zeros(0, 2))
-
-
 def test_gather_of_a_batch_that_was_not_cut() -> None:
     table = torch.zeros(5, 5)
     assert gather([table], MicrobatchRows()) is table
@@ -280,12 +283,6 @@ def test_gather_joins_on_the_dim_of_the_batch(dim: int) -> None:
     assert same(gather(list(a_row.split(counts)), MicrobatchRows(tuple(counts), dim)), a_row)
 
 
-def test_gather_lists_multiples_if_the_batch_was_cut_on_another_dim() -> None:
-    """The rows of such outputs may be in another order, for example with time steps first."""
-    pieces = [torch.zeros(6, 1), torch.ones(6, 1)]
-    assert same(gather(pieces, MicrobatchRows((2, 2), 1)), pieces)
-
-
 def test_gather_refuses_ambiguous_rows_on_two_dims() -> None:
     pieces = [torch.zeros(2, 2, 5), torch.ones(2, 2, 5)]
     message = (
@@ -294,12 +291,6 @@ def test_gather_refuses_ambiguous_rows_on_two_dims() -> None:
     with pytest.raises(RunError, match=message):
         gather(pieces, MicrobatchRows((2, 2), 1))
     assert same(gather(pieces[:1], MicrobatchRows((2,), 1)), pieces[0])
-
-
-def test_gather_lists_other_values() -> None:
-    found = gather([(torch.zeros(1), 3, None), (torch.ones(1), 4, None)], MicrobatchRows((1, 1)))
-    assert same(found, (torch.tensor([0.0, 1]), [3, 4], [None, None]))
-    assert gather(["a", "b"], MicrobatchRows((1, 1))) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -317,13 +308,3 @@ def test_gather_keeps_the_structure(shape: Any) -> None:
     a, b = torch.arange(6).view(3, 2), torch.arange(3)
     found = gather([shape(a[:2], b[:2]), shape(a[2:], b[2:])], MicrobatchRows((2, 1)))
     assert same(found, shape(a, b))
-
-
-def test_gather_lists_outputs_of_different_structures() -> None:
-    given = [(torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)]
-    assert gather(given, MicrobatchRows((1, 1))) == given
-
-
-def test_gather_lists_tensors_that_are_sometimes_none() -> None:
-    tensor = torch.zeros(1)
-    assert gather([{"a": tensor}, {"a": None}], MicrobatchRows((1, 1))) == {"a": [tensor, None]}

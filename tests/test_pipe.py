@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,19 @@ import penstock
 from penstock import (
     ArgumentError,
     InvalidScheduleError,
-    NoChunk,
     Pipe,
     PipeSequential,
-    WithDevice,
     is_checkpointing,
     schedules,
 )
-from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from tests.support import (
     Do,
     Pop,
     Stash,
     Watch,
     batch,
-    closely,
-    differences,
     each_checkpoint,
     each_door,
-    each_runtime,
     network,
     plain,
     trained,
@@ -87,18 +80,6 @@ def test_pipe_refuses_invalid_chunks(chunks: Any) -> None:
 def test_pipe_refuses_invalid_options(option: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Pipe(plain(), 2, **{"stages": 4, option: value})
-
-
-def test_pipe_refuses_duplicate_children() -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="duplicate children are not supported"):
-        Pipe(nn.Sequential(layer, nn.ReLU(), layer))
-
-
-def test_pipe_refuses_a_child_on_two_devices() -> None:
-    mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
-        Pipe(nn.Sequential(mixed))
 
 
 def test_pipe_repr_lists_tied_weights() -> None:
@@ -174,23 +155,6 @@ def test_pipe_names_parameters_and_state_dict_equal_the_model() -> None:
     assert dict(pipe.named_parameters()) == dict(model.named_parameters())
     assert list(pipe.state_dict()) == list(model.state_dict())
     assert pipe.first is model.first
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_pipe_state_dict_loads_into_the_unsplit_model_and_back(deferred: bool) -> None:
-    x, target = batch(7)
-    pipe = Pipe(network(), 2, deferred_batch_norm=deferred, stages=4, loss_fn=functional.mse_loss)
-    trained(pipe, x, target, "step")
-    file = io.BytesIO()
-    torch.save(pipe.state_dict(), file)
-    file.seek(0)
-    model = network()
-    model.load_state_dict(torch.load(file))
-    other = Pipe(network(), 3, deferred_batch_norm=not deferred, stages=2)
-    other.load_state_dict(model.state_dict())
-    outputs = [module.eval()(x) for module in (pipe, model, other)]
-    assert closely(outputs[0], outputs[1])
-    assert closely(outputs[1], outputs[2])
 
 
 def test_pipe_load_state_dict_with_assign() -> None:
@@ -319,18 +283,6 @@ def test_pipe_trained_with_an_optimizer_equals_the_model(make: Any, door: str) -
 # ---- inputs and outputs -------------------------------------------------------------------
 
 
-@each_runtime
-def test_pipe_with_several_inputs(runtime: str) -> None:
-    def mixed(x: Tensor, mask: Tensor, table: dict[str, Tensor], name: str) -> Tensor:
-        assert name == "name"
-        return x * mask + table["bias"]
-
-    pipe = Pipe(nn.Sequential(Do(mixed), nn.Tanh()), 3, stages=2, runtime=runtime)
-    x, mask, bias = torch.randn(5, 2), torch.randn(2), torch.randn(5, 1)
-    found = pipe(x, NoChunk(mask), {"bias": bias}, "name")
-    assert torch.allclose(found, (x * mask + bias).tanh())
-
-
 def test_pipe_sequential_unpacks_tuples() -> None:
     layers = [Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a * b, "kept"]), Do(tuple)]
     x, y = torch.randn(5, 2), torch.randn(5, 2)
@@ -359,25 +311,6 @@ def test_pipe_with_any_batch_size(rows: int) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3), Watch(lambda x: seen.append(len(x)))), 4, stages=2)
     assert pipe(torch.randn(rows, 6)).shape == (rows, 3)
     assert seen == [len(piece) for piece in torch.empty(rows).chunk(4)]
-
-
-def test_pipe_with_changing_batch_sizes() -> None:
-    model = plain()
-    pipe = Pipe(copy.deepcopy(model), 4, stages=4, loss_fn=functional.mse_loss)
-    for rows in (8, 3, 1, 8, 17):
-        for door in ("call", "step"):
-            x, target = batch(rows)
-            for module in (model, pipe):
-                module.zero_grad()
-            expected = whole(model, x, target, functional.mse_loss)
-            assert differences(trained(pipe, x, target, door), expected, closely) == []
-
-
-def test_with_device_places_a_layer_without_parameters() -> None:
-    model = nn.Sequential(nn.Linear(6, 3), WithDevice(nn.Tanh(), "cpu"))
-    pipe = Pipe(model, 2)
-    x = torch.randn(4, 6)
-    assert torch.allclose(pipe(x), model(x))
 
 
 # ---- options ------------------------------------------------------------------------------
@@ -411,20 +344,6 @@ def test_pipe_keeps_the_recompute_actions_of_a_schedule() -> None:
     pipe[0].register_forward_hook(lambda *given: checkpointing.append(is_checkpointing()))
     pipe(batch(4)[0]).sum().backward()
     assert checkpointing == [True, False, False]
-
-
-def test_pipe_converts_deferred_batch_norm() -> None:
-    pipe = Pipe(network(), 2, deferred_batch_norm=True, stages=4)
-    assert isinstance(pipe[4], DeferredStatsBatchNorm)
-    assert type(Pipe(network(), 2, stages=4)[4]) is nn.BatchNorm1d
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", None])
-def test_pipe_with_several_stages_on_one_rank(schedule: str | None) -> None:
-    model = plain()
-    pipe = Pipe(copy.deepcopy(model), 3, stages=4, devices=["cpu"], schedule=schedule)
-    x, _ = batch(7)
-    assert closely(pipe(x), model(x))
 
 
 def test_pipe_forecast_equals_the_schedule() -> None:

@@ -73,11 +73,7 @@ def schedule_pictures() -> dict[str, list[str]]:
     }
 
 
-CURRENT = {
-    "public_names": public_names,
-    "error_types": error_types,
-    "schedules": schedule_pictures,
-}
+CURRENT = {"public_names": public_names, "error_types": error_types, "schedules": schedule_pictures}
 
 
 @pytest.mark.parametrize("name", CURRENT)

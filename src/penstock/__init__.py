@@ -29,6 +29,7 @@ from penstock.errors import (
     PenstockTypeError,
     RemoteError,
     RunError,
+    TorchVersionError,
 )
 from penstock.errors import get_deprecated as _get_deprecated_error
 from penstock.schedules.cost import Cost
@@ -63,6 +64,7 @@ if _typing.TYPE_CHECKING:
     from penstock.runtime.memory import Memory
     from penstock.runtime.step import StepResult
     from penstock.stage.aux_loss import add_loss, added_losses
+    from penstock.stage.loss import Weighted
     from penstock.stage.recompute import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -103,7 +105,9 @@ __all__ = [
     "StageGraph",
     "StepResult",
     "Timeline",
+    "TorchVersionError",
     "Wait",
+    "Weighted",
     "WithDevice",
     "add_loss",
     "added_losses",
@@ -144,6 +148,7 @@ _ON_DEMAND = {
     "PipeSequential": "model.sequential",
     "Report": "checker.report",
     "StepResult": "runtime.step",
+    "Weighted": "stage.loss",
     "WithDevice": "model.sequential",
     "add_loss": "stage.aux_loss",
     "added_losses": "stage.aux_loss",

@@ -12,18 +12,14 @@ from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.schedules.lowering import CHECKPOINT_MODES
 
 RUNTIMES = ("threads", "inline", "graph", "auto")
-REDUCTIONS = ("mean", "sum")
-DATA_MODES = ("all", "first")
-OUTPUT_MODES = ("last", "all")
-SHAPE_MODES = ("learned", "sent")
 
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint": CHECKPOINT_MODES,
     "runtime": RUNTIMES,
-    "reduction": (None, *REDUCTIONS),
-    "data": DATA_MODES,
-    "outputs": OUTPUT_MODES,
-    "shapes": SHAPE_MODES,
+    "reduction": (None, "mean", "sum"),
+    "data": ("all", "first"),
+    "outputs": ("last", "all"),
+    "shapes": ("learned", "sent"),
 }
 
 

@@ -12,7 +12,8 @@
     ├── InvalidScheduleError   (ValueError)     a schedule must not run; lists every problem
     ├── Mismatch               (AssertionError) a pipe and the model compute different results
     ├── Deadlock               (RuntimeError)   ranks of a schedule wait for each other forever
-    └── MissingExtra           (ImportError)    an optional library is not installed
+    ├── MissingExtra           (ImportError)    an optional library is not installed
+    └── TorchVersionError      (ImportError)    this PyTorch lacks what a feature needs
 
 Each class also inherits from the built-in error in brackets, so `except ValueError` works, too.
 
@@ -173,6 +174,13 @@ class MissingExtra(PenstockError, ImportError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), self._init_args
+
+
+class TorchVersionError(PenstockError, ImportError):
+    """Raised if this release of PyTorch lacks a private API that a feature needs.
+
+    The message names both, and the releases that have it. `penstock doctor` lists all of them.
+    """
 
 
 # Names of earlier releases. They are the same classes, so `except` clauses keep working.

@@ -12,7 +12,8 @@ would train on wrong numbers, so such a tensor is refused until the caller wraps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +120,8 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
     # The common case, in front because this runs in every step.
     if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].device == device:
         return
-    tensors = _list_tensors(list(inputs))
-    if not tensors and not _list_tensors(list(side)):
+    tensors = list_tensors(list(inputs))
+    if not tensors and not list_tensors(list(side)):
         kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
         raise PenstockTypeError(f"a pipe needs a tensor among its inputs, but got {kinds}")
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
@@ -133,24 +134,32 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
 
 def move_to_device(value: Any, device: torch.device | None) -> Any:
     """Return the value with all tensors in it on the device; None leaves them where they are."""
+    if device is None:
+        return value
+    move = partial(Tensor.to, device=device, non_blocking=has_streams(device.type))
+    return move(value) if isinstance(value, Tensor) else map_batch_tensors(value, move)
 
-    def move(leaf: Any) -> Any:
+
+def map_batch_tensors(values: Any, transform: Callable[[Tensor], Tensor]) -> Any:
+    """Return the values with each tensor transformed, also inside a `Chunk` or `NoChunk`."""
+
+    def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, NoChunk):
-            return NoChunk(move(leaf.tensor))
+            return NoChunk(transform(leaf.tensor))
         if isinstance(leaf, Chunk):
-            return Chunk(move(leaf.tensor), leaf.dim)
-        if isinstance(leaf, Tensor) and device is not None:
-            return leaf.to(device, non_blocking=has_streams(device.type))
-        return leaf
+            return Chunk(transform(leaf.tensor), leaf.dim)
+        return transform(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return pytree.tree_map(move, value)
+    return pytree.tree_map(map_leaf, values)
 
 
-def _list_tensors(values: Any) -> list[Tensor]:
-    return [t for t in map(_unwrap_chunk, pytree.tree_leaves(values)) if isinstance(t, Tensor)]
+def list_tensors(values: Any) -> list[Tensor]:
+    """Return all tensors in the values of a batch, without wrappers."""
+    return [t for t in map(unwrap_chunk, pytree.tree_leaves(values)) if isinstance(t, Tensor)]
 
 
-def _unwrap_chunk(leaf: Any) -> Any:
+def unwrap_chunk(leaf: Any) -> Any:
+    """Return the tensor inside a `Chunk` or `NoChunk`, or the leaf itself."""
     return leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
 
 
@@ -203,12 +212,10 @@ def scatter(
     leaves, spec = pytree.tree_flatten(values)
     row_leaf = next((i for i, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
     if row_leaf is None:
-        return [pytree.tree_unflatten(map(_unwrap_chunk, leaves), spec)], MicrobatchRows()
+        return [pytree.tree_unflatten(map(unwrap_chunk, leaves), spec)], MicrobatchRows()
     dim = _row_dim(leaves[row_leaf])
     assert dim is not None
-    counts = [
-        piece.size(dim) for piece in torch.chunk(_unwrap_chunk(leaves[row_leaf]), chunks, dim)
-    ]
+    counts = [piece.size(dim) for piece in torch.chunk(unwrap_chunk(leaves[row_leaf]), chunks, dim)]
     rows = MicrobatchRows(tuple(counts), dim)
     if not all(_is_splittable(leaf, rows) for leaf in leaves):
         raise _build_shape_error(
@@ -261,7 +268,7 @@ def _split_leaves(leaves: Sequence[Any], rows: MicrobatchRows) -> Iterator[list[
     pieces_by_key: dict[tuple[int, int], list[Tensor]] = {}  # by id of the tensor, and dim
     columns: list[list[Any]] = []
     for leaf in leaves:
-        dim, tensor = _row_dim(leaf), _unwrap_chunk(leaf)
+        dim, tensor = _row_dim(leaf), unwrap_chunk(leaf)
         if dim is None:
             columns.append([tensor] * len(rows.counts))
             continue
@@ -290,7 +297,7 @@ def _build_shape_error(
         if not _is_splittable(leaf, rows)
     ]
     name, leaf = named_leaves[first]
-    shape = tuple(_unwrap_chunk(leaf).shape)
+    shape = tuple(unwrap_chunk(leaf).shape)
     return BatchShapeError(
         "the inputs would give different numbers of micro-batches, or micro-batches of different "
         f"sizes: the batch has {sum(rows.counts)} rows (dim {rows.dim} of {name}, which has shape "
@@ -300,7 +307,7 @@ def _build_shape_error(
 
 
 def _describe_mismatch(name: str, leaf: Any, rows: MicrobatchRows) -> str:
-    tensor = _unwrap_chunk(leaf)
+    tensor = unwrap_chunk(leaf)
     shape = tuple(tensor.shape)
     variable = "x" if name.startswith("input ") else name  # an expression the caller could write
     whole = f"NoChunk({variable}) to pass it whole to every micro-batch"

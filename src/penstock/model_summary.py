@@ -112,11 +112,9 @@ class ModelSummary:
     def stage_seconds(self, stage: int) -> ComputeSeconds:
         """Return the seconds of a stage: the sum over its units that were measured."""
         measured = [unit.seconds for unit in self.stage_units(stage) if unit.seconds is not None]
-        return (
-            ComputeSeconds(*(sum(column) for column in zip(*measured, strict=True)))
-            if measured
-            else _ZERO_SECONDS
-        )
+        if not measured:
+            return ComputeSeconds(0.0, 0.0, 0.0)
+        return ComputeSeconds(*map(sum, zip(*measured, strict=True)))
 
     def stage_activation_bytes(self, stage: int) -> int | None:
         """Return the bytes that a stage keeps for the backward of one micro-batch, or None."""
@@ -125,11 +123,9 @@ class ModelSummary:
 
     def stage_load(self, stage: int) -> float:
         """Return the seconds of a stage, or the bytes of its parameters if nothing was measured."""
-        return (
-            sum(self.stage_seconds(stage))
-            if self.is_measured
-            else float(self.stage_parameter_bytes[stage])
-        )
+        if self.is_measured:
+            return sum(self.stage_seconds(stage))
+        return float(self.stage_parameter_bytes[stage])
 
     def with_transfer_bytes(self, transfer_bytes: dict[tuple[int, int, int], int]) -> ModelSummary:
         """Return a summary whose transfers have these sizes.
@@ -144,6 +140,3 @@ class ModelSummary:
             nbytes = transfer_bytes.get((transfer.src, transfer.dst, index))
             transfers.append(replace(transfer, nbytes=nbytes))
         return replace(self, transfers=tuple(transfers))
-
-
-_ZERO_SECONDS = ComputeSeconds(0.0, 0.0, 0.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -24,27 +25,17 @@ from torch import Tensor
 
 from penstock.torch_compat import pytree
 
-
-def _flatten_user_dict(value: Any) -> tuple[list[Any], list[Any]]:
-    return list(value.values()), list(value)
-
-
-def _flatten_user_dict_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[Any]]:
-    return [(pytree.MappingKey(key), item) for key, item in value.items()], list(value)
-
-
-def _unflatten_user_dict(values: Any, keys: list[Any]) -> Any:
-    return UserDict(zip(keys, values, strict=True))
-
-
 # PyTorch does not register `UserDict`, although it is a dict to most code. Another library may have
 # registered it already, and registering a class twice raises.
 if UserDict not in pytree.SUPPORTED_NODES:
     pytree.register_pytree_node(
         UserDict,
-        _flatten_user_dict,
-        _unflatten_user_dict,
-        flatten_with_keys_fn=_flatten_user_dict_with_keys,
+        lambda value: (list(value.values()), list(value)),
+        lambda values, keys: UserDict(zip(keys, values, strict=True)),
+        flatten_with_keys_fn=lambda value: (
+            [(pytree.MappingKey(key), item) for key, item in value.items()],
+            list(value),
+        ),
     )
 
 
@@ -61,7 +52,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
         pytree.register_pytree_node(
             dataclass_type,
             _flatten_dataclass,
-            _make_dataclass_unflatten(dataclass_type),
+            partial(_unflatten_dataclass, dataclass_type),
             flatten_with_keys_fn=_flatten_dataclass_with_keys,
         )
     return flatten(value)
@@ -74,15 +65,10 @@ def unflatten(leaves: list[Any], tree_spec: pytree.TreeSpec) -> Any:
 
 def _is_tensor_dataclass(leaf: Any) -> bool:
     """Return whether a leaf is an instance of a dataclass with a tensor in one of its fields."""
-    return (
-        dataclasses.is_dataclass(leaf)
-        and not isinstance(leaf, type)
-        and any(isinstance(v, Tensor) for v in pytree.tree_leaves(_get_field_values(leaf)))
-    )
-
-
-def _get_field_values(record: Any) -> list[Any]:
-    return [getattr(record, field.name, None) for field in dataclasses.fields(record)]
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    values = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    return any(isinstance(value, Tensor) for value in pytree.tree_leaves(values))
 
 
 def _flatten_dataclass(record: Any) -> tuple[list[Any], list[str]]:
@@ -99,18 +85,16 @@ def _flatten_dataclass_with_keys(
     return [(pytree.GetAttrKey(name), v) for name, v in zip(names, values, strict=True)], names
 
 
-def _make_dataclass_unflatten(dataclass_type: type) -> Callable[[Any, Any], Any]:
-    """Return the function that rebuilds an instance of a dataclass from its attributes."""
+def _unflatten_dataclass(dataclass_type: type, values: Any, names: list[str]) -> Any:
+    """Return an instance of a dataclass with these attributes.
 
-    def unflatten_dataclass(values: Any, names: list[str]) -> Any:
-        # Neither `__init__` nor `__post_init__` runs: they may check or change the values. The
-        # `__setattr__` of a frozen dataclass would raise.
-        record: Any = object.__new__(dataclass_type)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(record, name, value)
-        return record
-
-    return unflatten_dataclass
+    Neither `__init__` nor `__post_init__` runs: they may check or change the values. The
+    `__setattr__` of a frozen dataclass would raise.
+    """
+    record: Any = object.__new__(dataclass_type)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(record, name, value)
+    return record
 
 
 def map_call_tensors(

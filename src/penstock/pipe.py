@@ -62,11 +62,7 @@ from penstock.schedules.registry import (
 )
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import require_sound
-from penstock.stage.compile_support import (
-    disable_compile,
-    not_compiled,
-    outside_compiler,
-)
+from penstock.stage.compile_support import disable_compile, not_compiled, outside_compiler
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.loss import LossFn
 from penstock.torch_compat import DDP_IGNORED_NAMES, get_active_ddp
@@ -330,9 +326,9 @@ class Pipe(nn.Module):
         """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
 
         The loss of the step is the mean (or the sum) of `loss_fn(output, target)` over the
-        micro-batches. `loss_fn` returns a scalar tensor, or a tuple `(loss, weight)`, or a dict
-        with "loss", perhaps "weight", and metrics under other names. Without weights, a mean counts
-        the micro-batches by their rows.
+        micro-batches. `loss_fn` returns a scalar tensor, or a `Weighted` loss, or a dict with
+        "loss", perhaps "weight", and metrics under other names. Without weights, a mean counts the
+        micro-batches by their rows.
 
         Under `torch.no_grad()` there is no backward and `.grad` stays as it is.
 
@@ -658,10 +654,8 @@ class Pipe(nn.Module):
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
         head = f"Pipe({options}, schedule={self._schedule_choice.name!r},"
-        return (
-            "\n".join([head, *(f"  {line}" for line in describe_placement(self._placed_partition))])
-            + ")"
-        )
+        lines = [head, *(f"  {line}" for line in describe_placement(self._placed_partition))]
+        return "\n".join(lines) + ")"
 
     def train(self, mode: bool = True) -> Pipe:
         """Set training mode for all layers, and for the modules around the stages.

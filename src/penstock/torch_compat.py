@@ -1,11 +1,13 @@
 """Every private PyTorch API that Penstock uses, one function each.
 
-PyTorch may change any of these in any release. Each entry says why the public API is not enough
-and what happens where the private one is missing. No other module of Penstock names a private
-PyTorch API, so a new PyTorch release is a matter of this file.
+PyTorch may change any of these in any release. Each entry says why the public API is not enough.
+No other module of Penstock names a private PyTorch API, so a new PyTorch release is a matter of
+this file. `make versions` runs the tests with each release.
 
-All tests run with PyTorch 2.13. Those of `model/`, `stage/`, `data_parallel/` and `runtime/` were
-also run with 2.11 and 2.15.
+`_probe` finds each API by its path, once, when this module is imported. If one is missing, or takes
+other parameters than it did, the module still imports: whatever uses that API raises a
+`TorchVersionError` that names the feature, and `penstock doctor` lists it. Where a public API does
+the same and only takes longer, it is the fallback.
 
 Attributes that every `nn.Module` and `Tensor` has had since PyTorch 1 and that PyTorch's own
 documentation shows (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, `_backward_hooks`) are
@@ -14,30 +16,23 @@ used where they are needed.
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributions
 from torch import Tensor, nn
-from torch._functorch import apis as _functorch_apis
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules import module as _torch_module
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -45,24 +40,19 @@ from torch.overrides import TorchFunctionMode
 # it, and its public counterpart does not exist in all supported releases.
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as _torch_checkpoint
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _pop_mode_temporarily,
-    _push_mode,
-)
+
+from penstock.errors import TorchVersionError
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BatchNormBase",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "NormBase",
     "TorchDispatchMode",
-    "UnsupportedOperatorException",
     "pytree",
 ]
 
@@ -72,8 +62,120 @@ TORCH_VERSION: str = torch.__version__
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 DISTRIBUTIONS_DIRECTORY = str(Path(torch.distributions.__file__).parent)
 
+# The releases that `make versions` tests.
+TESTED_VERSIONS = "2.10 to 2.15"
+
 # For error messages that tell the user how to register a container class.
 REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
+
+
+# ---- probing -------------------------------------------------------------------------------------
+
+_NO_FALLBACK = object()
+_missing_apis: dict[str, str] = {}  # path: the text of its error
+
+
+class _StandIn(type):
+    """The class of stand-ins for missing APIs.
+
+    Each stand-in is a class, because some APIs are base classes or errors in `except` clauses, and
+    it raises when it is called, iterated over, or passed to `isinstance`.
+    """
+
+    path: str
+
+    def __call__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TorchVersionError(_missing_apis[cls.path])
+
+    def __iter__(cls) -> NoReturn:
+        raise TorchVersionError(_missing_apis[cls.path])
+
+    def __instancecheck__(cls, _instance: object) -> NoReturn:
+        raise TorchVersionError(_missing_apis[cls.path])
+
+
+def _probe(
+    path: str,
+    feature: str,
+    *,
+    parameters: Sequence[str] = (),
+    patched: bool = False,
+    fallback: Any = _NO_FALLBACK,
+) -> Any:
+    """Return the object at a dotted path, or its fallback, or a stand-in that raises when used.
+
+    Args:
+        path: Modules and attributes, such as "torch._C._functorch.peek_interpreter_stack".
+        feature: What does not work without it, as the beginning of an error message.
+        parameters: The first parameters of a function, where Penstock depends on their order.
+        patched: Whether Penstock replaces it, so that its owner has to define it itself.
+        fallback: What to use instead.
+    """
+    try:
+        api = pkgutil.resolve_name(path)
+        owner, _, name = path.rpartition(".")
+        names = list(inspect.signature(api).parameters) if parameters else []
+        if names[: len(parameters)] != list(parameters):
+            problem = f"has with other parameters ({', '.join(names)})"
+        elif patched and name not in vars(pkgutil.resolve_name(owner)):
+            problem = "has in another form"
+        else:
+            return api
+    except (ImportError, AttributeError):
+        problem = "does not have"
+    if fallback is not _NO_FALLBACK:
+        return fallback
+    _missing_apis[path] = _describe_missing(path, feature, problem)
+    return _StandIn("missing", (Exception,), {"path": path})
+
+
+def _probe_together(paths: Iterable[str], feature: str) -> list[Any]:
+    """Return the objects at these paths, or one stand-in for all of them if one is missing."""
+    apis = [_probe(path, feature) for path in paths]
+    missing = next((api for api in apis if isinstance(api, _StandIn)), None)
+    return apis if missing is None else [missing] * len(apis)
+
+
+def _probe_reader(owner: str, names: Sequence[str], feature: str) -> Callable[[Any], Any]:
+    """Return a function that reads private attributes of instances of the class at a path."""
+    api: Any = _probe_together([f"{owner}.{name}" for name in names], feature)[0]
+    return api if isinstance(api, _StandIn) else attrgetter(*names)
+
+
+def _describe_missing(path: str, feature: str, problem: str) -> str:
+    return (
+        f"{feature} needs {path}, which PyTorch {TORCH_VERSION} {problem}. Use PyTorch "
+        f"{TESTED_VERSIONS}, which have it."
+    )
+
+
+def _get(owner: Any, name: str, feature: str) -> Any:
+    """Return a private attribute that only instances have, so that no path leads to it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        path = f"{type(owner).__qualname__}.{name}"
+        raise TorchVersionError(_describe_missing(path, feature, "does not have")) from None
+
+
+def find_missing_apis() -> list[str]:
+    """Return the error of each private API that this PyTorch lacks.
+
+    Importing `fully_shard` takes long, so its APIs are found when a stage uses it, or here.
+    """
+    _probe("torch.distributed.fsdp.FSDPModule._get_fsdp_state", FULLY_SHARD)
+    state = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+    _probe(f"{state}._root_post_backward_final_callback", FULLY_SHARD)
+    return list(_missing_apis.values())
+
+
+A_PIPE = "A pipe"
+TRACING = "Splitting a model that is not an nn.Sequential"
+SPLIT_BACKWARD = "A schedule with a split backward"
+RANDOM_NUMBERS = "A layer that draws random numbers"
+CUDA_GRAPH = "runtime='graph'"
+FULLY_SHARD = "A stage in fully_shard"
+DDP = "A stage in DistributedDataParallel"
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -102,7 +204,7 @@ def is_compiled_by_dynamo(module: nn.Module) -> bool:
     There is no public way to ask. Where an attribute is missing, the module counts as not compiled.
     """
     return (
-        module._compiled_call_impl is not None
+        getattr(module, COMPILED_CALL_ATTRIBUTE, None) is not None
         or "_orig_mod" in module._modules
         or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
     )
@@ -133,9 +235,7 @@ def skip_compilation(functions: Iterable[FunctionType]) -> None:
     the private function is missing, the compiler tries to compile the functions, which costs time
     once and changes no result.
     """
-    skip_code: Any = getattr(torch._dynamo.eval_frame, "skip_code", None)
-    if skip_code is None:
-        return
+    skip_code = _probe("torch._dynamo.eval_frame.skip_code", "Compilation", fallback=lambda _: None)
     for function in functions:
         nested = (const for const in function.__code__.co_consts if isinstance(const, CodeType))
         for code in (function.__code__, *nested):
@@ -144,38 +244,76 @@ def skip_compilation(functions: Iterable[FunctionType]) -> None:
 
 def mark_as_not_compilable(function: Any) -> None:
     """Keep the compiler from tracing into a function that is not wrapped by it yet."""
-    function._torchdynamo_disable = True
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010
+
+
+def keep_fake_cuda_guard() -> None:
+    """Let this thread own the device guard that PyTorch uses where it has CUDA but no GPU is here.
+
+    The compiler makes the guard when it first runs. Up to 2.14 the guard belongs to the thread that
+    made it, and when that thread ends, the next compilation in the process crashes. This thread
+    starts the workers and usually outlives them. Without the private function there is no guard.
+    """
+    ensure_guard = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure_guard is not None and not torch.cuda.is_available():
+        ensure_guard()
 
 
 # ---- autograd ------------------------------------------------------------------------------------
 
+
+def _run_backward_publicly(
+    roots: Sequence[Any],
+    gradients: Sequence[Tensor],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> Any:
+    if accumulate_grad:
+        return torch.autograd.backward(roots, gradients, retain_graph, create_graph)
+    return torch.autograd.grad(
+        roots, inputs, gradients, retain_graph, create_graph, allow_unused=allow_unreachable
+    )
+
+
 # The engine itself. `torch.autograd.backward` checks and converts its arguments again for each
 # cell, which costs more than the backward of a small stage.
-run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+run_backward: Callable[..., Any] = _probe(
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "A backward",
+    fallback=_run_backward_publicly,
+)
 
 
 # The class of autograd nodes that are written in Python, as a `torch.autograd.Function`.
-PythonNode: type = torch._C._FunctionBase
+PythonNode = BackwardCFunction
 
 
-def keeps_graph() -> bool:
-    """Return whether the backward that is running was called with `retain_graph=True`.
+# Whether the backward that is running was called with `retain_graph=True`. A
+# `torch.autograd.Function` cannot find out through the public API.
+keeps_graph: Callable[[], bool] = _probe(
+    "torch._C._autograd._get_current_graph_task_keep_graph", "A backward through pipe(x)"
+)
 
-    A `torch.autograd.Function` cannot find out through the public API.
-    """
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+_get_graph_task_id = _probe("torch._C._current_graph_task_id", "penstock.add_loss")
 
 
 def is_in_backward() -> bool:
     """Return whether this thread is running a node of a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return bool(_get_graph_task_id() != -1)
 
 
 # PyTorch's own functions behind `get_saved_tensor_hooks` and `is_functorch_active`, for code that
 # runs for each operation. The first one is called with True: with False, PyTorch hides the hooks
 # while it traces.
-top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-peek_functorch_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+top_saved_tensor_hooks: Callable[[bool], Any] = _probe(
+    "torch._C._autograd._top_saved_tensors_default_hooks", A_PIPE
+)
+peek_functorch_stack: Callable[[], Any] = _probe(
+    "torch._C._functorch.peek_interpreter_stack", f"{TRACING}, or a split backward,"
+)
 
 
 def get_saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -183,7 +321,7 @@ def get_saved_tensor_hooks() -> tuple[Any, Any] | None:
 
     `torch.autograd.graph.saved_tensors_hooks` can set them, and nothing public can read them.
     """
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: tuple[Any, Any] | None = top_saved_tensor_hooks(True)
     return hooks
 
 
@@ -197,29 +335,45 @@ def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
 TORCH_CHECKPOINT_GLOBALS: dict[str, Any] = _torch_checkpoint.__dict__
 
 
-def is_autograd_multithreaded() -> bool:
-    """Return whether backwards of this thread may use autograd's own threads.
+def close_failed_checkpoints(error: BaseException) -> None:
+    """Take the hooks of the `torch.utils.checkpoint` calls that an error left off this thread.
 
-    `torch.autograd.set_multithreading_enabled` sets it, and nothing public can read it.
+    Up to 2.12, PyTorch leaves them to the generator of the call, which the error keeps alive. The
+    thread would go on with these hooks, and the thread that drops the error could not remove them.
+    Later releases have closed the generator, and nothing happens here.
     """
-    return torch._C._is_multithreading_enabled()
+    generators = [
+        frame.f_locals.get("gen")
+        for frame, _ in walk_tb(error.__traceback__)
+        if frame.f_globals is TORCH_CHECKPOINT_GLOBALS
+    ]
+    for generator in reversed(generators):
+        if generator is not None:
+            with suppress(Exception):  # of a context that the user gave to the call
+                generator.close()
 
 
 # Whether autocast is on for any type of device. It is called for each operation.
-is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_any_autocast_enabled: Callable[[], bool] = _probe(
+    "torch._C._is_any_autocast_enabled",
+    "autocast",
+    fallback=lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps", "hpu"))),
+)
 
 
 def is_functorch_active() -> bool:
     """Return whether this thread runs a transform of `torch.func`, such as `vmap` or `grad`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_functorch_stack() is not None
 
 
-def make_saved_settings_reader(*names: str) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads what an autograd node saved under these names.
-
-    An example is the stride of a convolution. There is no public way to read these settings.
-    """
-    return attrgetter(*(f"_saved_{name}" for name in names))
+# From the autograd node of a convolution to its settings, in the order in which
+# `convolution_backward` takes them. There is no public way to read what a node has saved.
+_CONVOLUTION_SETTINGS = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+read_convolution_settings: Callable[[Any], tuple[Any, ...]] = _probe_reader(
+    "torch._C._functions.ConvolutionBackward0",
+    [f"_saved_{name}" for name in _CONVOLUTION_SETTINGS],
+    SPLIT_BACKWARD,
+)
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -227,41 +381,74 @@ def make_saved_settings_reader(*names: str) -> Callable[[Any], tuple[Any, ...]]:
 
 # From an ATen operator to its arguments, with their names and default values. It is called for each
 # random operation.
-get_schema_arguments: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
+get_schema_arguments: Callable[[Any], Sequence[Any]] = _probe_reader(
+    "torch.ops.aten.bernoulli.default", ["_schema.arguments"], RANDOM_NUMBERS
+)
 
 
-PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
-PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
-IS_ALL_TRUE: Any = getattr(torch, "_is_all_true", None)  # used by torch.distributions
-TO_COPY_OPERATOR: Any = torch.ops.aten._to_copy.default
+# The tracer compares functions with these. `torch.distributions` uses the last one.
+PACK_PADDED_SEQUENCE: Any = _probe("torch._VF._pack_padded_sequence", f"{TRACING}, with an RNN,")
+PAD_PACKED_SEQUENCE: Any = _probe("torch._VF._pad_packed_sequence", f"{TRACING}, with an RNN,")
+IS_ALL_TRUE: Any = _probe("torch._is_all_true", TRACING, fallback=None)
+
+TO_COPY_OPERATOR: Any = torch.ops.aten._to_copy.default  # one of the documented core ATen operators
+
+_foreach_zero = _probe(
+    "torch._foreach_zero_", CUDA_GRAPH, fallback=lambda tensors: [t.zero_() for t in tensors]
+)
+_foreach_copy = _probe(
+    "torch._foreach_copy_",
+    CUDA_GRAPH,
+    fallback=lambda targets, sources, non_blocking: [
+        target.copy_(source, non_blocking) for target, source in zip(targets, sources, strict=True)
+    ],
+)
 
 
 def foreach_zero_(tensors: Sequence[Tensor]) -> None:
     """Zero all tensors in a few kernels. `torch.optim` is built on the same functions."""
-    torch._foreach_zero_(list(tensors))
+    _foreach_zero(list(tensors))
 
 
 def foreach_copy_(
     targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False
 ) -> None:
     """Copy each source into its target in a few kernels."""
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+    _foreach_copy(list(targets), list(sources), non_blocking=non_blocking)
+
+
+_legacy_get_string = _probe(
+    "torch.nn._reduction.legacy_get_string", "size_average or reduce, which are deprecated,"
+)
 
 
 def get_legacy_reduction(size_average: Any, reduce: Any) -> str:
     """Return the `reduction` that the deprecated `size_average` and `reduce` of a loss mean."""
-    from torch.nn import _reduction
+    return str(_legacy_get_string(size_average, reduce, emit_warning=False))
 
-    return _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+
+_parse_to = _probe("torch._C._nn._parse_to", "pipe.to")
 
 
 def parse_to_device(*args: Any, **kwargs: Any) -> torch.device | None:
     """Return the device that `module.to(*args, **kwargs)` would move a module to."""
-    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    device: torch.device | None = _parse_to(*args, **kwargs)[0]
     return device
 
 
 # ---- memory --------------------------------------------------------------------------------------
+
+# A number that identifies a storage for as long as it lives.
+get_storage_address: Callable[[torch.UntypedStorage], int] = _probe_reader(
+    "torch.UntypedStorage", ["_cdata"], f"{TRACING}, or a memory profile,"
+)
+
+# A number that identifies a random generator; its Python objects come and go.
+get_generator_address: Callable[[torch.Generator], int] = _probe_reader(
+    "torch.Generator", ["_cdata"], CUDA_GRAPH
+)
+
+_get_use_count = _probe("torch._C._storage_Use_Count", CUDA_GRAPH)
 
 
 def get_storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -269,32 +456,27 @@ def get_storage_use_count(storage: torch.UntypedStorage) -> int:
 
     It tells whether somebody keeps a view of a buffer that is about to be overwritten.
     """
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-def get_storage_address(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage for as long as it lives."""
-    return int(storage._cdata)
-
-
-def get_generator_address(generator: torch.Generator) -> int:
-    """Return a number that identifies a random generator; its Python objects come and go."""
-    return int(generator._cdata)  # type: ignore[attr-defined]
+    return int(_get_use_count(get_storage_address(storage)))
 
 
 # ---- tensor subclasses ---------------------------------------------------------------------------
 
-# As the `__torch_function__` of a subclass: functions see it as a plain tensor.
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+_FAKE_TENSOR = "torch._subclasses.fake_tensor"
+if not TYPE_CHECKING:
+    FakeTensor = _probe(f"{_FAKE_TENSOR}.FakeTensor", TRACING)
+    FakeTensorMode = _probe(f"{_FAKE_TENSOR}.FakeTensorMode", TRACING)
+DataDependentOutputException: Any = _probe(f"{_FAKE_TENSOR}.DataDependentOutputException", TRACING)
+DynamicOutputShapeException: Any = _probe(f"{_FAKE_TENSOR}.DynamicOutputShapeException", TRACING)
+UnsupportedOperatorException: Any = _probe(f"{_FAKE_TENSOR}.UnsupportedOperatorException", TRACING)
 
+# As the `__torch_function__` of a subclass: functions see it as a plain tensor.
+disabled_torch_function: Any = _probe("torch._C._disabled_torch_function_impl", TRACING)
 
 # A context in which function modes and tensor subclasses do not see what is called.
-DisableTorchFunction: Any = torch._C.DisableTorchFunction
+DisableTorchFunction: Any = _probe("torch._C.DisableTorchFunction", A_PIPE)
 
-
-def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any:
-    """Return a tensor of a subclass that has this metadata and no memory."""
-    return Tensor._make_wrapper_subclass(cls, size, **options)
+# Takes a subclass, a size and options. Returns a tensor with this metadata and without memory.
+make_wrapper_subclass: Any = _probe("torch.Tensor._make_wrapper_subclass", TRACING)
 
 
 def mark_as_parameter(tensor: Tensor | type[Tensor], is_parameter: bool = True) -> None:
@@ -302,14 +484,17 @@ def mark_as_parameter(tensor: Tensor | type[Tensor], is_parameter: bool = True) 
     tensor._is_param = is_parameter
 
 
-# ---- hooks on all modules ------------------------------------------------------------------------
+# ---- modules -------------------------------------------------------------------------------------
 
-_GLOBAL_HOOK_TABLES = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
+if not TYPE_CHECKING:
+    BatchNormBase = _probe("torch.nn.modules.batchnorm._BatchNorm", A_PIPE)
+# Without it, the buffers of a norm are saved before a recomputation like all others.
+NormBase: Any = _probe("torch.nn.modules.batchnorm._NormBase", "Recomputation", fallback=())
+
+_GLOBAL_HOOK_TABLES = [
+    _probe(f"torch.nn.modules.module._global_{kind}_hooks", CUDA_GRAPH)
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]
 
 
 def get_global_hook_ids() -> list[tuple[int, ...]]:
@@ -318,10 +503,22 @@ def get_global_hook_ids() -> list[tuple[int, ...]]:
     `torch.nn.modules.module.register_module_forward_hook` and its relatives add them, and nothing
     public lists them.
     """
-    return [tuple(vars(_torch_module)[name]) for name in _GLOBAL_HOOK_TABLES]
+    return [tuple(table) for table in _GLOBAL_HOOK_TABLES]
 
 
 # ---- modes ---------------------------------------------------------------------------------------
+
+_count_function_modes, _get_function_mode, _push_function_mode, _pop_function_mode = (
+    _probe_together(
+        [
+            "torch._C._len_torch_function_stack",
+            "torch._C._get_function_stack_at",
+            "torch._C._push_on_torch_function_stack",
+            "torch._C._pop_torch_function_stack",
+        ],
+        TRACING,
+    )
+)
 
 
 def get_function_modes() -> list[TorchFunctionMode]:
@@ -329,14 +526,13 @@ def get_function_modes() -> list[TorchFunctionMode]:
 
     PyTorch calls only the innermost one, which has no public way to find the others.
     """
-    count = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(index) for index in range(count)]
+    return [_get_function_mode(index) for index in range(_count_function_modes())]
 
 
 def find_function_mode(kind: type[FunctionMode]) -> FunctionMode | None:
     """Return the innermost function mode of a class, or None."""
-    for index in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(index)
+    for index in range(_count_function_modes() - 1, -1, -1):
+        mode = _get_function_mode(index)
         if isinstance(mode, kind):
             return mode
     return None
@@ -351,39 +547,43 @@ def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
     stack = get_function_modes()
     above = stack[stack.index(mode) :]
     for _ in above:
-        torch._C._pop_torch_function_stack()
+        _pop_function_mode()
     for other in above[1:]:
-        torch._C._push_on_torch_function_stack(other)
+        _push_function_mode(other)
     try:
         yield
     finally:
         for _ in above[1:]:
-            torch._C._pop_torch_function_stack()
+            _pop_function_mode()
         for other in above:
-            torch._C._push_on_torch_function_stack(other)
+            _push_function_mode(other)
 
 
-def get_dispatch_modes() -> Sequence[TorchDispatchMode]:
-    """Return the dispatch modes of this thread, the innermost last."""
-    modes: Sequence[TorchDispatchMode] = _get_current_dispatch_mode_stack()
-    return modes
+_DISPATCH = "torch.utils._python_dispatch"
+if not TYPE_CHECKING:
+    TorchDispatchMode = _probe(f"{_DISPATCH}.TorchDispatchMode", A_PIPE)
 
+# The dispatch modes of this thread, the innermost last.
+get_dispatch_modes: Callable[[], Sequence[TorchDispatchMode]] = _probe(
+    f"{_DISPATCH}._get_current_dispatch_mode_stack", A_PIPE
+)
 
 # The innermost dispatch mode of this thread, or None. It is called for each random operation.
-get_innermost_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
-
+get_innermost_dispatch_mode: Callable[[], TorchDispatchMode | None] = _probe(
+    f"{_DISPATCH}._get_current_dispatch_mode", A_PIPE
+)
 
 # Enter a dispatch mode in this thread alone, and leave the innermost one.
 # `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share. Two stages
 # that enter and leave at once would leave them wrong.
-push_dispatch_mode: Callable[[TorchDispatchMode], None] = _push_mode
-pop_dispatch_mode: Callable[[], Any] = _pop_mode
+push_dispatch_mode, pop_dispatch_mode = _probe_together(
+    [f"{_DISPATCH}._push_mode", f"{_DISPATCH}._pop_mode"], A_PIPE
+)
 
-
-def without_innermost_dispatch_mode() -> AbstractContextManager[object]:
-    """Leave the innermost dispatch mode of this thread for the duration of the context."""
-    context: AbstractContextManager[object] = _pop_mode_temporarily()
-    return context
+# Leave the innermost dispatch mode of this thread for the duration of a context.
+without_innermost_dispatch_mode: Callable[[], AbstractContextManager[object]] = _probe(
+    f"{_DISPATCH}._pop_mode_temporarily", RANDOM_NUMBERS
+)
 
 
 class EagerDispatchMode(TorchDispatchMode):
@@ -468,6 +668,8 @@ def install_call_handlers(find: _FindHandler) -> None:
     `remove_call_handlers`, and all callers pass the same `find`.
     """
     global _patch_depth, _find_handler
+    for owner, _, _ in _MISSING_PATCHES:
+        owner()  # raises
     with _patch_lock:
         _patch_depth += 1
         if _patch_depth == 1:
@@ -547,12 +749,26 @@ def _checkpoint_generator(
         yield
 
 
-_PATCHES: tuple[tuple[Any, str, Any], ...] = (
-    (torch.autograd.Function, "apply", classmethod(_apply)),
-    (torch.jit.ScriptFunction, "__call__", _call_script_function),
-    (_functorch_apis, "vmap_impl", _vmap_impl),
-    (_torch_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_generator),
+def _find_patch(
+    path: str, replacement: Any, parameters: Sequence[str] = ()
+) -> tuple[Any, str, Any]:
+    """Return the owner of an API, or its stand-in, with the name and the replacement."""
+    api = _probe(path, TRACING, parameters=parameters, patched=True)
+    owner, _, name = path.rpartition(".")
+    return api if isinstance(api, _StandIn) else pkgutil.resolve_name(owner), name, replacement
+
+
+_PATCHES = (
+    _find_patch("torch.autograd.Function.apply", classmethod(_apply)),
+    _find_patch("torch.jit.ScriptFunction.__call__", _call_script_function),
+    _find_patch("torch._functorch.apis.vmap_impl", _vmap_impl, ["func"]),
+    _find_patch(
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        _checkpoint_generator,
+        ["fn", "preserve_rng_state", "context_fn", "determinism_check", "debug"],
+    ),
 )
+_MISSING_PATCHES = [patch for patch in _PATCHES if isinstance(patch[0], _StandIn)]
 
 
 def call_without_dispatch(
@@ -580,10 +796,10 @@ def call_without_dispatch(
 # ---- DistributedDataParallel and replicate -------------------------------------------------------
 
 
-def get_active_ddp() -> DistributedDataParallel | None:
-    """Return the wrapper whose forward this process is in, or None."""
-    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
-    return active
+# The wrapper whose forward this process is in, or None.
+get_active_ddp: Callable[[], DistributedDataParallel | None] = _probe(
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", A_PIPE
+)
 
 
 def set_active_ddp(wrapper: DistributedDataParallel | None) -> None:
@@ -596,12 +812,12 @@ def set_active_ddp(wrapper: DistributedDataParallel | None) -> None:
 
 def has_comm_hooks(wrapper: DistributedDataParallel) -> bool:
     """Return whether a communication hook is registered, also that of `mixed_precision`."""
-    return bool(getattr(wrapper, "_comm_hooks", ()))
+    return bool(_get(wrapper, "_comm_hooks", DDP))
 
 
 def has_delayed_all_reduce(wrapper: DistributedDataParallel) -> bool:
     """Return whether the wrapper was made with `delay_all_reduce_named_params`."""
-    return bool(getattr(wrapper, "_delay_all_reduce_params", ()))
+    return bool(_get(wrapper, "_delay_all_reduce_params", DDP))
 
 
 # DDP reads this attribute of the module that it wraps: names of parameters that it does not reduce.
@@ -622,7 +838,7 @@ def get_replicate_wrapper(module: nn.Module) -> DistributedDataParallel:
     state = get_replicate_module().replicate.state(module)
     if not state.has_initialized:
         state.lazy_init()
-    wrapper: DistributedDataParallel = state._ddp
+    wrapper: DistributedDataParallel = _get(state, "_ddp", "A stage in replicate")
     return wrapper
 
 
@@ -634,25 +850,45 @@ def get_replicate_wrapper(module: nn.Module) -> DistributedDataParallel:
 
 def get_fsdp_states(modules: Iterable[Any]) -> list[Any]:
     """Return the states of modules that were given to `fully_shard`, each once."""
-    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+    return list(dict.fromkeys(_get(module, "_get_fsdp_state", FULLY_SHARD)() for module in modules))
 
 
 def is_fsdp_root(state: Any) -> bool:
     """Return whether a forward has found the module to be in no other sharded module."""
-    return bool(state._is_root)
+    return bool(_get(state, "_is_root", FULLY_SHARD))
 
 
 def finish_fsdp_backward(state: Any) -> None:
     """Do what `fully_shard` does when a backward ends: reduce, reshard, wait."""
-    state._root_post_backward_final_callback()
+    _get(state, "_root_post_backward_final_callback", FULLY_SHARD)()
+
+
+def reset_fsdp_after_error(state: Any) -> None:
+    """Forget the forward or backward that failed, from the state of a root without gradients.
+
+    `reset_iter_state` does this since 2.13. Before, the end of a backward does it: with reduction
+    on and no gradients it communicates nothing.
+    """
+    reset = getattr(state, "_reset_iter_state", None)
+    if reset is not None:
+        reset()
+        return
+    state._state_ctx.iter_forward_root = None
+    for sharded in state._state_ctx.all_states:
+        sharded._modules_to_run_forward.clear()
+    finish_fsdp_backward(state)
 
 
 def get_fsdp_params(state: Any) -> Iterator[Any]:
     """Yield the sharded parameters of a state that a forward has gathered before."""
     groups = getattr(state, "_fsdp_param_groups", None)  # a list since 2.13
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        if group is not None:
-            yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+    for group in groups or [_get(state, "_fsdp_param_group", FULLY_SHARD)]:
+        for fsdp_param in () if group is None else group.fsdp_params:
+            # A parameter that no forward has gathered lacks the attribute; its class declares it.
+            if "_unsharded_param" not in type(fsdp_param).__annotations__:
+                _get(fsdp_param, "_unsharded_param", FULLY_SHARD)
+            if hasattr(fsdp_param, "_unsharded_param"):
+                yield fsdp_param
 
 
 def accumulates_in_grad(fsdp_param: Any) -> bool:
@@ -673,7 +909,7 @@ def get_accumulated_grad(fsdp_param: Any) -> Tensor | None:
 def set_accumulated_grad(fsdp_param: Any, gradient: Tensor | None) -> None:
     """Set the gradient that the next reduction will reduce."""
     if accumulates_in_grad(fsdp_param):
-        fsdp_param._unsharded_param.grad = gradient
+        _get(fsdp_param, "_unsharded_param", FULLY_SHARD).grad = gradient
     else:
         fsdp_param.unsharded_accumulated_grad = gradient
 
@@ -681,27 +917,25 @@ def set_accumulated_grad(fsdp_param: Any, gradient: Tensor | None) -> None:
 def clear_unsharded_grads(fsdp_param: Any) -> None:
     """Drop all gradients of a parameter that have not been reduced."""
     set_accumulated_grad(fsdp_param, None)
-    fsdp_param._unsharded_param.grad = None
+    _get(fsdp_param, "_unsharded_param", FULLY_SHARD).grad = None
 
 
 # ---- random numbers ------------------------------------------------------------------------------
 
 
-def get_mps_generator() -> torch.Generator:
-    """Return the default generator of Apple's GPU.
-
-    `torch.mps` has no `default_generators` like `torch.cuda` and `torch.xpu`. If the private
-    function is missing, a pipe on such a GPU raises an AttributeError when a layer draws.
-    """
-    return torch.mps._get_default_mps_generator()
+# The default generator of Apple's GPU. `torch.mps` has no `default_generators` like `torch.cuda`.
+get_mps_generator: Callable[[], torch.Generator] = _probe(
+    "torch.mps._get_default_mps_generator", f"{RANDOM_NUMBERS} on Apple's GPU"
+)
 
 
 # ---- torch.distributed ---------------------------------------------------------------------------
 
 
-def get_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a submesh was sliced from, or the mesh itself."""
-    return mesh._get_root_mesh()
+# From a mesh to the one that it was sliced from, or to itself.
+get_root_mesh: Callable[[DeviceMesh], DeviceMesh] = _probe(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "A pipe over a device mesh"
+)
 
 
 def connect_nccl_eagerly(group: Any, device: torch.device) -> None:

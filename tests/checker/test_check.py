@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import Chunk, NoChunk, PipeSequential, Report, WithDevice, schedules
+from penstock import Chunk, NoChunk, PipeSequential, Report, Weighted, WithDevice, schedules
 from penstock.checker.reference import compute_difference
 from penstock.checker.report import Compared
 from penstock.schedules.families import FAMILIES
@@ -83,19 +83,11 @@ def test_check_with_deferred_batch_norm_and_uneven_batches() -> None:
         assert checked(plain(), batch(rows)[0], schedules=["1f1b"]).ok
 
 
-class Two(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x + y, x * y
-
-
-class One(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"sum": x + y, "loss": (x * y).mean()}
-
-
 def test_check_with_several_inputs_and_nested_outputs() -> None:
-    model = PipeSequential(Two(), WithDevice(Two(), "cpu"), nn.Module(), One())
-    model[2] = Do(lambda x, y: (x.tanh(), y))
+    first, second = (Do(lambda x, y: (x + y, x * y)) for _ in range(2))
+    last = Do(lambda x, y: {"sum": x + y, "loss": (x * y).mean()})
+    tanh = Do(lambda x, y: (x.tanh(), y))
+    model = PipeSequential(first, WithDevice(second, "cpu"), tanh, last)
     x, _ = batch(8)
     report = checked(model, x, torch.rand(8, 6), schedules=FEW)
     assert report.ok
@@ -105,12 +97,9 @@ def test_check_with_several_inputs_and_nested_outputs() -> None:
 
 
 def test_check_with_a_no_chunk_input_and_a_non_tensor_input() -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor, weights: Tensor, factor: float) -> Tensor:
-            return x * weights * factor
-
     x, _ = batch(8, torch.float32)
-    model = nn.Sequential(Scaled(), *plain(torch.float32))
+    scaled = Do(lambda x, weights, factor: x * weights * factor)
+    model = nn.Sequential(scaled, *plain(torch.float32))
     report = checked(model, x, NoChunk(torch.rand(6)), 0.5, schedules=FEW)
     assert report.ok
     assert not report.refused  # a NoChunk input stays whole while memory is measured, too
@@ -233,8 +222,8 @@ def test_weight_grad_memory_is_released_after_w(schedule: str) -> None:
     assert report.ok, str(report)
 
 
-def with_weights(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return functional.cross_entropy(output, target), len(target)
+def with_weights(output: Tensor, target: Tensor) -> Weighted:
+    return Weighted(functional.cross_entropy(output, target), len(target))
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), with_weights])

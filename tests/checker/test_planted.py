@@ -18,6 +18,7 @@ from penstock.runtime import loss_accumulator
 from penstock.runtime.execution import Execution
 from penstock.stage import stage_runner
 from penstock.stage.cell_graph import CellGraph
+from penstock.stage.payload import Payload
 from tests.support import Do, batch
 
 ROWS = 8
@@ -134,20 +135,21 @@ def test_check_finds_a_mask_split_on_the_wrong_dim(first: nn.Module) -> None:
     assert checked(nn.Sequential(first, *four()), x, NoChunk(mask), **options).ok
 
 
+def ignoring(y: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(y, target, ignore_index=-1)
+
+
 def test_check_finds_a_loss_that_is_not_a_mean_over_rows() -> None:
-    labels = torch.tensor([0, 1, -100, -100, -100, 2, 1, 0])
-    report = checked(four(), target=labels, loss_fn=lambda y, t: functional.cross_entropy(y, t))
+    labels = torch.tensor([0, 1, -1, -1, -1, 2, 1, 0])
+    report = checked(four(), target=labels, loss_fn=ignoring)
     assert "loss" in problems(report)
     assert "outputs" not in wrong_kinds(report)
     assert "The loss is not a mean over rows" in hints(report)
 
 
-@pytest.mark.filterwarnings("ignore:there is a -100")
 def test_check_finds_a_loss_that_is_not_a_mean_over_rows_beside_dropout() -> None:
-    labels = torch.tensor([0, 1, -100, -100, -100, 2, 1, 0])
-    report = checked(
-        four(nn.Dropout(0.5)), target=labels, loss_fn=lambda y, t: functional.cross_entropy(y, t)
-    )
+    labels = torch.tensor([0, 1, -1, -1, -1, 2, 1, 0])
+    report = checked(four(nn.Dropout(0.5)), target=labels, loss_fn=ignoring)
     assert wrong_kinds(report) == {"eval"}
     assert "eval loss of the batch" in problems(report)
     assert "The loss is not a mean over rows" in hints(report)
@@ -226,7 +228,7 @@ def test_check_finds_a_dropped_input_gradient(monkeypatch: pytest.MonkeyPatch) -
     ) -> Any:
         found = right(self, microbatch, gradients, retain)
         if self.stage.index == 1 and microbatch == 2 and self.has_recomputed:
-            return {source: (None,) * len(tensors) for source, tensors in found.items()}
+            return {source: Payload((None,) * len(p.tensors)) for source, p in found.items()}
         return found
 
     monkeypatch.setattr(stage_runner.StageRunner, "backward", dropped)
@@ -241,7 +243,7 @@ def test_check_finds_a_buffer_updated_twice_by_recomputation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The recomputation must restore the buffers that it changes."""
-    monkeypatch.setattr(stage_runner, "restore_buffers", lambda *_: nullcontext())
+    monkeypatch.setattr(stage_runner, "restore_state", lambda *_: nullcontext())
     report = checked(four(nn.BatchNorm1d(8)))
     assert "buffers '2.num_batches_tracked'" in problems(report)
     assert "only with checkpoint always" in hints(report)

@@ -25,11 +25,7 @@ def by_balance(make: Any) -> Callable[..., LegacyPipe]:
 
 
 @pytest.fixture(
-    params=[
-        torch_sync.Pipe,
-        by_balance(torchgpipe.GPipe),
-        by_balance(fairscale.nn.Pipe),
-    ],
+    params=[torch_sync.Pipe, by_balance(torchgpipe.GPipe), by_balance(fairscale.nn.Pipe)],
     ids=["torch_sync", "torchgpipe", "fairscale"],
 )
 def make(request: pytest.FixtureRequest) -> Callable[..., LegacyPipe]:
@@ -119,11 +115,6 @@ def test_inputs_with_different_numbers_of_microbatches() -> None:
         torch_sync.Pipe(nn.Sequential(Sum()), chunks=4)(*inputs)
     with pytest.raises(RuntimeError, match="different numbers of micro-batches"):
         torchgpipe.GPipe(nn.Sequential(Sum()), [1], devices=["cpu"], chunks=4)(inputs)
-
-
-def test_no_chunk_refuses_a_number() -> None:
-    with pytest.raises(TypeError, match="NoChunk is for tensors, not int"):
-        torch_sync.NoChunk(3)  # type: ignore[arg-type]
 
 
 def test_torch_sync_refuses_a_child_on_two_devices() -> None:

@@ -13,6 +13,7 @@ from penstock.compat.torch_sync.batchnorm import DeferredBatchNorm
 from penstock.compat.torch_sync.pipe import PipeSequential, partitions_of
 from penstock.compat.torch_sync.skip import Namespace, pop, skippable, stash
 from penstock.compat.torch_sync.utils import partition_model
+from tests.support import same_gradients
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -69,8 +70,7 @@ def test_torch_sync_pipe_equals_the_plain_model(checkpoint: str, rows: int) -> N
     torch.testing.assert_close(answer.local_value(), plain(x), rtol=0, atol=1e-12)
     answer.local_value().pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+    assert same_gradients(pipe, plain)
 
 
 def test_each_child_on_the_cpu_is_a_partition_with_legacy_state_dict_keys() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.compat.fairscale.nn import Pipe as FairscalePipe
 from penstock.compat.torchgpipe.balance import balance_by_size, balance_by_time
-from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.skip import pop, skippable, stash, verify_skippables
+from tests.support import same_gradients
 from torch import Tensor, nn
 
-from penstock.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
+from penstock.compat.torchgpipe import GPipe
 
 
 @skippable(stash=["long"])
@@ -35,17 +36,17 @@ def cpus(count: int) -> list[str]:
     return ["cpu"] * count
 
 
+@pytest.mark.parametrize("make", [GPipe, FairscalePipe])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_gpipe_equals_the_plain_model(checkpoint: str) -> None:
+def test_gpipe_and_fairscale_pipe_equal_the_plain_model(checkpoint: str, make: Any) -> None:
     layers = nn.Sequential(nn.Linear(3, 4), Stash(), nn.ReLU(), nn.Linear(4, 4), Pop()).double()
     plain = copy.deepcopy(layers)
-    pipe = GPipe(layers, [2, 1, 2], devices=cpus(3), chunks=3, checkpoint=checkpoint)
+    pipe = make(layers, [2, 1, 2], devices=cpus(3), chunks=3, checkpoint=checkpoint)
     x = torch.randn(7, 3, dtype=torch.float64)
     torch.testing.assert_close(pipe(x), plain(x), rtol=0, atol=1e-12)
     pipe(x).pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+    assert same_gradients(pipe, plain)
 
 
 def test_gpipe_state_dict_keeps_the_names_of_the_layers() -> None:
@@ -140,24 +141,6 @@ def test_gpipe_devices_default_to_all_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         GPipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])
 
 
-def test_deferred_batch_norm() -> None:
-    plain = nn.BatchNorm1d(3)
-    pipe = GPipe(
-        nn.Sequential(nn.Identity(), nn.Sequential(copy.deepcopy(plain))),
-        [1, 1],
-        devices=cpus(2),
-        chunks=4,
-        deferred_batch_norm=True,
-    )
-    x = torch.rand(3, 3)  # fewer micro-batches than chunks
-    plain(torch.cat([x, x]))
-    pipe(torch.cat([x, x]))
-    (deferred,) = pipe[1].children()
-    assert isinstance(deferred, DeferredBatchNorm)
-    torch.testing.assert_close(deferred.running_var, plain.running_var)
-    assert "partitions.1.1.0.sum_squares" in pipe.state_dict()
-
-
 def test_balance_by_time_and_size() -> None:
     class Slow(nn.Module):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -184,7 +167,3 @@ def test_skips_outside_a_pipe_and_verify_skippables() -> None:
         verify_skippables(nn.Sequential(Stash()))
     with pytest.raises(TypeError, match="no layer before it stashes it"):
         GPipe(nn.Sequential(nn.ReLU(), Pop()), [1, 1], devices=cpus(2))
-
-
-def test_is_checkpointing_and_is_recomputing_outside_a_pipe() -> None:
-    assert (is_checkpointing(), is_recomputing()) == (False, False)

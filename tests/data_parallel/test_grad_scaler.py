@@ -104,11 +104,7 @@ def shard_is_finite() -> bool:
     """Run a step that overflows in the first row of a weight, which the first rank has."""
     layers = nn.Sequential(nn.Linear(2, 2, bias=False))
     pipe = Pipe(
-        layers,
-        stages=1,
-        devices=["cpu"],
-        stage_fn=STAGE_FNS["fsdp"],
-        loss_fn=one_row_overflows,
+        layers, stages=1, devices=["cpu"], stage_fn=STAGE_FNS["fsdp"], loss_fn=one_row_overflows
     )
     pipe.step(torch.ones(2, 2), scaler=torch.amp.GradScaler("cpu"))
     (weight,) = pipe.parameters()

@@ -85,8 +85,7 @@ def test_error_is_raised_on_all_ranks_of_all_replicas(wrap: str | None, where: s
 
 
 @pytest.mark.parametrize(
-    ("wrap", "where"),
-    [(None, "forward"), (None, "average"), (None, "between"), ("ddp", "forward")],
+    ("wrap", "where"), [(None, "forward"), (None, "average"), (None, "between"), ("ddp", "forward")]
 )
 def test_dead_process_is_reported_by_all_replicas(wrap: str | None, where: str) -> None:
     *others, dead = heard(wrap, "kill", where)

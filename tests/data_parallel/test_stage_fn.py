@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import PenstockError, Pipe, RemoteError
+from penstock import PenstockError, Pipe, RemoteError, Weighted
 from tests.data_parallel.replicas import (
     COMPILED,
     FAMILIES,
@@ -137,11 +137,11 @@ def test_tensor_parallel_stages_with_fully_shard() -> None:
 # ---- no_sync, tied weights ----------------------------------------------------------------
 
 
-def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def weighted(output: Tensor, target: Tensor) -> Weighted:
     """Return a mean over the rows with a positive first target, and the number of these rows."""
     counts = (target[:, 0] > 0).double()
     per_row = (output - target).square().mean(dim=1)
-    return (per_row * counts).sum() / counts.sum().clamp(min=1), counts.sum()
+    return Weighted((per_row * counts).sum() / counts.sum().clamp(min=1), counts.sum())
 
 
 def roughly(a: Tensor, b: Tensor) -> bool:

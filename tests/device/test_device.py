@@ -24,7 +24,7 @@ from penstock.device.device import (
     transfer,
 )
 from penstock.errors import ArgumentError
-from penstock.runtime.worker import TimedAction, TimedActionLog
+from penstock.runtime.worker import TimedActionLog
 from penstock.schedules.ir import consumes
 from penstock.stage.payload import Payload
 
@@ -95,15 +95,7 @@ def make_gpu() -> Gpu:
 def made(**options: Any) -> Pipe:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     options.setdefault("devices", [make_gpu() for _ in range(3)])
-    return Pipe(
-        layers,
-        4,
-        "always",
-        stages=3,
-        loss_fn=mse_loss,
-        runtime="inline",
-        **options,
-    )
+    return Pipe(layers, 4, "always", stages=3, loss_fn=mse_loss, runtime="inline", **options)
 
 
 def step(pipe: Pipe) -> Any:
@@ -142,7 +134,7 @@ def test_timed_action_log_recycles_its_events_when_deleted() -> None:
     device = make_gpu()
     log = TimedActionLog(device)
     event: Any = device.record_timestamp()
-    log.append(TimedAction(None, event, event))  # type: ignore[arg-type]
+    log.append((None, event, event))  # type: ignore[arg-type]
     kept = [log]
     del log
     assert device.record_timestamp() is not event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +12,8 @@ from torch.nn.functional import mse_loss
 
 from penstock import NoChunk, Pipe
 from tests.distributed.ranks import SIZES, SOAK, ranks
-from tests.oracle import first_names, plus
-from tests.oracle import same_or_none as same
+from tests.oracle import Batch, Outcome, bitwise, closely, differences, merged, plus
 from tests.support import SCHEDULES, batch, network, plain
-
-Numbers = dict[str, Tensor | None]
-NumbersPerStep = list[Numbers]  # one entry per step
 
 
 def cut(layers: int, stages: int) -> list[int]:
@@ -25,40 +21,8 @@ def cut(layers: int, stages: int) -> list[int]:
     return [layers // stages + (at < layers % stages) for at in range(stages)]
 
 
-def numbers(pipe: nn.Module, loss: Tensor | None, output: Any = None) -> Numbers:
-    found: Numbers = {"loss": loss, "output": output}
-    found |= {f"grad {name}": p.grad for name, p in pipe.named_parameters()}
-    found |= {f"data {name}": p.detach() for name, p in pipe.named_parameters()}
-    found |= {f"data {name}": b for name, b in pipe.named_buffers()}
-    return {name: None if t is None else t.detach().clone() for name, t in found.items()}
-
-
-def as_one(of_ranks: Sequence[Numbers], model: nn.Module) -> Numbers:
-    """Merge the results of all ranks.
-
-    Values that several ranks have must be equal. Only the last rank has outputs.
-    """
-    names = first_names(model)
-    found: Numbers = {}
-    for rank, numbers in enumerate(of_ranks):
-        for told, value in numbers.items():
-            kind, space, name = told.partition(" ")
-            told = kind + space + names.get(name, name)
-            if told == "output" and value is None:
-                continue
-            assert same(found.setdefault(told, value), value), f"{told} on rank {rank}"
-    return found
-
-
-def check_equal(found: Numbers, expected: Numbers) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not same(found[name], value)] == []
-
-
-def check_close(found: Numbers, expected: Numbers) -> None:
-    """Compare the numbers; where nothing was asked for an output, there is none."""
-    known = {name: value for name, value in expected.items() if name != "output" or name in found}
-    torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-10)
+def outcome(pipe: nn.Module, loss: Tensor, output: Any = None, metrics: Any = None) -> Outcome:
+    return Outcome.of(pipe, Batch(()), loss, output, metrics)
 
 
 # ---- every schedule, bit for bit ----------------------------------------------------------
@@ -66,7 +30,7 @@ def check_close(found: Numbers, expected: Numbers) -> None:
 ROWS = (11, 8, 11, 6)  # the third is as large as the first, so its message sizes are already known
 
 
-def several_steps(pipe: Pipe) -> Iterator[Numbers]:
+def several_steps(pipe: Pipe) -> Iterator[Outcome]:
     """Train on batches of several sizes, accumulating gradients, and evaluate after each step."""
     for step, rows in enumerate(ROWS):
         x, target = batch(rows)
@@ -74,10 +38,10 @@ def several_steps(pipe: Pipe) -> Iterator[Numbers]:
         if pipe_rank() > 0:  # seeds of other ranks must not matter
             torch.manual_seed(1000 + pipe_rank())
         result = pipe.step(x, target=target, outputs=True)
-        yield numbers(pipe, result.loss, result.outputs)
+        yield outcome(pipe, result.loss, result.outputs)
         pipe.eval()
         with torch.no_grad():
-            yield numbers(pipe, None, pipe(x[:3]))
+            yield outcome(pipe, torch.zeros(()), pipe(x[:3]))
         pipe.train()
 
 
@@ -85,7 +49,7 @@ def pipe_rank() -> int:
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
-def trained(size: int, schedule: str, **where: Any) -> NumbersPerStep:
+def trained(size: int, schedule: str, **where: Any) -> list[Outcome]:
     stages = size * SCHEDULES[schedule]
     counts = cut(10, stages)
     pipe = Pipe(network(), 4, stages=counts, schedule=schedule, loss_fn=mse_loss, **where)
@@ -101,7 +65,7 @@ CELLS = [
 ]
 
 
-def trained_here(size: int, schedule: str) -> NumbersPerStep:
+def trained_here(size: int, schedule: str) -> list[Outcome]:
     return trained(size, schedule, group=distributed.group.WORLD)
 
 
@@ -111,7 +75,7 @@ def test_training_over_processes_equals_the_inline_runtime(size: int, schedule: 
     of_ranks = ranks(size).run(trained_here, size, schedule)
     expected = trained(size, schedule, devices=["cpu"] * size, runtime="inline")
     for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
-        check_equal(as_one(found, network()), wanted)
+        assert differences(merged(found, network()), wanted) == []
 
 
 # ---- parameters held by each rank ---------------------------------------------------------
@@ -142,18 +106,18 @@ def tied() -> nn.Sequential:
     return nn.Sequential(first, nn.Sequential(nn.Tanh(), second), third, last).double()
 
 
-def optimized(model: nn.Module, step: Any, clip: Any, norm_type: float) -> Iterator[Numbers]:
+def optimized(model: nn.Module, step: Any, clip: Any, norm_type: float) -> Iterator[Outcome]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for at in range(3):
         x, target = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(at)).double()
         loss = step(x, target)
         norm = clip(0.05, norm_type)
         optimizer.step()
-        yield {**numbers(model, loss, None), "norm": norm}
+        yield outcome(model, loss, metrics={"norm": norm})
         optimizer.zero_grad()
 
 
-def optimized_here(norm_type: float) -> NumbersPerStep:
+def optimized_here(norm_type: float) -> list[Outcome]:
     size = distributed.get_world_size()
     pipe = Pipe(tied(), 3, stages=cut(4, size), schedule="1f1b", loss_fn=mse_loss,
                 group=distributed.group.WORLD)  # fmt: skip
@@ -180,7 +144,7 @@ def test_clipping_and_optimizers_with_tied_weights(size: int, norm_type: float) 
     expected = list(optimized(model, step, clip, norm_type))
     of_ranks = ranks(size).run(optimized_here, norm_type)
     for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
-        check_close(as_one(found, tied()), wanted)
+        assert differences(merged(found, tied()), wanted, closely) == []
 
 
 # ---- data on one rank, results on all -----------------------------------------------------
@@ -212,7 +176,7 @@ def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
     return {"loss": loss, "weight": counts, "twice": 2 * loss, "rows": output.sum(1)}
 
 
-def from_one_rank(outputs: str, shapes: str) -> list[tuple[Numbers, Any]]:
+def from_one_rank(outputs: str, shapes: str) -> list[tuple[Outcome, Any]]:
     size = distributed.get_world_size()
     where = {"group": distributed.group.WORLD, "data": "first"}
     pipe = Pipe(gated(), 4, stages=cut(5, size), schedule="1f1b", loss_fn=with_metrics,
@@ -225,7 +189,7 @@ def from_one_rank(outputs: str, shapes: str) -> list[tuple[Numbers, Any]]:
             result = pipe.step(x, target=target, outputs=True, times=0.5, **side)
         else:
             result = pipe.step(outputs=True)
-        told.append((numbers(pipe, result.loss, result.outputs), result.metrics))
+        told.append((outcome(pipe, result.loss, result.outputs), result.metrics))
     return told
 
 
@@ -242,11 +206,12 @@ def test_batch_on_the_first_rank_only(size: int, outputs: str, shapes: str) -> N
         x, target, side = given(rows)
         side["table"] = NoChunk(side["table"])
         result = pipe.step(x, target=target, outputs=True, times=0.5, **side)
-        have = [one["output"] is not None for one, _ in of_step]
+        expected = outcome(pipe, result.loss, result.outputs)
+        assert differences(merged([one for one, _ in of_step], gated()), expected) == []
+        have = [
+            one.output is not None and bitwise(one.output, result.outputs) for one, _ in of_step
+        ]
         assert have == [outputs == "all"] * (size - 1) + [True]
-        check_equal(
-            as_one([one for one, _ in of_step], gated()), numbers(pipe, result.loss, result.outputs)
-        )
         for _, metrics in of_step:
             assert torch.equal(metrics["twice"], result.metrics["twice"])
         assert torch.equal(of_step[-1][1]["rows"], result.metrics["rows"])

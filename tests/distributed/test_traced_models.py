@@ -17,7 +17,6 @@ from torch.nn.functional import mse_loss
 from penstock import Chunk, NoChunk, Pipe
 from tests.distributed.rank import Raised
 from tests.distributed.ranks import ranks
-from tests.distributed.test_exactness import Numbers, as_one, check_close, numbers
 from tests.distributed.traced_models import (
     WIDE,
     Block,
@@ -29,17 +28,18 @@ from tests.distributed.traced_models import (
     token_ids,
     unsplit,
 )
+from tests.oracle import Batch, Outcome, closely, differences, merged
 
 # ---- every step equals the unsplit model --------------------------------------------------
 
 
-def trained(kind: str, schedule: str, data: str, stages: int) -> list[Numbers]:
+def trained(kind: str, schedule: str, data: str, stages: int) -> list[Outcome]:
     pipe = pipe_of(build(kind), first_batch(kind), stages=stages, schedule=schedule, data=data)
     found = []
     for given in batches(kind):
         here = data == "all" or distributed.get_rank() == 0
         result = pipe.step(**given) if here else pipe.step()
-        found.append(numbers(pipe, result.loss))
+        found.append(Outcome.of(pipe, Batch((), given), result.loss, None))
     return found
 
 
@@ -61,22 +61,23 @@ def test_traced_model_over_processes_matches_the_unsplit_model(
     of_ranks = ranks(size).run(trained, kind, schedule, data, stages)
     model = build(kind)
     for found, given in zip(zip(*of_ranks, strict=True), batches(kind), strict=True):
-        check_close(as_one(found, model), numbers(model, unsplit(model, 2, given)))
+        assert differences(merged(found, model), unsplit(model, 2, given), closely) == []
 
 
-def in_replicas() -> Numbers:
+def in_replicas() -> Outcome:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     given = first_batch("layer")
     pipe = pipe_of(build("layer"), given, group=None, mesh=mesh)
     replica = distributed.get_rank() // 2
     mine = {name: tensor.chunk(2)[replica] for name, tensor in given.items()}
-    return numbers(pipe, pipe.step(**mine).loss)
+    return Outcome.of(pipe, Batch((), given), pipe.step(**mine).loss, None)
 
 
 def test_traced_model_with_replicas_averages_gradients() -> None:
     found = ranks(4).run(in_replicas)
     model = build("layer")
-    check_close(as_one(found, model), numbers(model, unsplit(model, 4, first_batch("layer"))))
+    expected = unsplit(model, 4, first_batch("layer"))
+    assert differences(merged(found, model), expected, closely) == []
 
 
 # ---- optional arguments, dropout, casts ---------------------------------------------------
@@ -98,14 +99,14 @@ def test_traced_model_with_and_without_optional_labels() -> None:
         torch.testing.assert_close(output["scores"], model(ids)["scores"])
 
 
-def with_dropout(**where: Any) -> list[Numbers]:
+def with_dropout(**where: Any) -> list[Outcome]:
     torch.manual_seed(7)
     model = LanguageModel(drop=0.3).double()
     pipe = pipe_of(model, first_batch("layer"), schedule="1f1b", **where)
     found = []
     for step, given in enumerate(batches("layer")):
         torch.manual_seed(step)
-        found.append(numbers(pipe, pipe.step(**given).loss))
+        found.append(Outcome.of(pipe, Batch((), given), pipe.step(**given).loss, None))
     return found
 
 
@@ -113,7 +114,7 @@ def test_traced_model_dropout_equals_the_inline_runtime() -> None:
     of_ranks = ranks(2).run(with_dropout)
     expected = with_dropout(group=None, devices=["cpu", "cpu"], runtime="inline")
     for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
-        check_close(as_one(found, build("layer")), wanted)
+        assert differences(merged(found, build("layer")), wanted, closely) == []
 
 
 def cast_and_clipped() -> tuple[list[str], Tensor]:

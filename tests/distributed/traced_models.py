@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy, dropout
 
 from penstock import Pipe
+from tests.oracle import Batch, Outcome, run_parts, sizes_of
 
 WIDE, WORDS = 8, 13
 
@@ -133,18 +135,11 @@ def first_batch(kind: str) -> dict[str, Any]:
     return next(batches(kind))
 
 
-def unsplit(model: nn.Module, chunks: int, given: dict[str, Any]) -> Tensor:
-    """Train the unsplit model micro-batch by micro-batch, and return the mean loss by rows."""
-    total = torch.zeros((), dtype=torch.float64)
-    rows = len(given["ids"])
-    pieces = {name: tensor.chunk(chunks) for name, tensor in given.items()}
-    for at in range(len(pieces["ids"])):
-        found = model(**{name: those[at] for name, those in pieces.items()})
-        loss = found if isinstance(found, Tensor) else found["loss"]
-        share = loss * len(pieces["ids"][at]) / rows
-        share.backward()
-        total += share.detach()
-    return total
+def unsplit(model: nn.Module, chunks: int, given: dict[str, Any]) -> Outcome:
+    """Train the unsplit model micro-batch by micro-batch, as a step without outputs does."""
+    sizes = sizes_of(len(given["ids"]), chunks)
+    found = run_parts(model, Batch((), given), sizes=sizes)
+    return replace(found, output=None, metrics=None)
 
 
 def pipe_of(model: nn.Module, example: Any, **options: Any) -> Pipe:

@@ -66,6 +66,10 @@ CASES = {
             "that hangs, or cannot reach rank 0, looks like this"
         ],
     ),
+    "PyTorch lacks a private API": (
+        found({"missing_apis": ["pipe.to needs torch._C._x, which PyTorch 3.0 does not have."]}),
+        ["look: rank 0: pipe.to needs torch._C._x, which PyTorch 3.0 does not have"],
+    ),
     "torch differs": (
         found({}, with_version("torch", "2.11.0"), {}),
         [

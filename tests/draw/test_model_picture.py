@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from penstock import draw
 from penstock.draw.model_picture import MAX_ARCS, assign_arc_levels, build_arcs
-from penstock.errors import ArgumentError, MissingExtra
+from penstock.errors import ArgumentError
 from penstock.model_summary import (
     ComputeSeconds,
     ModelSummary,
@@ -108,18 +107,3 @@ def test_arc_label_of_a_transfer_of_unknown_size() -> None:
 def test_model_picture_refuses_an_unknown_suffix(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"the file name must end in \.svg or"):
         draw.chain(outlined(), tmp_path / "cut.pdf")
-
-
-def test_model_picture_without_matplotlib_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    imported = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return imported(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtra, match="matplotlib"):
-        draw.chain(outlined(), tmp_path / "cut.svg")

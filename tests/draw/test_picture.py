@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from subprocess import run
 from xml.etree import ElementTree
 
 import pytest
@@ -165,10 +164,3 @@ def test_picture_without_matplotlib_names_the_extra(
     with pytest.raises(MissingExtra) as error:
         picture(played("0F0 0B0"), tmp_path / "drawn.svg")
     assert str(error.value) == ("a picture needs matplotlib: pip install 'torch-penstock[draw]'")
-
-
-def test_importing_draw_imports_no_optional_dependency() -> None:
-    extras = "{'matplotlib', 'numpy', 'rich', 'torch'}"
-    code = f"import sys, penstock.draw; print(sorted({extras} & set(sys.modules)))"
-    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,28 +10,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock import PenstockTypeError, Pipe, RunError
+from penstock import (
+    PenstockTypeError,
+    Pipe,
+    RunError,
+    Weighted,
+    is_checkpointing,
+    is_recomputing,
+)
 from penstock.stage.loss import LossReduction, resolve_reduction
 from tests.features.rows import masked as as_tuple
 from tests.support import (
     Do,
     Fails,
     batch,
+    both,
     closely,
     differences,
     each_checkpoint,
     each_runtime,
     plain,
+    run_in_threads,
     trained,
     whole,
 )
 
 Loss = Callable[..., Any]
-
-
-def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Pipe]:
-    model = model or plain()
-    return model, Pipe(copy.deepcopy(model), **{"chunks": 3, "stages": 4, **options})
 
 
 def uneven(rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -135,9 +136,10 @@ def test_weighted_loss_with_a_leaf_used_only_by_a_later_micro_batch() -> None:
     """Earlier gradients were saved only for parameters and for what the first micro-batch used."""
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
 
-    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    def loss_fn(output: Tensor, target: Tensor) -> Weighted:
         late = bool(target.sum())
-        return (output * scale if late else output).square().mean(), 3.0 if late else 1.0
+        loss = (output * scale if late else output).square().mean()
+        return Weighted(loss, 3.0 if late else 1.0)
 
     model, pipe = both(loss_fn=loss_fn, chunks=2, schedule="1f1b")
     x, target = batch(4)[0], torch.tensor([0, 0, 1, 1])
@@ -164,16 +166,7 @@ def test_weighted_steps_of_several_threads_are_serialized(runtime: str, stages: 
         for _ in range(10):
             pipe.step(x, target=target)
 
-    threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    run_in_threads(train, 2)
     for parameter, gradient in zip(pipe.parameters(), once, strict=True):
         assert parameter.grad is not None
         assert gradient is not None
@@ -199,9 +192,9 @@ def sometimes(a: Any, b: Any) -> Loss:
 @pytest.mark.parametrize(
     ("loss_fn", "reduction", "message"),
     [
-        (lambda y, t: (F.mse_loss(y, t), 2), "sum", "a weight, but reduction='sum' does not"),
-        (sometimes(lambda l: l, lambda l: (l, 1)), None, "one micro-batch and none for another"),
-        (sometimes(lambda l: (l, 1), lambda l: {"loss": l}), None, "one micro-batch and none for"),
+        (lambda y, t: Weighted(F.mse_loss(y, t), 2), "sum", "a weight, but reduction='sum'"),
+        (sometimes(lambda l: l, lambda l: Weighted(l, 1)), None, "and none for another"),
+        (sometimes(lambda l: Weighted(l, 1), lambda l: {"loss": l}), None, "and none for"),
         (
             sometimes(lambda l: {"loss": l, "a": 1, "b": 2}, lambda l: {"loss": l, "a": 1}),
             None,
@@ -215,16 +208,17 @@ def sometimes(a: Any, b: Any) -> Loss:
         (lambda y, t: {"a": y.mean()}, None, "a dict without a 'loss'. Its keys are: 'a'"),
         (lambda y, t: {}, None, r"loss_fn returned a dict .* keys are: \(none\)"),
         (lambda y, t: {"loss": y}, None, r"a loss must be .*, but loss_fn returned shape \(3, 3\)"),
-        (lambda y, t: (y.mean(), y), None, r"weight must be .*, but loss_fn returned shape \(3, 3"),
-        (lambda y, t: (y.mean(), "1"), None, "weight must be .*, but loss_fn returned <class 'str"),
-        (lambda y, t: (y.mean(), y.sum()), None, "loss_fn returned a weight that requires grad"),
-        (lambda y, t: (y.mean(), 1, 2), None, "a loss must be .* loss_fn returned <class 'tup"),
+        (lambda y, t: Weighted(y.mean(), y), None, r"weight must be .* returned shape \(3, 3"),
+        (lambda y, t: {"loss": y.mean(), "weight": "1"}, None, "weight .* returned <class 'str"),
+        (lambda y, t: Weighted(y.mean(), y.sum()), None, "returned a weight that requires grad"),
+        (lambda y, t: (y.mean(), 1), None, "loss_fn returned a tuple of 2 values, and it is not"),
+        (lambda y, t: [y.mean(), 1, 2], None, "loss_fn returned a list of 3 values, and it is"),
     ],
 )  # fmt: skip
 def test_invalid_results_of_a_loss_function_are_refused(
     loss_fn: Loss, reduction: str | None, message: str
 ) -> None:
-    _, pipe = both(loss_fn=loss_fn, reduction=reduction)
+    _, pipe = both(loss_fn=loss_fn, reduction=reduction, checkpoint="never")
     x, target = batch(7)
     with pytest.raises(RuntimeError, match=message):
         pipe.step(x, target=target)
@@ -326,12 +320,6 @@ def test_metric_tensor_that_changes_in_place() -> None:
     assert pipe.step(batch(7)[0]).metrics["seen"] == 1 + 2 + 3
 
 
-def test_no_metrics_without_a_dict() -> None:
-    _, pipe = both(loss_fn=F.mse_loss)
-    x, target = batch(7)
-    assert pipe.step(x, target=target).metrics == {}
-
-
 # ---- GradScaler ------------------------------------------------------------------------------
 
 
@@ -391,7 +379,7 @@ def test_detached_loss_is_refused(checkpoint: str) -> None:
         pipe.step(x, target=target, loss_fn=lambda y, t: F.mse_loss(y.detach(), t))
 
 
-def test_custom_loss_with_ignored_targets_causes_a_warning() -> None:
+def test_custom_loss_with_ignored_targets_is_refused_unless_every_row_counts_the_same() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3)).double(), 3)
     x, _ = batch(7)
     labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
@@ -399,11 +387,12 @@ def test_custom_loss_with_ignored_targets_causes_a_warning() -> None:
     def around(y: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(y, labels)
 
-    with pytest.warns(UserWarning, match="there is a -100 among the targets"):
+    with pytest.raises(RunError, match="there is a -100 among the targets"):
         pipe.step(x, target=labels, loss_fn=around)
     pipe.step(x, target=labels.clamp(0), loss_fn=around)
+    pipe.step(x[:6], target=torch.tensor([-100, 1, -100, 0, 1, -100]), loss_fn=around)
     pipe.step(x, target=labels, loss_fn=F.cross_entropy)
-    pipe.step(x, target=labels, loss_fn=lambda y, t: (around(y, t), (t != -100).sum()))
+    pipe.step(x, target=labels, loss_fn=lambda y, t: Weighted(around(y, t), (t != -100).sum()))
 
 
 @pytest.mark.parametrize("given", [3, nn.CrossEntropyLoss])
@@ -414,3 +403,21 @@ def test_loss_fn_must_be_a_function(given: Any) -> None:
     x, target = batch(7)
     with pytest.raises(PenstockTypeError, match="loss_fn must be a function"):
         Pipe(model).step(x, target=target, loss_fn=given)
+
+
+@each_checkpoint
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_loss_function_runs_once_for_each_micro_batch(schedule: str, checkpoint: str) -> None:
+    """It may keep a metric, or a buffer that it advances."""
+    seen: list[tuple[int, bool, bool]] = []
+
+    def counting(y: Tensor, target: Tensor) -> Tensor:
+        seen.append((len(y), is_checkpointing(), is_recomputing()))
+        return F.mse_loss(y, target)
+
+    model, pipe = both(checkpoint=checkpoint, schedule=schedule, loss_fn=counting)
+    x, target = batch(7)
+    loss = F.mse_loss(model(x), target)
+    assert closely(pipe.step(x, target=target).loss, loss.detach())
+    assert sorted(rows for rows, *_ in seen) == [1, 3, 3]
+    assert not any(flag for _, *flags in seen for flag in flags)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import runpy
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipe
+from tests.distributed.fork_server import forked
 from tests.support import closely
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +106,16 @@ class Broken(Evaluate):
 
 
 @pytest.fixture(scope="module")
-def replicated() -> list[Found | Failure]:
+def _forked() -> Iterator[None]:
+    """Fork the processes instead of spawning them; the test of the benchmark spawns some."""
+    with pytest.MonkeyPatch.context() as patch:
+        context = SimpleNamespace(get_context=lambda method: forked())
+        patch.setattr("three_ways.processes.multiprocessing", context)
+        yield
+
+
+@pytest.fixture(scope="module")
+def replicated(_forked: None) -> list[Found | Failure]:
     """Run all scripts in one group of processes, and one more after one of them fails."""
     row = Replicas()
     right = [row.penstock, row.penstock_called, Wrapped().penstock]
@@ -131,6 +143,7 @@ def test_failing_process_is_reported_and_the_next_script_runs(
     assert_equal(after, Broken().unsplit())
 
 
+@pytest.mark.usefixtures("_forked")
 def test_hanging_process_is_stopped_at_the_time_limit() -> None:
     start = time.monotonic()
     (failed,) = in_processes([Broken().penstock], processes=1, limit=2)

@@ -12,7 +12,7 @@ from penstock import NoChunk, Op, Pipe, RunError, pop, skippable, stash
 from penstock.device.device import Device, InFlightPayload
 from penstock.runtime import transport
 from penstock.stage.payload import Payload
-from tests.support import Do, each_checkpoint, each_runtime
+from tests.support import Do, each_checkpoint
 
 
 def linear() -> nn.Linear:
@@ -102,20 +102,3 @@ def test_no_chunk_batch_with_a_split_target() -> None:
         nn.Sequential(linear(), linear()), 2, stages=2, loss_fn=lambda y, t: t.mean() + 0 * y.sum()
     )
     assert float(pipe.step(NoChunk(rows()), target=torch.arange(4.0)).loss) == 1.5
-
-
-@each_runtime
-def test_nested_pipe_with_dropout_is_recomputed_exactly(runtime: str) -> None:
-    """The seed of the inner pipe came from a generator that its own forward had advanced."""
-
-    def found(checkpoint: str) -> list[Tensor]:
-        torch.manual_seed(3)
-        layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).double()
-        inner = Pipe(layers, 1, checkpoint, stages=2, runtime=runtime)
-        outer = Pipe(nn.Sequential(inner, nn.Linear(4, 4).double()), 2, checkpoint, stages=2)
-        torch.manual_seed(4)
-        for _ in range(2):
-            outer(rows()).sum().backward()
-        return [p.grad for p in outer.parameters() if p.grad is not None]
-
-    assert all(map(torch.equal, found("always"), found("never")))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ from tests.support import (
     differences,
     each_checkpoint,
     each_runtime,
-    ends,
+    run_in_threads,
+    same_gradients,
     trained,
     whole,
 )
@@ -47,15 +47,6 @@ def piped(model: nn.Sequential, ranks: int = 4, **options: Any) -> Pipe:
         **options,
     }
     return Pipe(copy.deepcopy(model), **given)
-
-
-def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
-    pairs = zip(pipe.parameters(), model.parameters(), strict=True)
-    return all(
-        (p.grad is None) == (q.grad is None)
-        and (p.grad is None or q.grad is None or closely(p.grad, q.grad))
-        for p, q in pairs
-    )
 
 
 @each_kind
@@ -176,11 +167,7 @@ def test_hooks_of_tied_weights_see_the_summed_gradient_in_a_call(runtime: str, k
 def test_hooks_of_tied_weights_in_a_step_see_the_other_ranks_as_one_part(runtime: str) -> None:
     model = one_block()
     pipe = Pipe(
-        copy.deepcopy(model),
-        3,
-        stages=[3, 3, 2],
-        runtime=runtime,
-        loss_fn=functional.mse_loss,
+        copy.deepcopy(model), 3, stages=[3, 3, 2], runtime=runtime, loss_fn=functional.mse_loss
     )
     seen: list[Tensor] = []
     threads = []
@@ -249,16 +236,7 @@ def test_proxies_are_removed_after_a_failure() -> None:
     assert same_gradients(pipe, whole_model)
 
 
-@pytest.fixture
-def _switching() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 @each_kind
-@pytest.mark.usefixtures("_switching")
 def test_threads_share_one_pipe_with_tied_weights(kind: str) -> None:
     """A thread that starts a call must not take the proxies of another call for parameters.
 
@@ -274,19 +252,9 @@ def test_threads_share_one_pipe_with_tied_weights(kind: str) -> None:
         for _ in range(times):
             pipe.step(x, target=target)
 
-    def both() -> None:
-        threads = [threading.Thread(target=train, daemon=True) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    assert ends(both, within=60)
+    run_in_threads(train, 3)
     whole(model, x, target, cross_entropy)
-    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert closely(p.grad, q.grad * 3 * times)
+    assert same_gradients(pipe, model, times=3 * times)
 
 
 def test_tied_weight_changed_between_forward_and_backward_is_refused() -> None:
@@ -335,10 +303,8 @@ def test_state_dict_of_tied_weights_equals_the_unsplit_model(kind: str) -> None:
     tied = [tensor for tensor in state.values() if tensor.shape == (WORDS, WIDTH)]
     assert len(tied) == 2
     assert tied[0].data_ptr() == tied[1].data_ptr()  # saved once
-    model.load_state_dict(state)
-    assert closely(model(x), pipe(x))
-    other = piped(language(kind), ranks=2)
-    other.load_state_dict(model.state_dict())
+    other = piped(model, ranks=2)
+    other.load_state_dict(state)
     assert closely(other(x), pipe(x))
 
 

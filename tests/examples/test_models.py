@@ -201,10 +201,7 @@ def assert_equal(model: nn.Module, reference: nn.Sequential) -> None:
     assert differ == []
 
 
-@pytest.mark.parametrize(
-    ("schedule", "checkpoint"),
-    [("gpipe", "always"), ("1f1b", "except_last")],
-)
+@pytest.mark.parametrize(("schedule", "checkpoint"), [("gpipe", "always"), ("1f1b", "except_last")])
 def test_example_model_in_three_stages_equals_the_unsplit_model(
     small: Small, schedule: str, checkpoint: str
 ) -> None:

@@ -50,34 +50,21 @@ def wait_for(file: Path, started: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.05)
 
 
-def test_example_with_data_parallel_replicas_and_meta_init() -> None:
-    words = [*TORCHRUN, "--nproc-per-node", "4", SCRIPT, "--check", "--dp", "2", "--meta"]
-    ended = run([*words, "--schedule", "zb-h1", "--steps", "10"], environment(**ONE_THREAD))
-    assert ended.err == ""
-    assert ranks_equal(ended) == [0, 1, 2, 3]
-    assert len(losses(ended, 10)) == 1
-
-
-def kill_one_worker_after_a_save(process: subprocess.Popen[str], folder: Path) -> None:
-    """Kill one worker of a launcher after the first save."""
-    wait_for(folder / "latest", [process])
+def test_example_resumes_after_a_killed_worker_and_as_two_replicas(tmp_path: Path) -> None:
+    saving = ["--save", str(tmp_path / "run"), "--every", "1", "--check", "--meta"]
+    two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT]
+    process = start([*two, *saving], environment(**ONE_THREAD))
+    wait_for(tmp_path / "run" / "latest", [process])
     os.kill(children(process.pid)[-1], signal.SIGKILL)
-
-
-def test_example_resumes_after_a_killed_worker_and_with_fewer_ranks(tmp_path: Path) -> None:
-    several = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "--max-restarts", "1", SCRIPT]
-    saving = ["--save", str(tmp_path / "run"), "--every", "1", "--check", "--blocks", "3"]
-    process = start([*several, *saving], environment(**ONE_THREAD))
-    kill_one_worker_after_a_save(process, tmp_path / "run")
     (ended,) = end([process])
     assert re.search(r"rank \d  goes on after step \d", ended.out)
-    assert ranks_equal(ended) == [0, 1, 2]
-    fewer = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, *saving, "--steps", "22"]
-    ended = run(fewer, environment(**ONE_THREAD))
-    assert ended.err == ""
-    assert "rank 1  goes on after step 20" in ended.out
     assert ranks_equal(ended) == [0, 1]
-    assert ended.out.count("step 22  loss") == 2
+    four = [*TORCHRUN, "--nproc-per-node", "4", SCRIPT, *saving, "--dp", "2"]
+    ended = run([*four, "--schedule", "zb-h1", "--steps", "22"], environment(**ONE_THREAD))
+    assert ended.err == ""
+    assert ended.out.count("goes on after step 20") == 4
+    assert ranks_equal(ended) == [0, 1, 2, 3]
+    assert ended.out.count("step 22  loss") == 4
     assert len(losses(ended, 22)) == 1
 
 

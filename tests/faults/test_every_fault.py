@@ -112,6 +112,7 @@ def test_stalled_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
     for _, size, rank, outcomes in run_fault(stall, tmp_path):
         text = check_cause(outcomes, others(size, rank), "stalled", rank, HEARTBEAT + SOON)
         assert f"rank {rank} has stalled, " in text
+        assert "heartbeat= above 3 seconds" in text
         assert "waiting for " in text
         assert outcomes[rank].code == 1
         assert text in outcomes[rank].written

@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from penstock import Compute, Pipe, Program
 from penstock.schedules.ir import consumes, produces
 from tests.pairs import each_pair
-from tests.support import (
-    RUNTIMES,
-    Traced,
-    Watch,
-    crews,
-    each_runtime,
-    numbered,
-)
+from tests.support import RUNTIMES, Traced, Watch, crews, each_runtime, numbered
 
 STAGES = CHUNKS = 3
 ACTIONS = [f"{s}{op}{i}" for op in "FRB" for s in range(STAGES) for i in range(CHUNKS)]

@@ -1,4 +1,4 @@
-"""A script for torchrun in which one rank fails in the second step.
+"""A script for torchrun in which rank 1 fails in the second step, in another way after a restart.
 
 Each rank first writes its pid.
 """
@@ -10,27 +10,23 @@ import sys
 from pathlib import Path
 
 import penstock
-from tests.faults.training_run import Fault, FaultInjector, batch, burst, optimizer_of, pipe_of
+from tests.faults.training_run import Fault, FaultInjector, batch, burst, pipe_of
 from tests.faults.watchdog_step import kill
 
-FAULTS = {"raise": burst, "kill": kill}
+FAULTS = Fault(1, "backward", burst), Fault(1, "forward", kill)
 
 
-def main(fault: str, place: str, rank: int, pids: Path) -> None:
+def main(pids: Path) -> None:
     """Run the training on this rank."""
     penstock.init()
-    here = int(os.environ["RANK"])
-    (pids / f"{here}").write_text(f"{os.getpid()}")
-    injector = FaultInjector(here, Fault(rank, place, FAULTS[fault]))
-    # the first optimizer imports the compiler, which takes seconds
-    pipe = pipe_of(injector, heartbeat=20.0)
-    optimizer = optimizer_of(pipe)
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (pids / f"pid-{attempt}-{rank}").write_text(f"{os.getpid()}")
+    injector = FaultInjector(rank, FAULTS[attempt])
+    pipe = pipe_of(injector, heartbeat=10.0)
     for injector.step in range(3):
         x, target = batch(injector.step)
-        optimizer.zero_grad()
         pipe.step(x, target=target)
-        optimizer.step()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    main(Path(sys.argv[1]))

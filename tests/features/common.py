@@ -198,22 +198,14 @@ COMMON = [
         under=lambda: torch.autocast("cpu", torch.bfloat16),
         reference=casting_anew,
     ),
-    Feature(
-        "tied",
-        "The first and the last stage share a matrix and a LayerNorm.",
-        tied,
-    ),
+    Feature("tied", "The first and the last stage share a matrix and a LayerNorm.", tied),
     Feature(
         "frozen",
         "The first stage and parts of the third are frozen, and the input requires no gradient.",
         frozen,
         without_input_gradient,
     ),
-    Feature(
-        "skip",
-        "A tensor stashed in the first stage is popped in the last.",
-        skips,
-    ),
+    Feature("skip", "A tensor stashed in the first stage is popped in the last.", skips),
     Feature(
         "BatchNorm",
         "A BatchNorm in every stage, in training, with its running statistics. The reference is "

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from penstock import NoChunk, Pipe, add_loss
+from penstock import NoChunk, Pipe, Weighted, add_loss
 from tests.features.common import SIZE, Block, blocks, made_of, normalised
 from tests.features.table import Feature, Trainee, called, given, twice
 from tests.oracle import Batch, Outcome
@@ -64,7 +64,8 @@ def passing_trees() -> nn.Sequential:
 class Penalised(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        add_loss(0.1 * y.square().mean())
+        add_loss(0.1 * y.square().mean() + 0.3 * x.abs().mean())
+        add_loss(self.norm.weight.square().sum().reshape(1, 1))
         return y
 
 
@@ -73,12 +74,12 @@ def penalised() -> nn.Sequential:
     return made_of(Penalised(), Block(), Penalised(), Block())
 
 
-def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def of_counted_rows(output: Tensor, target: Tensor) -> Weighted:
     """Return the mean loss of the rows whose first target is positive, and their number."""
     counts = (target[:, 0] > 0).double()
     number = counts.sum()
     loss = ((output - target).square().mean(1) * counts).sum() / number.clamp(min=1)
-    return loss, number
+    return Weighted(loss, number)
 
 
 def scaled(pipe: Pipe, batch: Batch) -> Outcome:
@@ -251,11 +252,7 @@ MORE = [
         blocks,
         loss_fn=of_counted_rows,
     ),
-    Feature(
-        "added losses",
-        "Layers of two stages call `penstock.add_loss`.",
-        penalised,
-    ),
+    Feature("added losses", "Layers of two stages call `penstock.add_loss`.", penalised),
     Feature(
         "GradScaler",
         "`step(scaler=...)`, then `scaler.unscale_`. The reference is the unsplit model without "
@@ -283,11 +280,7 @@ MORE = [
         "`nn.MultiheadAttention`, `nn.Conv1d` and a functional `linear` in every stage.",
         attending,
     ),
-    Feature(
-        "embedding",
-        "An `nn.Embedding` in every stage.",
-        looking_up,
-    ),
+    Feature("embedding", "An `nn.Embedding` in every stage.", looking_up),
     Feature(
         "custom Function",
         "Layers that pass their weight to a custom `torch.autograd.Function`.",
@@ -299,14 +292,10 @@ MORE = [
         parametrized,
     ),
     Feature(
-        "shared module",
-        "One module is part of the first and of the third stage.",
-        sharing_a_module,
+        "shared module", "One module is part of the first and of the third stage.", sharing_a_module
     ),
     Feature(
-        "inner checkpoint",
-        "Two layers use `torch.utils.checkpoint` themselves.",
-        checkpointed,
+        "inner checkpoint", "Two layers use `torch.utils.checkpoint` themselves.", checkpointed
     ),
     Feature(
         "hooks",

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
+from penstock import Weighted
 from tests.features import values
 from tests.features.common import blocks, casting_anew, in_float32, made_of, normalised, tied
-from tests.features.more import of_counted_rows, penalised, scaled
+from tests.features.more import checkpointed, hooked, of_counted_rows, penalised, scaled
 from tests.features.table import SCHEDULES, Feature, Script, Trainee, Way, given, update
 from tests.features.values import Residual, Twice
 from tests.oracle import Batch, Outcome
@@ -87,10 +88,10 @@ def rows(*counts: int) -> Script:
 # ---- losses -------------------------------------------------------------------------------
 
 
-def masked(y: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def masked(y: Tensor, target: tuple[Tensor, Tensor]) -> Weighted:
     """Return the mean over the elements that the mask selects, and their number."""
     value, mask = target
-    return ((y - value) ** 2 * mask).sum() / mask.sum(), mask.sum()
+    return Weighted(((y - value) ** 2 * mask).sum() / mask.sum(), mask.sum())
 
 
 def as_dict(y: Tensor, target: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -99,8 +100,8 @@ def as_dict(y: Tensor, target: tuple[Tensor, Tensor]) -> dict[str, Any]:
     return {"loss": loss, "weight": weight, "mean": mean}
 
 
-def in_numbers(y: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return masked(y, target)[0], int(target[1].sum())
+def in_numbers(y: Tensor, target: tuple[Tensor, Tensor]) -> Weighted:
+    return Weighted(masked(y, target).loss, int(target[1].sum()))
 
 
 def uneven(count: int, *without: int) -> Batch:
@@ -163,10 +164,10 @@ def used_in_w_and_in_i() -> nn.Sequential:
     return made_of(first, Scales(first.weight), last, nn.Linear(6, 6))
 
 
-def nested_loss(out: dict[str, Any], target: list[Any]) -> tuple[Tensor, int]:
+def nested_loss(out: dict[str, Any], target: list[Any]) -> Weighted:
     (y, double), (value, others) = out["both"], target
     count = len(others["rows"])
-    return ((y - value).square().sum() + double.mean(1).sum()) / count, count
+    return Weighted(((y - value).square().sum() + double.mean(1).sum()) / count, count)
 
 
 def nested_target() -> Batch:
@@ -182,7 +183,7 @@ def with_target(target: Callable[[Tensor], Any], count: int = 7) -> Callable[[],
 LOSS_ROWS = [
     *(
         Row(f"loss weights, {name}", model=blocks, script=UNEVEN, loss_fn=loss_fn, chunks=3, doors=STEP)
-        for name, loss_fn in (("tuple", masked), ("dict", as_dict), ("number", in_numbers))
+        for name, loss_fn in (("tensor", masked), ("dict", as_dict), ("number", in_numbers))
     ),
     Row("loss weight zero", model=blocks, script=WITHOUT, loss_fn=as_dict, chunks=3, doors=STEP),
     Row("loss weights all zero", model=blocks, script=on(partial(uneven, 7, *range(7))), loss_fn=masked, chunks=3, doors=STEP),
@@ -192,6 +193,8 @@ LOSS_ROWS = [
     Row("loss weights, one weight in all layers", model=one_weight, script=on(partial(uneven, 5), partial(uneven, 9)), loss_fn=masked, chunks=6, stages=6, doors=STEP, most=EACH),
     Row("loss weights, tied weight used in W and I", model=used_in_w_and_in_i, script=rows(7, 7), loss_fn=of_counted_rows, chunks=2, doors=STEP, most=EACH),
     Row("loss weights, added losses", model=penalised, loss_fn=of_counted_rows, whole=False, doors=STEP),
+    Row("added losses, reduction sum", model=penalised, loss_fn=partial(F.mse_loss, reduction="sum"), doors=STEP),
+    Row("added losses, ignored targets", model=penalised, script=on(with_target(lambda t: torch.tensor([-100, 1, -100, 0, 1, 2, -100]))), loss_fn=F.cross_entropy, chunks=3, doors=STEP),
     Row("loss weights, nested outputs and targets", model=lambda: made_of(*list(blocks())[:3], Do(lambda y: {"both": (y, 2 * y)})), script=on(nested_target), loss_fn=nested_loss, doors=STEP),
     Row("model that returns a dict with its loss", model=lambda: made_of(*list(blocks())[:3], Do(lambda y: {"loss": y.square().mean(), "logits": y})), script=on(with_target(lambda t: None)), loss_fn=None, doors=STEP),
     Row("reduction sum of a partial", model=blocks, loss_fn=partial(F.mse_loss, reduction="sum"), doors=STEP),
@@ -211,10 +214,7 @@ STOCK: dict[str, tuple[Any, int]] = {  # with the target that each ignores
     "smooth": (nn.CrossEntropyLoss(label_smoothing=0.2), -100),
     "weighted and smooth": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.2), -100),
     "another ignored": (nn.CrossEntropyLoss(ignore_index=1), 1),
-    "a partial": (
-        partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1, ignore_index=3),
-        3,
-    ),
+    "a partial": (partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1, ignore_index=3), 3),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), -100),
     "a partial sum": (partial(F.cross_entropy, reduction="sum"), -100),
     "an old sum": (partial(F.cross_entropy, size_average=False), -100),
@@ -522,6 +522,23 @@ class Centred(nn.BatchNorm1d):
         return found
 
 
+class Shifted(nn.Linear):
+    """A norm like those of timm: PyTorch updates the statistics without a new tensor version."""
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("spread", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.mean.clone()
+        y = F.batch_norm(super().forward(x), self.mean, self.spread, training=self.training)
+        return y + shift
+
+
 class Remembering(nn.Module):
     """A layer that reads a buffer of past inputs, then writes or replaces the buffer."""
 
@@ -531,6 +548,7 @@ class Remembering(nn.Module):
         super().__init__()
         self.replaces = replaces
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("nothing", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x + 0.5 * self.seen
@@ -557,6 +575,11 @@ class Renormed(nn.Embedding):
         return x + super().forward((x[:, 0] > 0).long())
 
 
+def renormed() -> nn.Sequential:
+    later = list(blocks())[1:]  # sets the seed, too
+    return made_of(Renormed(2, 6, max_norm=0.5), *later)
+
+
 STATE_ROWS = [
     *(
         Row(f"frozen {name}", model=partial(frozen, *prefixes), script=rows(7, 7), chunks=3)
@@ -567,16 +590,20 @@ STATE_ROWS = [
             ("all but the last", ["0.", "1.", "2."]),
         )
     ),
+    Row("hooks that change values", model=hooked),
+    Row("sparse gradients", model=sparse),
     *(Row(f"low-rank adapters{', tied' * shared}", model=partial(adapted, shared), most=EACH) for shared in (False, True)),
     Row("orthogonal parametrization", model=partial(normed, parametrizations.orthogonal)),
     *(Row(f"parametrized later, {how}", model=blocks, script=parametrize_later(how), most=3) for how in PARAMETRIZATIONS),
     Row("spectral norm", model=partial(normed, parametrizations.spectral_norm), whole=False, most=EACH),
     Row("norm that reads its statistics", model=lambda: made_of(nn.Linear(6, 6), Centred(6), nn.Linear(6, 6), Centred(6)), whole=False),
+    Row("norm that updates its statistics without a version", model=lambda: made_of(*(Shifted() for _ in range(4))), whole=False, chunks=2),
+    Row("inner checkpoint", model=checkpointed),
     *(
         Row(f"buffer that a layer reads and {how}", model=partial(remembering, replaces), whole=False)
         for how, replaces in (("writes", False), ("replaces", True))
     ),
-    Row("embedding with max_norm", model=lambda: made_of(Renormed(2, 6, max_norm=0.5), *list(blocks())[1:]), whole=False),
+    Row("embedding with max_norm", model=renormed, whole=False),
     Row("deferred BatchNorm, small batch", model=lambda: made_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)), script=rows(12, 6), whole=False, chunks=5, options={"deferred_batch_norm": True}),
 ]  # fmt: skip
 
@@ -588,7 +615,7 @@ VALUE_ROWS = [
         Row(f"between stages: {name}", model=partial(values.crossing, name), script=on(partial(given, 7), lambda: given(7).detached()), loss_fn=values.sum_of_all, chunks=3, stages=[1] * (2 + len(passed)), options={"reduction": "sum"}, schedules=ANY_STAGES, most=4)
         for name, passed in values.BOUNDARIES.items()
     ),
-    Row("between stages: parameters and buffers", model=values.passing_parameters, script=rows(7, 7), chunks=3),
+    Row("between stages: parameters and buffers", model=values.passing_parameters, script=rows(7, 7), chunks=3, most=EACH),
     *(
         Row(f"input with strides: {name}", model=blocks, script=on(partial(values.strided, name, True), partial(values.strided, name, False)), most=3)
         for name in values.STRIDES

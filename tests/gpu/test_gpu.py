@@ -16,16 +16,7 @@ import penstock
 from penstock import Pipe
 from penstock.device import device
 from tests.gpu import support
-from tests.gpu.support import (
-    BUSY,
-    MODES,
-    SCHEDULES,
-    Sleep,
-    batch,
-    four,
-    needs_gpu,
-    no_hidden_waits,
-)
+from tests.gpu.support import BUSY, MODES, SCHEDULES, Sleep, batch, four, needs_gpu, no_hidden_waits
 from tests.pairs import each_pair
 
 pytestmark = needs_gpu

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.launch.init import open_store
+from penstock.launch.init import init, open_store
 from penstock.launch.torchrun_env import RankEnv
+from tests.distributed.ranks import ranks
 from tests.launch.hosts import (
     TORCHRUN,
     Ended,
@@ -51,15 +52,13 @@ def test_init_under_torchrun_prints_nothing() -> None:
         assert report["interface"] == "lo"
 
 
-def test_init_after_a_torchrun_restart(tmp_path: Path) -> None:
-    """The launcher's store still holds the keys of the ranks that died."""
-    several = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    found = reports(run([*TORCHRUN, *several, SCRIPT, "dp=2", f"fails={tmp_path / 'once'}"]))
-    assert sorted(found) == [0, 1]
-    for report in found.values():
-        assert report["dims"] == ["dp", "pp"]
-        assert report["mesh"] == [[0], [1]]
-        assert (report["total"], report["restarts"]) == (1.0, 1)
+def mesh_of_replicas() -> tuple[Any, list[list[int]]]:
+    mesh = init(dp=2)
+    return mesh.mesh_dim_names, mesh.mesh.tolist()
+
+
+def test_init_gives_consecutive_ranks_to_a_replica() -> None:
+    assert ranks(4).run(mesh_of_replicas) == [(("dp", "pp"), [[0, 1], [2, 3]])] * 4
 
 
 def test_init_without_torchrun_keeps_the_store_until_the_last_rank_exits() -> None:
@@ -103,7 +102,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 def test_init_on_two_hosts_with_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """The name of each host resolves to loopback, and the restart counts of the hosts differ."""
-    words = [SCRIPT, f"fails={tmp_path / 'once'}"]
+    words = [SCRIPT, str(tmp_path / "once")]
     ended = end(start_on(hosts, words, environment()))
     found = reports(*ended)
     assert [report["restarts"] for _, report in sorted(found.items())] == [0, 1]

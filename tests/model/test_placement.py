@@ -152,10 +152,7 @@ def tied() -> nn.Sequential:
 
 
 def test_describe_parameters_tied_across_ranks() -> None:
-    for devices, words in (
-        (None, ["2.0.weight on rank 2 is 0.weight of rank 0"]),
-        (["cpu"], []),
-    ):
+    for devices, words in ((None, ["2.0.weight on rank 2 is 0.weight of rank 0"]), (["cpu"], [])):
         found = cut_of(tied(), stages=3, devices=devices)
         assert describe_tied_parameters(found.partition.stages, found.placement) == words
 
@@ -184,3 +181,10 @@ def test_placed_layer_may_share_a_parameter_of_another_device() -> None:
     alone = nn.Linear(4, 4, bias=False)
     alone.weight = model.get_parameter("0.weight")
     assert group_by_device([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("option", [{"memory": 1e9}, {"units": [nn.Linear]}])
+def test_options_that_do_not_apply_to_a_sequential_are_refused(option: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match=f"{next(iter(option))}= does not apply to an nn.Seq"):
+        Pipe(model, 2, stages=2, devices=["cpu"] * 2, **option)

@@ -31,12 +31,15 @@ from penstock.model.stage_inputs import Batch
 from penstock.runtime.transport import Mailbox
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
+from tests import oracle
 from tests.support import (
     CHECKPOINTS,
     closely,
+    differences,
     each_checkpoint,
     each_door,
     each_runtime,
+    same_gradients,
 )
 
 
@@ -97,45 +100,19 @@ def side(rows: int, learns: bool) -> dict[str, Any]:
     }
 
 
-def leaves(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
-    return [x, given["mask"], given["scale"], given["extra"]["by"][0]]
-
-
-def gradients(
-    run: Callable[[Tensor, dict[str, Any]], Tensor], model: nn.Module, rows: int, learns: bool
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the loss and the gradients of the inputs and parameters."""
-    torch.manual_seed(9)
-    x, given = real(rows, 4, learns=learns), side(rows, learns)
-    loss = run(x, given)
-    return loss, [t.grad for t in (*leaves(x, given), *model.parameters())]
-
-
-def through(pipe: Pipe, door: str, target: Tensor) -> Callable[[Tensor, dict[str, Any]], Tensor]:
-    def run(x: Tensor, given: dict[str, Any]) -> Tensor:
-        if door == "step":
-            return pipe.step(x, target=target, **given).loss
-        loss = functional.mse_loss(pipe(x, **given), target)
-        loss.backward()
-        return loss.detach()
-
-    return run
-
-
 def compare(pipe: Pipe, model: nn.Module, door: str, rows: int, learns: bool) -> None:
     target = torch.linspace(0, 1, rows * 4, dtype=torch.float64).view(rows, 4)
-
-    def unsplit(x: Tensor, given: dict[str, Any]) -> Tensor:
-        loss = functional.mse_loss(model(x, **given), target)
-        loss.backward()
-        return loss.detach()
-
-    loss, found = gradients(through(pipe, door, target), pipe, rows, learns)
-    expected, wanted = gradients(unsplit, model, rows, learns)
-    assert closely(loss, expected)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or theirs is None or closely(mine, theirs)
+    torch.manual_seed(9)
+    x = real(rows, 4, learns=learns)
+    mine, theirs = (
+        oracle.Batch((x.detach().clone().requires_grad_(learns),), side(rows, learns), target)
+        for _ in range(2)
+    )
+    output = model(*theirs.inputs, **theirs.side)
+    loss = functional.mse_loss(output, target)
+    loss.backward()
+    expected = oracle.Outcome.of(model, theirs, loss, output)
+    assert differences(oracle.run_pipe(pipe, mine, door), expected, closely) == []
 
 
 @each_door
@@ -227,12 +204,11 @@ def test_side_inputs_are_not_matched_by_var_keyword_parameters() -> None:
 
 @each_door
 def test_side_inputs_of_a_nested_pipe(door: str) -> None:
-    model = network()
-    inner = Pipe(PipeSequential(*copy.deepcopy(list(model)[2:5])), 1, stages=2)
-    layers = copy.deepcopy(list(model))
-    pipe = Pipe(
-        PipeSequential(*layers[:2], inner, layers[5]), 3, stages=4, loss_fn=functional.mse_loss
-    )
+    layers = list(network())
+    model = PipeSequential(*layers[:2], PipeSequential(*layers[2:5]), layers[5])
+    copied = copy.deepcopy(list(model))
+    copied[2] = Pipe(copied[2], 1, stages=2)
+    pipe = Pipe(PipeSequential(*copied), 3, stages=4, loss_fn=functional.mse_loss)
     compare(pipe, model, door, 7, learns=True)
 
 
@@ -402,9 +378,7 @@ def test_gradients_stop_at_the_first_stage_that_needs_none(
     assert sent == {(4, 3): 1, (3, 2): 1, (2, 1): 0, (1, 0): 0}
     times = {"never": 0, "except_last": 2, "always": 4}[checkpoint]
     assert sorted(again) == sorted([2, 3, 4] * times)
-    for mine, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        assert mine.grad is None or theirs.grad is None or closely(mine.grad, theirs.grad)
+    assert same_gradients(pipe, model)
 
 
 def test_retain_graph_with_a_frozen_stage() -> None:

@@ -26,6 +26,7 @@ from tests.support import (
     network,
     order_of_backwards,
     plain,
+    same_gradients,
     trained,
     unsplit,
 )
@@ -147,10 +148,7 @@ def test_wrapped_stages_with_side_inputs_and_tuples(checkpoint: str) -> None:
     loss.backward()
     result = pipe.step(a, b, target=y, mask=mask, factor=0.5)
     assert torch.allclose(result.loss, loss, rtol=1e-12)
-    for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10)
+    assert same_gradients(pipe, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
@@ -199,10 +197,7 @@ def test_stage_fn_that_compiles_each_stage(schedule: str) -> None:
         pipe.step(x, target=y)
     assert len(runs) == 2 * 2 * 10
     assert len(compilations) <= 12  # one per stage, and more for the first one's input offsets
-    for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10)
+    assert same_gradients(pipe, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
@@ -223,10 +218,7 @@ def test_stage_fn_that_compiles_stages_with_skip_connections() -> None:
     x, y = batch(8)
     mse(expected(x), y).backward()
     pipe.step(x, target=y)
-    for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10)
+    assert same_gradients(pipe, expected)
 
 
 def test_tied_parameters_stay_tied_with_stage_fn() -> None:

@@ -188,13 +188,7 @@ BOTH = [
 ADAPTERS = [
     adapted("Llama, LoRA", "LlamaForCausalLM", "LlamaConfig", DECODER, texts, ["q_proj", "v_proj"]),
     adapted(
-        "GPT-2, LoRA",
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        BASE,
-        texts,
-        ["c_attn"],
-        fan_in_fan_out=True,
+        "GPT-2, LoRA", "GPT2LMHeadModel", "GPT2Config", BASE, texts, ["c_attn"], fan_in_fan_out=True
     ),
     adapted(
         "GPT-2, LoRA and a trained head",

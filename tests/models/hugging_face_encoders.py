@@ -24,11 +24,7 @@ from tests.models.hugging_face import (
 def spans(rows: int, size: int) -> dict[str, Any]:
     """Return texts with the first and last token of an answer."""
     at = torch.arange(rows)
-    return {
-        "input_ids": tokens(rows, size),
-        "start_positions": at % 2,
-        "end_positions": 2 + at % 2,
-    }
+    return {"input_ids": tokens(rows, size), "start_positions": at % 2, "end_positions": 2 + at % 2}
 
 
 def two_sentences(rows: int, size: int) -> dict[str, Any]:

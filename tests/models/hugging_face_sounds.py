@@ -158,11 +158,7 @@ SOUNDS = [
         made={"sizes": (1, 1), "meets": NORM},
     ),
     patches(
-        "PatchTSMixer",
-        "PatchTSMixerForPrediction",
-        d_model=8,
-        num_layers=3,
-        made={"sizes": (1, 1)},
+        "PatchTSMixer", "PatchTSMixerForPrediction", d_model=8, num_layers=3, made={"sizes": (1, 1)}
     ),
     exhibit(
         "Time Series Transformer",

@@ -72,13 +72,7 @@ def _compiled() -> nn.Module:
 
 
 REFUSED = [
-    Refused(
-        "LayerDrop",
-        "here",
-        models.Dropping,
-        (_rows(),) * 8,
-        "the forward took another path",
-    ),
+    Refused("LayerDrop", "here", models.Dropping, (_rows(),) * 8, "the forward took another path"),
     Refused(
         "BART with LayerDrop",
         "transformers",
@@ -145,10 +139,6 @@ REFUSED = [
         "use_cache was given to GPT2LMHeadModel",
     ),
     Refused(
-        "compiled as a whole",
-        "here",
-        _compiled,
-        (_rows(),),
-        "the model is compiled as a whole",
+        "compiled as a whole", "here", _compiled, (_rows(),), "the model is compiled as a whole"
     ),
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock import Weighted
 from tests.properties.layers import WIDTH
 from tests.properties.models import unpacked
 
@@ -52,11 +53,11 @@ def _sum(form: str) -> Callable[..., Any]:
     return lambda output, y: (unpacked(form, output) - y).square().sum()
 
 
-def _mean_of_counted(form: str, output: Any, target: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _mean_of_counted(form: str, output: Any, target: dict[str, Any]) -> Weighted:
     """Return the weighted mean and its weight; the mean is NaN where no row counts."""
     each = (unpacked(form, output) - target["y"]).square().mean(1) * target["times"]
     counts = target["counts"]
-    return (each * counts).sum() / counts.sum(), counts.sum()
+    return Weighted((each * counts).sum() / counts.sum(), counts.sum())
 
 
 def _weighted(form: str) -> Callable[..., Any]:

@@ -48,16 +48,3 @@ def test_inline_leaves_autograd_multithreading_unchanged(enabled: bool) -> None:
     with torch.autograd.set_multithreading_enabled(enabled):
         pipe(torch.randn(4, 3)).sum().backward()
         assert torch._C._is_multithreading_enabled() == enabled
-
-
-def test_inline_pipe_nested_in_another_pipe() -> None:
-    inner = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), 2, runtime="inline")
-    outer = Pipe(nn.Sequential(inner, nn.Linear(3, 1)), 2, runtime="inline")
-    x = torch.randn(4, 3)
-    outer(x).sum().backward()
-    found = [p.grad for p in outer.parameters()]
-    model = nn.Sequential(nn.Sequential(*inner), outer[1])
-    model.zero_grad()
-    model(x).sum().backward()
-    for gradient, parameter in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from array import array
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.support import (
     DOORS,
     RUNTIMES,
     SCHEDULES,
+    Doubled,
     Pop,
     Stash,
     batch,
@@ -188,35 +187,6 @@ def test_saved_tensors_hooks_reach_the_worker_threads(
 # ---- nothing stays alive ------------------------------------------------------------------
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, made: list[weakref.ref[Any]]) -> Tensor:
-        memory = array("d", bytes(8 * x.numel()))
-        made.append(weakref.ref(memory))
-        y = torch.frombuffer(memory, dtype=torch.float64).view(x.shape)
-        return y.copy_(x * 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * 2, None
-
-
-class Doubled(nn.Module):
-    """A layer that records the memory of its outputs, which lives as long as any tensor uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Any]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Doubled.apply(x, self.made)  # type: ignore[no-untyped-call]
-        return y
-
-    @property
-    def alive(self) -> int:
-        return sum(memory() is not None for memory in self.made)
-
-
 @each_runtime
 @each_checkpoint
 @each_door
@@ -323,12 +293,3 @@ def test_worker_threads_start_with_the_first_call_and_end_with_the_pipe() -> Non
     with without_gc():
         del pipe
         assert crews() == before
-
-
-def test_inline_runtime_starts_no_threads() -> None:
-    gc.collect()
-    before = threading.active_count()
-    pipe = Pipe(plain(), 2, stages=4, runtime="inline")
-    x, _ = batch(4)
-    pipe(x).sum().backward()
-    assert threading.active_count() == before

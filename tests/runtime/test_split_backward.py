@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections import Counter
 from typing import Any
 
@@ -12,19 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import Pipe, Schedule, is_recomputing
+from penstock import Pipe, is_recomputing
 from penstock.errors import RunError
 from penstock.schedules.ir import Op
-from penstock.schedules.notation import loads
+from tests.features.more import attending
+from tests.schedules.texts import schedule
 from tests.support import (
     SCHEDULES,
-    Do,
+    Doubled,
     Fails,
     batch,
     closely,
     differences,
     each_checkpoint,
     each_runtime,
+    same_gradients,
     trained,
     whole,
     without_gc,
@@ -64,19 +65,12 @@ def test_split_backward_recomputes_each_cell_once(
         runtime=runtime, loss_fn=lambda y, t: (y[:, :3] - t).square().mean(),
     )  # fmt: skip
     x, target = batch(2 * CHUNKS)
-    found = trained(pipe, x, target, "step")
+    pipe.step(x, target=target)
     forwards = {key[0]: n for key, n in count.items() if not key[2]}
     again = {key[0]: n for key, n in count.items() if key[2]}
     times = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[checkpoint]
     assert forwards == dict.fromkeys(range(stages), CHUNKS)
     assert again == (dict.fromkeys(range(stages), times) if times else {})
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    expected = whole(model, x, target, lambda y, t: (y[:, :3] - t).square().mean())
-    assert closely(found.loss, expected.loss)
-    for name, gradient in gradients.items():
-        assert gradient is not None
-        assert closely(gradient, expected.gradients[name]), name  # type: ignore[arg-type]
 
 
 def test_dualpipe_v_has_full_and_split_backwards() -> None:
@@ -90,39 +84,12 @@ def test_dualpipe_v_has_full_and_split_backwards() -> None:
 # ---- memory -------------------------------------------------------------------------------
 
 
-class _Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, made: list[weakref.ref[Any]]) -> Tensor:
-        memory = array("d", bytes(8 * x.numel()))
-        made.append(weakref.ref(memory))
-        return torch.frombuffer(memory, dtype=torch.float64).view(x.shape).copy_(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class Noted(nn.Module):
-    """A layer that records the memory of its outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Any]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Noted.apply(x, self.made)  # type: ignore[no-untyped-call]
-        return y
-
-    def alive(self) -> list[bool]:
-        return [memory() is not None for memory in self.made]
-
-
 class Block(nn.Module):
     """A linear layer and a nonlinearity whose inputs are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.between, self.after = Noted(), Noted(), Noted()
+        self.before, self.between, self.after = Doubled(), Doubled(), Doubled()
         self.linear = nn.Linear(6, 6, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,12 +104,6 @@ LATE = """
 """
 
 
-def schedule_of(text: str) -> Schedule:
-    made = loads(text)
-    assert isinstance(made, Schedule)
-    return made
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_linear_keeps_only_its_input_between_i_and_w(checkpoint: str) -> None:
     first, second = Block(), Block()
@@ -150,12 +111,12 @@ def test_linear_keeps_only_its_input_between_i_and_w(checkpoint: str) -> None:
 
     def look(block: Block, name: str) -> None:
         seen.setdefault(name, []).append(
-            tuple(sum(part.alive()) for part in (block.before, block.between, block.after))  # type: ignore[arg-type]
+            (block.before.alive, block.between.alive, block.after.alive)
         )
 
     pipe = Pipe(
         nn.Sequential(first, second), 3, checkpoint, stages=2, devices=["cpu"] * 2,
-        schedule=schedule_of(LATE), runtime="inline", loss_fn=lambda y: y.square().mean(),
+        schedule=schedule(LATE), runtime="inline", loss_fn=lambda y: y.square().mean(),
     )  # fmt: skip
     runner = penstock.stage.stage_runner.StageRunner
     weights = runner.backward_weights
@@ -196,7 +157,7 @@ def test_split_backward_frees_all_activations(schedule: str, checkpoint: str, ru
         del x, result
         for block in blocks:
             assert len(block.before.made) >= CHUNKS
-            assert not any(block.before.alive() + block.between.alive() + block.after.alive())
+            assert not block.before.alive + block.between.alive + block.after.alive
         assert given() is None
 
 
@@ -268,49 +229,21 @@ ODD = {
 }
 
 
-def tied() -> nn.Sequential:
-    """Return a model tied within a stage and partly frozen, with attention and a convolution."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.attention(x, x, x, need_weights=False)[0]
-            return x + y
-
-    torch.manual_seed(0)
-    first, last = nn.Linear(6, 6), nn.Linear(6, 3)
-    same = nn.Linear(6, 6)
-    same.weight = first.weight
-    last.weight.requires_grad_(False)
-    return nn.Sequential(
-        nn.Sequential(first, Do(lambda x: x.unsqueeze(1).expand(-1, 4, -1)), same),
-        nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), Heads()),
-        nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.LayerNorm(6)),
-        nn.Sequential(Do(lambda x: x.mean(1)), nn.Linear(6, 6), last),
-    ).double()
-
-
 @each_runtime
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("odd", ODD)
 def test_split_backward_with_handwritten_schedules(odd: str, checkpoint: str, runtime: str) -> None:
     loss_fn = nn.functional.mse_loss
-    model = tied()
     pipe = Pipe(
-        model, 2, checkpoint, stages=2, devices=["cpu"] * 2,
-        schedule=schedule_of(ODD[odd]), runtime=runtime, loss_fn=loss_fn,
+        attending(), 2, checkpoint, stages=2, devices=["cpu"] * 2,
+        schedule=schedule(ODD[odd]), runtime=runtime, loss_fn=loss_fn,
     )  # fmt: skip
-    x, target = batch(5)
-    x.requires_grad_()
+    reference, x, other = attending(), batch(5)[0], batch(5)[0]
+    for given in (x, other):
+        given.requires_grad_()
     for _ in range(2):  # gradients accumulate
-        found = trained(pipe, x, target, "step")
-    reference = tied()
-    other = x.detach().clone().requires_grad_()
-    for _ in range(2):
-        expected = whole(reference, other, target, loss_fn)
+        found = trained(pipe, x, x.detach().cos(), "step")
+        expected = whole(reference, other, x.detach().cos(), loss_fn)
     assert differences(found, expected, closely) == []
 
 
@@ -359,9 +292,6 @@ def test_nested_pipe_under_zero_bubble(checkpoint: str, runtime: str) -> None:
         last = nn.Linear(6, 3, dtype=torch.float64)
         return nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Sequential(middle), last)
 
-    def gradients(model: nn.Module) -> list[Tensor]:
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
     x, target = batch(8)
     model, reference = made(True), made(False)
     pipe = Pipe(
@@ -370,39 +300,4 @@ def test_nested_pipe_under_zero_bubble(checkpoint: str, runtime: str) -> None:
     )  # fmt: skip
     pipe.step(x, target=target)
     nn.functional.mse_loss(reference(x), target).backward()
-    assert len(gradients(model)) == len(gradients(reference)) == 8
-    assert all(map(closely, gradients(model), gradients(reference)))
-
-
-@each_runtime
-def test_weight_sent_to_the_next_stage_under_zero_bubble(runtime: str) -> None:
-    """The model ties by hand: the last stage multiplies with the embedding weight of the first."""
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(7, 6)
-
-        def forward(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-            return self.table(indices), self.table.weight
-
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-
-        def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
-            return nn.functional.linear(self.inner(both[0]), both[1])
-
-    torch.manual_seed(0)
-    model = nn.Sequential(First(), Last()).double()
-    indices, target = torch.randint(7, (6, 3)), torch.randint(7, (6, 3))
-    loss_fn = Do(lambda y, t: nn.functional.cross_entropy(y.transpose(1, 2), t)).function
-    pipe = Pipe(
-        model, 3, stages=2, devices=["cpu"] * 2, schedule="zb-h1", runtime=runtime, loss_fn=loss_fn
-    )
-    pipe.step(indices, target=target)
-    found = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    loss_fn(model(indices), target).backward()
-    assert all(closely(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))  # type: ignore[arg-type]
+    assert same_gradients(model, reference)

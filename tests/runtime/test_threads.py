@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime import threads
 from penstock.runtime.threads import WorkerPool
 from penstock.runtime.transport import Stopped
+from penstock.torch_compat import get_saved_tensor_hooks
 from tests.support import crews, ends, without_gc
 
 
@@ -117,6 +119,20 @@ def test_worker_pool_frees_finished_jobs() -> None:
         pool.run_jobs([nothing], nothing)  # now the thread has begun another job
         del job
         assert seen() is None
+
+
+def test_worker_thread_is_clean_after_an_error_inside_torch_checkpoint() -> None:
+    """Up to 2.12, PyTorch left the hooks of the failed call to the thread that drops the error."""
+    hooks = []
+
+    def fail(x: torch.Tensor) -> None:
+        raise ZeroDivisionError(str(x))
+
+    pool = WorkerPool(1)
+    with pytest.raises(ZeroDivisionError):
+        pool.run_jobs([lambda: checkpoint(fail, torch.zeros(1), use_reentrant=False)], nothing)
+    pool.run_jobs([lambda: hooks.append(get_saved_tensor_hooks())], nothing)
+    assert hooks == [None]
 
 
 def test_worker_threads_disable_autograd_multithreading() -> None:

@@ -84,13 +84,13 @@ def test_worker_executes_its_lane() -> None:
         ("1>2:0", 6.0),
         ("1>0:0", 30.0),
     ]
-    assert [str(mark.bound_action.action) for mark in middle.timed_actions] == [
+    assert [str(bound.action) for bound, _, _ in middle.timed_actions] == [
         "1F0",
         "!1>2:0",
         "1B0",
         "!1>0:0",
     ]
-    assert all(isinstance(m.start, float) and m.start <= m.end for m in middle.timed_actions)  # type: ignore[operator]
+    assert all(start <= end for _, start, end in middle.timed_actions)  # type: ignore[operator]
 
 
 def test_cell_io_provides_inputs_and_output_gradients() -> None:

@@ -79,13 +79,7 @@ memories = st.one_of(st.just(inf), st.integers(3, 40), st.floats(3, 40))
 @st.composite
 def tasks(draw: st.DrawFn, speeds: st.SearchStrategy[float], most_ranks: int = 5) -> CutProblem:
     numbers = draw(st.sampled_from([few, st.floats(0, 5).map(lambda x: round(x, 9))]))
-    units = draw(
-        st.lists(
-            st.builds(UnitLoad, numbers, few, few),
-            min_size=1,
-            max_size=9,
-        )
-    )
+    units = draw(st.lists(st.builds(UnitLoad, numbers, few, few), min_size=1, max_size=9))
     apart = len(units)
     ranks = draw(st.integers(1, min(apart, most_ranks)))
     values = []

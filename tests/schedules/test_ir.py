@@ -20,25 +20,14 @@ from penstock.schedules.ir import (
     lifetimes,
     produces,
 )
-from penstock.schedules.notation import loads
+from tests.schedules.texts import action, schedule
 
 CHAIN = StageGraph.chain(4)
 SKIP = StageGraph.chain(4, skips=[(0, 2), (1, 3)])
 
 
-def action(word: str) -> Compute:
-    """Parse a compute action such as `2F0`."""
-    return Compute(Op(word[1]), int(word[0]), int(word[2]))
-
-
 def words(values: list[Message] | list[Compute]) -> str:
     return " ".join(map(str, values))
-
-
-def schedule(text: str) -> Schedule:
-    found = loads(text)
-    assert isinstance(found, Schedule)
-    return found
 
 
 # ---- actions ------------------------------------------------------------------------------
@@ -61,26 +50,15 @@ def test_text_form_of_an_action(value: Action | Message, text: str) -> None:
     assert str(value) == text
 
 
-def test_actions_are_equal_and_hash_by_value() -> None:
+def test_actions_are_compared_by_value() -> None:
     assert len({action("2F0"), action("2F0"), action("2F1")}) == 2
-    assert len({Send(Message(0, 1, 3)), Send(Message(0, 1, 3))}) == 1
-
-
-def test_send_and_recv_of_one_message_differ() -> None:
     message = Message(0, 1, 3)
-    ends: set[Action] = {Send(message), Recv(message)}
-    assert len(ends) == 2
-
-
-def test_actions_are_ordered() -> None:
-    assert sorted([action("1F0"), action("0F1"), action("0F0")]) == [
-        action("0F0"),
-        action("0F1"),
-        action("1F0"),
-    ]
-    assert Message(0, 1, 3) < Message(0, 2, 0) < Message(1, 0, 0)
-    assert Send(Message(0, 1, 3)) < Send(Message(0, 1, 4))
-    assert Recv(Message(0, 1, 3)) < Recv(Message(0, 1, 4))
+    ends: list[Action] = [Send(message), Send(Message(0, 1, 3)), Recv(message)]
+    assert len(set(ends)) == 2
+    assert action("0F0") < action("0F1") < action("1F0")
+    assert message < Message(0, 2, 0) < Message(1, 0, 0)
+    assert Send(message) < Send(Message(0, 1, 4))
+    assert Recv(message) < Recv(Message(0, 1, 4))
 
 
 @pytest.mark.parametrize("field", ["op", "stage", "microbatch"])
@@ -113,22 +91,15 @@ def test_chain_graph_connects_neighbouring_stages() -> None:
     assert [CHAIN.after(stage) for stage in range(4)] == [(1,), (2,), (3,), ()]
 
 
-def test_skip_adds_an_edge_to_the_graph() -> None:
+def test_graph_edges_are_sorted_and_unique() -> None:
+    assert StageGraph(((1, 2), (0, 1), (1, 2))) == StageGraph(((0, 1), (1, 2)))
     assert SKIP.edges == ((0, 1), (0, 2), (1, 2), (1, 3), (2, 3))
     assert SKIP.before(2) == (0, 1)
     assert SKIP.after(1) == (2, 3)
 
 
-def test_graph_edges_are_sorted_and_unique() -> None:
-    assert StageGraph(((1, 2), (0, 1), (1, 2))) == StageGraph(((0, 1), (1, 2)))
-
-
-@pytest.mark.parametrize("stages", [0, 1])
-def test_chain_of_one_stage_has_no_edges(stages: int) -> None:
-    assert StageGraph.chain(stages).edges == ()
-
-
 def test_stage_without_edges_has_no_neighbours() -> None:
+    assert StageGraph.chain(0).edges == StageGraph.chain(1).edges == ()
     assert (CHAIN.before(9), CHAIN.after(9)) == ((), ())
 
 
@@ -154,44 +125,29 @@ def test_graph_reports_all_invalid_skips() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "needs", "gives"),
+    ("graph", "word", "needs", "gives"),
     [
-        ("0F5", "", "0>1:5"),
-        ("2F5", "1>2:5", "2>3:5"),
-        ("3F5", "2>3:5", ""),
-        ("3B5", "", "3>2:5"),
-        ("2B5", "3>2:5", "2>1:5"),
-        ("0B5", "1>0:5", ""),
-        ("3I5", "", "3>2:5"),
-        ("2I5", "3>2:5", "2>1:5"),
-        ("0I5", "1>0:5", ""),
-        ("2W5", "", ""),
-        ("2R5", "", ""),
+        (CHAIN, "0F5", "", "0>1:5"),
+        (CHAIN, "2F5", "1>2:5", "2>3:5"),
+        (CHAIN, "3F5", "2>3:5", ""),
+        (CHAIN, "3B5", "", "3>2:5"),
+        (CHAIN, "2B5", "3>2:5", "2>1:5"),
+        (CHAIN, "0B5", "1>0:5", ""),
+        (CHAIN, "3I5", "", "3>2:5"),
+        (CHAIN, "2I5", "3>2:5", "2>1:5"),
+        (CHAIN, "0I5", "1>0:5", ""),
+        (CHAIN, "2W5", "", ""),
+        (CHAIN, "2R5", "", ""),
+        (SKIP, "1F5", "0>1:5", "1>2:5 1>3:5"),
+        (SKIP, "2F5", "0>2:5 1>2:5", "2>3:5"),
+        (SKIP, "3B5", "", "3>1:5 3>2:5"),
+        (SKIP, "1I5", "2>1:5 3>1:5", "1>0:5"),
+        (SKIP, "1W5", "", ""),
     ],
 )
-def test_consumes_and_produces_in_a_chain(word: str, needs: str, gives: str) -> None:
-    assert words(consumes(action(word), CHAIN)) == needs
-    assert words(produces(action(word), CHAIN)) == gives
-
-
-@pytest.mark.parametrize(
-    ("word", "needs", "gives"),
-    [
-        ("0F5", "", "0>1:5 0>2:5"),
-        ("1F5", "0>1:5", "1>2:5 1>3:5"),
-        ("2F5", "0>2:5 1>2:5", "2>3:5"),
-        ("3F5", "1>3:5 2>3:5", ""),
-        ("3B5", "", "3>1:5 3>2:5"),
-        ("2B5", "3>2:5", "2>0:5 2>1:5"),
-        ("1I5", "2>1:5 3>1:5", "1>0:5"),
-        ("0I5", "1>0:5 2>0:5", ""),
-        ("1W5", "", ""),
-        ("1R5", "", ""),
-    ],
-)
-def test_consumes_and_produces_with_skips(word: str, needs: str, gives: str) -> None:
-    assert words(consumes(action(word), SKIP)) == needs
-    assert words(produces(action(word), SKIP)) == gives
+def test_consumes_and_produces(graph: StageGraph, word: str, needs: str, gives: str) -> None:
+    assert words(consumes(action(word), graph)) == needs
+    assert words(produces(action(word), graph)) == gives
 
 
 @pytest.mark.parametrize(
@@ -225,17 +181,10 @@ def test_lifetimes_of_activations_from_f_or_r_to_the_last_use(
 V = schedule("placement: 0 1 1 0 \n 0F0 3F0 3B0 0B0 \n 1F0 2F0 2B0 1B0")
 
 
-def test_schedule_sizes() -> None:
+def test_schedule_sizes_crossings_and_recomputed_cells() -> None:
     assert (V.ranks, V.stages, V.chunks) == (2, 4, 1)
-
-
-def test_schedule_crosses_only_between_ranks() -> None:
-    assert V.crosses(Message(0, 1, 0))
-    assert not V.crosses(Message(1, 2, 0))
-    assert not V.crosses(Message(0, 3, 0))
-
-
-def test_schedule_recomputed_lists_cells_with_an_r() -> None:
+    crossing = [V.crosses(Message(src, dst, 0)) for src, dst in ((0, 1), (1, 2), (0, 3))]
+    assert crossing == [True, False, False]
     assert schedule("0F0 0F1 0R1 0B1 0B0").recomputed == {(0, 1)}
 
 

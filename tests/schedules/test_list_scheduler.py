@@ -1,7 +1,18 @@
 from __future__ import annotations
 
-from penstock import Compute, Cost, Op, StageGraph, draw, lower, schedules, simulate, verify
-from penstock.schedules.families.common import alternate_forward_backward
+from penstock import (
+    Compute,
+    Cost,
+    Op,
+    Schedule,
+    StageGraph,
+    draw,
+    lower,
+    schedules,
+    simulate,
+    verify,
+)
+from penstock.schedules.families.one_f_one_b import alternate_forward_backward
 from penstock.schedules.list_scheduler import (
     SchedulerState,
     follow_order,
@@ -86,8 +97,9 @@ def test_patience_waits_for_the_preferred_action() -> None:
 
 def test_insert_weight_grads_fills_idle_time() -> None:
     cells = [[(rank, i) for i in range(3)] for rank in range(2)]
-    orders = [alternate_forward_backward(row, row, 1 - rank, I) for rank, row in enumerate(cells)]
-    schedule = insert_weight_grads((0, 1), 3, orders, when_lagging(lambda rank: rank))
+    lanes = [alternate_forward_backward(row, row, 1 - rank, I) for rank, row in enumerate(cells)]
+    order = Schedule((0, 1), 3, tuple(map(tuple, lanes)))
+    schedule = insert_weight_grads(order, when_lagging(lambda rank: rank))
     assert draw.text(simulate(lower(schedule))).splitlines() == [
         "rank 0  F0 F1 ···I0 W0 F2 I1 W1 I2 W2",
         "rank 1  ···F0 I0 F1 I1 W0 F2 I2 W1 W2",
@@ -96,13 +108,13 @@ def test_insert_weight_grads_fills_idle_time() -> None:
 
 
 def test_insert_weight_grads_early_when_full_and_last_when_never_due() -> None:
-    orders = [[Compute(op, 0, i) for i in range(3) for op in (F, I)]]
-    assert " ".join(map(str, insert_weight_grads((0,), 3, orders, never).lanes[0])) == (
+    order = Schedule((0,), 3, (tuple(Compute(op, 0, i) for i in range(3) for op in (F, I)),))
+    assert " ".join(map(str, insert_weight_grads(order, never).lanes[0])) == (
         "0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"
     )
-    assert " ".join(
-        map(str, insert_weight_grads((0,), 3, orders, when_full, memory=1).lanes[0])
-    ) == ("0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2")
+    assert " ".join(map(str, insert_weight_grads(order, when_full, memory=1).lanes[0])) == (
+        "0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"
+    )
 
 
 def test_follow_order_stops_if_the_order_does_not_fit_in_memory() -> None:

@@ -15,16 +15,11 @@ from penstock.schedules.lowering import (
     recompute_mode,
     remove_recompute,
 )
-from penstock.schedules.notation import dumps, loads
+from penstock.schedules.notation import dumps
 from penstock.schedules.simulator import Deadlock, Sends, play
 from penstock.schedules.timeline import simulate
 from penstock.schedules.verify import verify
-
-
-def schedule(text: str) -> Schedule:
-    found = loads(text)
-    assert isinstance(found, Schedule)
-    return found
+from tests.schedules.texts import schedule
 
 
 def text(value: Schedule | Program) -> str:
@@ -101,25 +96,7 @@ def lowered(request: pytest.FixtureRequest) -> tuple[Schedule, StageGraph]:
     return made, StageGraph.chain(made.stages, SKIPS)
 
 
-def test_lowering_gives_every_send_one_recv(lowered: tuple[Schedule, StageGraph]) -> None:
-    program = lower(*lowered)
-    sends = Counter(a.message for lane in program.lanes for a in lane if isinstance(a, Send))
-    receives = Counter(a.message for lane in program.lanes for a in lane if isinstance(a, Recv))
-    assert sends == receives
-    assert set(sends.values()) == {1}
-
-
-def test_lowering_puts_messages_on_the_ranks_of_their_stages(
-    lowered: tuple[Schedule, StageGraph],
-) -> None:
-    program = lower(*lowered)
-    placement = program.schedule.placement
-    for rank, lane in enumerate(program.lanes):
-        assert {placement[a.message.src] for a in lane if isinstance(a, Send)} <= {rank}
-        assert {placement[a.message.dst] for a in lane if isinstance(a, Recv)} <= {rank}
-
-
-def test_lowering_keeps_the_compute_actions_of_the_schedule(
+def test_lowering_adds_each_message_once_on_the_ranks_of_its_stages(
     lowered: tuple[Schedule, StageGraph],
 ) -> None:
     made, graph = lowered
@@ -128,10 +105,13 @@ def test_lowering_keeps_the_compute_actions_of_the_schedule(
     assert made.lanes == tuple(
         tuple(a for a in lane if isinstance(a, Compute)) for lane in program.lanes
     )
-
-
-def test_lowered_program_ends_under_rendezvous(lowered: tuple[Schedule, StageGraph]) -> None:
-    program = lower(*lowered)
+    sends = Counter(a.message for lane in program.lanes for a in lane if isinstance(a, Send))
+    receives = Counter(a.message for lane in program.lanes for a in lane if isinstance(a, Recv))
+    assert sends == receives
+    assert set(sends.values()) == {1}
+    for rank, lane in enumerate(program.lanes):
+        assert {made.placement[a.message.src] for a in lane if isinstance(a, Send)} <= {rank}
+        assert {made.placement[a.message.dst] for a in lane if isinstance(a, Recv)} <= {rank}
     spans = list(play(program, sends=Sends.RENDEZVOUS))
     assert len(spans) == sum(map(len, program.lanes))
 
@@ -162,25 +142,23 @@ def test_recompute_modes(mode: str, lane: str) -> None:
 def test_recompute_with_a_predicate() -> None:
     made = recompute(schedule("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1"), lambda s, m: s == 0 < m)
     assert text(made) == "0F0 0F1 0B0 0R1 0B1\n1F0 1B0 1F1 1B1"
+    assert Op.R not in {action.op for action in GPIPE.lanes[0]}
 
 
-def test_recompute_of_a_split_backward_is_inserted_before_i() -> None:
-    assert text(recompute(schedule("0F0 0I0 0W0"), lambda s, m: True)) == "0F0 0R0 0I0 0W0"
-
-
-def test_recompute_is_inserted_before_an_overlapping_pair() -> None:
-    pairs = schedule("overlaps: 0F1+0B0 \n 0F0 0F1 0B0 0B1")
-    assert text(recompute(pairs, lambda s, m: True)) == "0F0 0R0 0F1 0B0 0R1 0B1"
-
-
-def test_recompute_is_inserted_before_a_pair_that_starts_with_the_backward() -> None:
-    pairs = schedule("overlaps: 0B0+0F1 \n 0F0 0B0 0F1 0B1")
-    assert text(recompute(pairs, lambda s, m: True)) == "0F0 0R0 0B0 0F1 0R1 0B1"
-
-
-def test_recompute_ignores_overlaps_that_are_not_neighbours() -> None:
-    apart = schedule("overlaps: 0F0+0B0 \n 0F0 0F1 0B0 0B1")
-    assert text(recompute(apart, lambda s, m: m == 0)) == "0F0 0F1 0R0 0B0 0B1"
+@pytest.mark.parametrize(
+    ("lane", "recomputed"),
+    [
+        ("0F0 0I0 0W0", "0F0 0R0 0I0 0W0"),
+        ("overlaps: 0F1+0B0 \n 0F0 0F1 0B0 0B1", "0F0 0R0 0F1 0B0 0R1 0B1"),
+        ("overlaps: 0B0+0F1 \n 0F0 0B0 0F1 0B1", "0F0 0R0 0B0 0F1 0R1 0B1"),
+        ("overlaps: 0F0+0B0 \n 0F0 0F1 0B0 0B1", "0F0 0F1 0R0 0B0 0R1 0B1"),
+    ],
+    ids=["split backward", "overlapping", "backward first", "not neighbours"],
+)
+def test_recompute_is_inserted_before_i_and_before_overlapping_pairs(
+    lane: str, recomputed: str
+) -> None:
+    assert text(recompute(schedule(lane), lambda s, m: True)) == recomputed
 
 
 def test_recompute_keeps_overlapping_pairs_together() -> None:
@@ -190,12 +168,6 @@ def test_recompute_keeps_overlapping_pairs_together() -> None:
     for first, second in made.overlaps:
         (lane,) = (lane for lane in lanes if first in lane)
         assert lane[lane.index(first) + 1] == second
-
-
-def test_recompute_returns_a_new_schedule() -> None:
-    made = recompute(GPIPE, lambda s, m: True)
-    assert Op.R not in {action.op for action in GPIPE.lanes[0]}
-    assert (made.placement, made.chunks) == (GPIPE.placement, GPIPE.chunks)
 
 
 def test_recompute_of_a_forward_only_schedule_changes_nothing() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
@@ -19,18 +19,7 @@ from penstock.schedules.ir import (
     StageGraph,
 )
 from penstock.schedules.notation import dumps, loads
-
-
-def action(word: str) -> Compute:
-    """Parse a compute action such as `2F0`."""
-    return Compute(Op(word[1]), int(word[0]), int(word[2]))
-
-
-def schedule(text: str) -> Schedule:
-    found = loads(text)
-    assert isinstance(found, Schedule)
-    return found
-
+from tests.schedules.texts import action, schedule
 
 SCHEDULE = """\
 placement: 0 1
@@ -110,21 +99,12 @@ def test_loads_text_with_comments_and_without_headers() -> None:
     assert dumps(loads(text)) == SCHEDULE
 
 
-def test_loads_accepts_headers_after_lanes() -> None:
+def test_loads_infers_missing_headers() -> None:
     assert schedule("0F0 0B0 \n chunks: 7").chunks == 7
-
-
-def test_loads_infers_a_missing_placement() -> None:
-    assert schedule("1F0 2F0 \n - \n 3F0 0F0").placement == (2, 0, 0, 2)
-
-
-def test_loads_infers_the_first_rank_for_a_stage_on_two_ranks() -> None:
-    assert schedule("0F0 \n 1F0 1B0 0B0").placement == (0, 1)
-
-
-def test_loads_infers_missing_chunks() -> None:
     assert schedule("0F0 0F4").chunks == 5
     assert schedule("-").chunks == 1
+    assert schedule("1F0 2F0 \n - \n 3F0 0F0").placement == (2, 0, 0, 2)
+    assert schedule("0F0 \n 1F0 1B0 0B0").placement == (0, 1)
 
 
 computes = st.builds(Compute, st.sampled_from(Op), st.integers(0, 12), st.integers(0, 120))
@@ -151,6 +131,7 @@ def works(draw: st.DrawFn) -> Schedule | Program:
     return Program(made, StageGraph(tuple(draw(st.lists(edges, max_size=5)))), tuple(lanes))
 
 
+@settings(deadline=None)
 @given(works())
 def test_loads_of_dumps_is_the_same_value(work: Schedule | Program) -> None:
     assert loads(dumps(work)) == work
@@ -168,7 +149,10 @@ LOOKS = (
 def complaint(text: str) -> str:
     with pytest.raises(FormatError) as error:
         loads(text)
-    return str(error.value)
+    headline, *problems = str(error.value).split("\n  ")
+    assert headline == "this is not a schedule:"
+    assert error.value.problems == tuple(problems)
+    return "\n".join(problems)
 
 
 def test_loads_reports_every_invalid_action_with_its_line() -> None:
@@ -178,26 +162,13 @@ def test_loads_reports_every_invalid_action_with_its_line() -> None:
         0F
 
         -1F0 0F0 fine"""
-    assert complaint(dedent(text)) == "\n".join(
-        [
-            "this is not a schedule:",
-            "  line 1: '0X1' is not an action",
-            "  line 3: '0F' is not an action",
-            "  line 5: '-1F0' is not an action",
-            "  line 5: 'fine' is not an action",
-            f"  {LOOKS}",
-        ]
-    )
-
-
-def test_format_error_lists_its_problems() -> None:
-    with pytest.raises(FormatError) as error:
-        loads("one \n two")
-    assert error.value.problems == (
-        "line 1: 'one' is not an action",
-        "line 2: 'two' is not an action",
+    assert complaint(dedent(text)).splitlines() == [
+        "line 1: '0X1' is not an action",
+        "line 3: '0F' is not an action",
+        "line 5: '-1F0' is not an action",
+        "line 5: 'fine' is not an action",
         LOOKS,
-    )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -209,14 +180,9 @@ def test_loads_refuses_malformed_actions(word: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "placement: 0 \n chunks: 1"])
 def test_loads_refuses_text_without_lanes(text: str) -> None:
-    assert complaint(text) == (
-        "this is not a schedule:\n"
-        "  it has no lanes: write one line per rank, such as '0F0 0F1 0B0 0B1'"
-    )
-
-
-def test_loads_reports_missing_lanes_with_other_problems() -> None:
-    assert len(complaint("chunks: many").splitlines()) == 3
+    missing = "it has no lanes: write one line per rank, such as '0F0 0F1 0B0 0B1'"
+    assert complaint(text) == missing
+    assert len(complaint("chunks: many").splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,55 +205,39 @@ def test_loads_reports_missing_lanes_with_other_problems() -> None:
     ],
 )
 def test_loads_refuses_malformed_headers(line: str, example: str) -> None:
-    assert complaint(f"{line} \n 0F0") == (
-        f"this is not a schedule:\n  line 1: '{line}' is not valid; write '{example}'"
-    )
+    assert complaint(f"{line} \n 0F0") == f"line 1: '{line}' is not valid; write '{example}'"
 
 
-def test_loads_reports_headers_and_actions_together() -> None:
-    assert complaint("chunks: x \n 0F0 y \n edges: z") == "\n".join(
-        [
-            "this is not a schedule:",
-            "  line 1: 'chunks: x' is not valid; write 'chunks: 8'",
-            "  line 2: 'y' is not an action",
-            "  line 3: 'edges: z' is not valid; write 'edges: 0>1 1>2'",
-            f"  {LOOKS}",
-        ]
-    )
-
-
-@pytest.mark.parametrize(("line", "count"), [("chunks:", 0), ("chunks: 1 2", 2)])
-def test_loads_refuses_chunks_that_are_not_one_number(line: str, count: int) -> None:
-    assert complaint(f"{line} \n 0F0 0F3") == (
-        f"this is not a schedule:\n  chunks must be one number, not {count}: write 'chunks: 4'"
-    )
-
-
-def test_loads_refuses_messages_without_edges() -> None:
-    assert complaint("0F0 !0>1:0 \n ?0>1:0 1F0") == (
-        "this is not a schedule:\n"
-        "  it sends or receives: a program needs a line such as 'edges: 0>1 1>2'"
-    )
-
-
-def test_loads_refuses_a_stage_that_no_rank_runs() -> None:
-    assert complaint("0F0 4F0 \n 2F0") == (
-        "this is not a schedule:\n"
-        "  no rank runs stage 1, 3, so its rank is unknown: add its actions, or a line "
-        "'placement: ...'"
-    )
-
-
-def test_loads_refuses_a_placement_on_ranks_without_lanes() -> None:
-    assert complaint("placement: 0 5 \n 0F0") == (
-        "this is not a schedule:\n"
-        "  the placement names rank 5, but there are 1 lanes, for ranks 0 to 0"
-    )
-
-
-def test_loads_refuses_a_backward_edge() -> None:
-    assert complaint("edges: 1>0 \n 0F0") == (
-        "this is not a schedule:\n"
-        "  edge 1>0: an edge goes from a stage to a later one; number the stages in the order in "
-        "which data passes through them"
-    )
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("chunks: \n 0F0 0F3", "chunks must be one number, not 0: write 'chunks: 4'"),
+        ("chunks: 1 2 \n 0F0 0F3", "chunks must be one number, not 2: write 'chunks: 4'"),
+        (
+            "0F0 !0>1:0 \n ?0>1:0 1F0",
+            "it sends or receives: a program needs a line such as 'edges: 0>1 1>2'",
+        ),
+        (
+            "0F0 4F0 \n 2F0",
+            "no rank runs stage 1, 3, so its rank is unknown: add its actions, or a line "
+            "'placement: ...'",
+        ),
+        (
+            "placement: 0 5 \n 0F0",
+            "the placement names rank 5, but there are 1 lanes, for ranks 0 to 0",
+        ),
+        (
+            "edges: 1>0 \n 0F0",
+            "edge 1>0: an edge goes from a stage to a later one; number the stages in the order "
+            "in which data passes through them",
+        ),
+        (
+            "chunks: x \n 0F0 y \n edges: z",
+            "line 1: 'chunks: x' is not valid; write 'chunks: 8'\n"
+            "line 2: 'y' is not an action\n"
+            f"line 3: 'edges: z' is not valid; write 'edges: 0>1 1>2'\n{LOOKS}",
+        ),
+    ],
+)
+def test_loads_refuses_headers_that_do_not_fit(text: str, problem: str) -> None:
+    assert complaint(text) == problem

@@ -72,10 +72,7 @@ def test_resolve_schedule_reads_a_file(tmp_path: Path) -> None:
     assert resolve_schedule(str(file)) == mine
 
 
-@pytest.mark.parametrize(
-    ("requested", "message"),
-    [("mine.txt", "there is no file 'mine.txt'")],
-)
+@pytest.mark.parametrize(("requested", "message"), [("mine.txt", "there is no file 'mine.txt'")])
 def test_resolve_schedule_refuses_a_missing_file(requested: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         resolve_schedule(requested)

@@ -25,32 +25,31 @@ def simulated(text: str, cost: Cost | None = None) -> Timeline:
 TWO = "0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1"
 
 
-def test_makespan_is_from_the_first_start_to_the_last_end() -> None:
-    assert simulated(TWO).makespan == 9.0
-
-
-def test_busy_is_the_time_spent_computing() -> None:
-    assert simulated(TWO).busy == (6.0, 6.0)
-
-
-def test_bubble_includes_fill_and_drain() -> None:
-    assert simulated(TWO).bubble == pytest.approx(1 - 12 / 18)
-
-
-def test_messages_keep_no_rank_busy() -> None:
-    slow = simulated(TWO, Cost.even((0, 1), send=0.5))
-    assert slow.busy == (6.0, 6.0)
-    assert slow.makespan == 10.0
-
-
-def test_memory_curve() -> None:
+def test_makespan_busy_time_bubble_and_computes_of_a_timeline() -> None:
     timeline = simulated(TWO)
-    assert timeline.memory(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
-    assert timeline.memory(1) == [(0, 0), (1, 1), (4, 0), (4, 1), (7, 0)]
+    assert (timeline.makespan, timeline.busy, timeline.peak) == (9.0, (6.0, 6.0), (2.0, 1.0))
+    assert timeline.bubble == pytest.approx(1 - 12 / 18)  # with fill and drain
+    slow = simulated(TWO, Cost.even((0, 1), send=0.5))  # messages keep no rank busy
+    assert (slow.makespan, slow.busy) == (10.0, (6.0, 6.0))
+    lanes = [" ".join(str(span.action) for span in lane) for lane in slow.computes]
+    assert lanes == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
 
 
-def test_peak_is_the_maximum_live_memory_of_each_rank() -> None:
-    assert simulated(TWO).peak == (2.0, 1.0)
+@pytest.mark.parametrize(
+    ("text", "rank", "curve"),
+    [
+        (TWO, 0, [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]),
+        (TWO, 1, [(0, 0), (1, 1), (4, 0), (4, 1), (7, 0)]),
+        ("0F0 0I0 0F1 0I1 0W0 0W1", 0, [(0, 0), (0, 1), (2, 2), (5, 1), (6, 0)]),
+        ("0F0 0F1 0R0 0B0 0R1 0B1", 0, [(0, 0), (2, 1), (5, 0), (5, 1), (8, 0)]),
+        ("0F0 0F1", 0, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]),
+    ],
+    ids=["first rank", "last rank", "split backward", "recomputed", "inference"],
+)
+def test_memory_curve(text: str, rank: int, curve: list[tuple[float, float]]) -> None:
+    timeline = simulated(text)
+    assert timeline.memory(rank) == curve
+    assert timeline.peak[rank] == max(size for _, size in curve)
 
 
 def test_memory_uses_the_activation_size_of_each_stage() -> None:
@@ -62,40 +61,6 @@ def test_memory_uses_the_activation_size_of_each_stage() -> None:
         (1, 310),
         (4, 10),
         (6, 0),
-    ]
-
-
-def test_memory_of_a_split_backward_is_kept_until_w() -> None:
-    assert simulated("0F0 0I0 0F1 0I1 0W0 0W1").memory(0) == [
-        (0, 0),
-        (0, 1),
-        (2, 2),
-        (5, 1),
-        (6, 0),
-    ]
-
-
-def test_memory_of_a_recomputed_cell_starts_at_r() -> None:
-    timeline = simulated("0F0 0F1 0R0 0B0 0R1 0B1")
-    assert timeline.memory(0) == [(0, 0), (2, 1), (5, 0), (5, 1), (8, 0)]
-    assert timeline.peak == (1.0,)
-
-
-def test_busy_includes_recomputation() -> None:
-    assert simulated("0F0 0R0 0B0").busy == (4.0,)
-
-
-def test_memory_of_inference_is_one_microbatch() -> None:
-    timeline = simulated("0F0 0F1")
-    assert timeline.memory(0) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
-    assert timeline.peak == (1.0,)
-
-
-def test_computes_are_grouped_by_rank_and_exclude_messages() -> None:
-    computes = simulated(TWO).computes
-    assert [[str(span.action) for span in lane] for lane in computes] == [
-        ["0F0", "0F1", "0B0", "0B1"],
-        ["1F0", "1B0", "1F1", "1B1"],
     ]
 
 
@@ -126,10 +91,7 @@ def test_measured_timeline_may_start_at_any_time() -> None:
 def test_measured_timeline_uses_measured_lengths() -> None:
     schedule = loads("0F0 0B0")
     assert isinstance(schedule, Schedule)
-    spans = (
-        Span(0, 0, Compute(Op.F, 0, 0), 2.0, 2.5),
-        Span(0, 1, Compute(Op.B, 0, 0), 3.5, 4.0),
-    )
+    spans = (Span(0, 0, Compute(Op.F, 0, 0), 2.0, 2.5), Span(0, 1, Compute(Op.B, 0, 0), 3.5, 4.0))
     measured = Timeline(lower(schedule), Cost.even((0,)), spans)
     assert (measured.makespan, measured.busy, measured.bubble) == (2.0, (1.0,), 0.5)
 
@@ -167,18 +129,6 @@ def test_track_live_memory_yields_step_and_whether_it_is_freed() -> None:
         (2, True, 1.0),
         (3, True, 0.0),
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "bubble", "peak"),
-    [("gpipe", 27.3, 8), ("1f1b", 27.3, 4), ("interleaved", 15.8, 5.5), ("zb-v", 5.9, 4)],
-)
-def test_bubble_and_peak_of_known_schedules_on_four_ranks_with_eight_chunks(
-    name: str, bubble: float, peak: float
-) -> None:
-    timeline = simulate(lower(schedules.make(name, ranks=4, chunks=8)))
-    assert round(100 * timeline.bubble, 1) == bubble
-    assert max(timeline.peak) == pytest.approx(peak)
 
 
 def test_simulate_raises_deadlock() -> None:

@@ -19,21 +19,16 @@ from penstock.schedules.verify import (
     require_sound,
     verify,
 )
+from tests.schedules.texts import schedule
 
 
 def problems(text: str, graph: StageGraph | None = None) -> list[str]:
     return list(verify(loads(text), graph))
 
 
-def schedule_of(text: str) -> Schedule:
-    found = loads(text)
-    assert isinstance(found, Schedule)
-    return found
-
-
 def breaks(claim: Callable[[Schedule], Iterator[str]], text: str) -> list[str]:
     """Return the problems that one check finds; `verify` must report them, too."""
-    found = list(claim(schedule_of(text)))
+    found = list(claim(schedule(text)))
     assert set(found) <= set(problems(text))
     return found
 
@@ -55,19 +50,13 @@ def test_verify_accepts_skips_and_recomputation() -> None:
     assert verify(lower(schedule, skips)) == ()
 
 
-def test_verify_accepts_inference_without_backwards() -> None:
-    assert problems("0F0 0F1 \n 1F0 1F1") == []
-
-
-def test_verify_accepts_an_idle_rank() -> None:
-    assert problems("placement: 1 \n - \n 0F0 0B0") == []
-
-
-def test_require_sound_accepts_a_sound_schedule() -> None:
-    require_sound(schedules.one_f_one_b(ranks=2, chunks=2), memory=2)
+@pytest.mark.parametrize("text", ["0F0 0F1 \n 1F0 1F1", "placement: 1 \n - \n 0F0 0B0"])
+def test_verify_accepts_inference_and_an_idle_rank(text: str) -> None:
+    assert verify(loads(text), memory=1) == ()
 
 
 def test_require_sound_raises_with_every_problem() -> None:
+    require_sound(schedules.one_f_one_b(ranks=2, chunks=2), memory=2)
     work = loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0")
     with pytest.raises(InvalidScheduleError) as error:
         require_sound(work)
@@ -92,96 +81,84 @@ def test_require_sound_uses_graph_memory_and_cost() -> None:
 # ---- each check of a schedule, violated alone ---------------------------------------------
 
 
-def test_verify_reports_an_unknown_stage() -> None:
-    assert breaks(find_misplaced_actions, "placement: 0 \n 0F0 0B0 1F0") == [
-        "rank 0, step 2: 1F0 names stage 1, but there are 1"
-    ]
+OVERLAPS = "overlaps: 0F1+0B0 \n"
+APART = "0F1 and 0B0 may overlap, but are not neighbours in a lane"
 
 
-def test_verify_reports_an_action_on_the_wrong_rank() -> None:
-    assert breaks(find_misplaced_actions, "placement: 0 1 \n 0F0 0B0 1B0 \n 1F0") == [
-        "rank 0, step 2: 1B0 is in this lane, but stage 1 is on rank 1"
-    ]
-
-
-def test_verify_reports_an_unknown_microbatch() -> None:
-    assert breaks(find_misplaced_actions, "chunks: 1 \n 0F0 0B0 0F1") == [
-        "rank 0, step 2: 0F1 names micro-batch 1 of 1"
-    ]
+@pytest.mark.parametrize(
+    ("claim", "text", "problem"),
+    [
+        (
+            find_misplaced_actions,
+            "placement: 0 \n 0F0 0B0 1F0",
+            "rank 0, step 2: 1F0 names stage 1, but there are 1",
+        ),
+        (
+            find_misplaced_actions,
+            "placement: 0 1 \n 0F0 0B0 1B0 \n 1F0",
+            "rank 0, step 2: 1B0 is in this lane, but stage 1 is on rank 1",
+        ),
+        (
+            find_misplaced_actions,
+            "chunks: 1 \n 0F0 0B0 0F1",
+            "rank 0, step 2: 0F1 names micro-batch 1 of 1",
+        ),
+        (
+            find_invalid_overlaps,
+            "overlaps: 0B0+0F7 \n 0F0 0B0",
+            "0B0 and 0F7 may overlap, but are not both in the schedule",
+        ),
+        (find_invalid_overlaps, f"{OVERLAPS} 0F0 0F1 0B1 0B0", APART),
+        (find_invalid_overlaps, f"{OVERLAPS} 0F0 0B0 0F1 0B1", APART),
+        (
+            find_invalid_overlaps,
+            "overlaps: 0F0+1B0 \n 0F0 0B0 \n 1F0 1B0",
+            "0F0 and 1B0 may overlap, but are not neighbours in a lane",
+        ),
+    ],
+)
+def test_verify_reports_misplaced_actions_and_invalid_overlaps(
+    claim: Callable[[Schedule], Iterator[str]], text: str, problem: str
+) -> None:
+    assert breaks(claim, text) == [problem]
 
 
 @pytest.mark.parametrize(
     ("lane", "problem"),
     [
-        ("0F0 0B0 0B1", "stage 0, micro-batch 1: F runs never, not once"),
-        ("0F0 0B0 0F1 0F1 0B1", "stage 0, micro-batch 1: F runs twice, not once"),
-        ("0F0 0B0 0F1 0F1 0F1 0F1 0B1", "stage 0, micro-batch 1: F runs 4 times, not once"),
-        ("0F0 0B0 0F1 0R1 0R1 0B1", "stage 0, micro-batch 1: R runs twice, not at most once"),
+        ("0F0 0B0 0B1", "F runs never, not once"),
+        ("0F0 0B0 0F1 0F1 0B1", "F runs twice, not once"),
+        ("0F0 0B0 0F1 0F1 0F1 0F1 0B1", "F runs 4 times, not once"),
+        ("0F0 0B0 0F1 0R1 0R1 0B1", "R runs twice, not at most once"),
     ],
 )
 def test_verify_reports_missing_or_repeated_f_and_r(lane: str, problem: str) -> None:
-    assert breaks(find_incomplete_cells, lane) == [problem]
+    assert breaks(find_incomplete_cells, lane) == [f"stage 0, micro-batch 1: {problem}"]
 
 
 @pytest.mark.parametrize(
-    ("backward", "found"),
+    ("lane", "found"),
     [
-        ("", "B never, I never, W never"),
-        ("0B1 0B1", "B twice, I never, W never"),
-        ("0B1 0I1 0W1", "B once, I once, W once"),
-        ("0I1", "B never, I once, W never"),
-        ("0W1", "B never, I never, W once"),
-        ("0I1 0W1 0W1", "B never, I once, W twice"),
+        ("0F0 0B0 0F1", "B never, I never, W never"),
+        ("0F0 0B0 0F1 0B1 0B1", "B twice, I never, W never"),
+        ("0F0 0B0 0F1 0B1 0I1 0W1", "B once, I once, W once"),
+        ("0F0 0B0 0F1 0I1", "B never, I once, W never"),
+        ("0F0 0B0 0F1 0W1", "B never, I never, W once"),
+        ("0F0 0B0 0F1 0I1 0W1 0W1", "B never, I once, W twice"),
+        ("0F0 0I0 0W0 0F1", "B never, I never, W never"),
     ],
 )
-def test_verify_reports_missing_or_repeated_backwards(backward: str, found: str) -> None:
-    assert breaks(find_incomplete_cells, f"0F0 0B0 0F1 {backward}") == [
+def test_verify_reports_missing_or_repeated_backwards(lane: str, found: str) -> None:
+    assert breaks(find_incomplete_cells, lane) == [
         f"stage 0, micro-batch 1: it needs B once, or I and W once, but has {found}"
-    ]
-
-
-def test_verify_requires_all_backwards_if_there_is_a_split_backward() -> None:
-    assert breaks(find_incomplete_cells, "0F0 0I0 0W0 0F1") == [
-        "stage 0, micro-batch 1: it needs B once, or I and W once, but has B never, I never, "
-        "W never"
-    ]
-
-
-def test_verify_reports_overlaps_that_are_not_in_the_schedule() -> None:
-    assert breaks(find_invalid_overlaps, "overlaps: 0B0+0F7 \n 0F0 0B0") == [
-        "0B0 and 0F7 may overlap, but are not both in the schedule"
-    ]
-
-
-@pytest.mark.parametrize(
-    "lanes",
-    ["0F0 0F1 0B1 0B0", "0F0 0B0 0F1 0B1"],
-    ids=["not neighbours", "reversed"],
-)
-def test_verify_reports_overlaps_that_are_not_neighbours(lanes: str) -> None:
-    assert breaks(find_invalid_overlaps, f"overlaps: 0F1+0B0 \n {lanes}") == [
-        "0F1 and 0B0 may overlap, but are not neighbours in a lane"
-    ]
-
-
-def test_verify_reports_overlaps_on_two_ranks() -> None:
-    assert breaks(find_invalid_overlaps, "overlaps: 0F0+1B0 \n 0F0 0B0 \n 1F0 1B0") == [
-        "0F0 and 1B0 may overlap, but are not neighbours in a lane"
     ]
 
 
 def test_verify_reports_an_edge_to_an_unknown_stage() -> None:
     text, graph = "0F0 0B0 \n 1F0 1B0", StageGraph(((0, 1), (1, 5)))
     wrong = ["edge 1>5 names stage 5, but there are 2"]
-    assert graph.strays(schedule_of(text).stages) == wrong
+    assert graph.strays(schedule(text).stages) == wrong
     assert problems(text, graph) == wrong
-
-
-def test_verify_reports_a_deadlock() -> None:
-    assert problems("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0") == [
-        "rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)",
-        "rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)",
-    ]
 
 
 def test_verify_uses_the_given_stage_graph() -> None:
@@ -190,12 +167,15 @@ def test_verify_uses_the_given_stage_graph() -> None:
     assert problems(text) == ["rank 0, step 0: 1F0 waits for 0F0 (rank 0, step 1)"]
 
 
-def test_verify_reports_a_backward_before_its_forward() -> None:
-    assert problems("0B0 0F0") == ["rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)"]
-
-
-def test_verify_reports_a_recompute_after_its_backward() -> None:
-    assert problems("0F0 0B0 0R0") == ["rank 0, step 1: 0B0 waits for 0R0 (rank 0, step 2)"]
+@pytest.mark.parametrize(
+    ("lane", "problem"),
+    [
+        ("0B0 0F0", "rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)"),
+        ("0F0 0B0 0R0", "rank 0, step 1: 0B0 waits for 0R0 (rank 0, step 2)"),
+    ],
+)
+def test_verify_reports_actions_of_a_cell_in_the_wrong_order(lane: str, problem: str) -> None:
+    assert problems(lane) == [problem]
 
 
 # ---- memory -------------------------------------------------------------------------------
@@ -203,14 +183,12 @@ def test_verify_reports_a_recompute_after_its_backward() -> None:
 
 def test_verify_reports_where_memory_exceeds_the_cap() -> None:
     gpipe = schedules.gpipe(ranks=2, chunks=3)
-    assert verify(gpipe, memory=3) == ()
+    assert verify(gpipe, memory=3) == verify(recompute(gpipe, lambda s, m: True), memory=1) == ()
+    assert verify(gpipe, memory=2) == verify(lower(gpipe), memory=2)
     assert verify(gpipe, memory=2) == (
         "rank 0, step 2: 0F2 brings live memory to 3, over 2",
         "rank 1, step 2: 1F2 brings live memory to 3, over 2",
     )
-
-
-def test_verify_memory_defaults_to_the_share_of_a_rank() -> None:
     interleaved = schedules.interleaved(ranks=2, chunks=4)
     assert verify(interleaved, memory=2.5) == ()
     assert verify(interleaved, memory=2.4) == (
@@ -225,20 +203,6 @@ def test_verify_memory_uses_the_units_of_the_cost() -> None:
     assert verify(two, memory=1.5e9, cost=cost) == (
         "rank 0, step 1: 0F1 brings live memory to 2e+09, over 1.5e+09",
     )
-
-
-def test_verify_memory_with_recomputation() -> None:
-    gpipe = schedules.gpipe(ranks=2, chunks=3)
-    assert verify(recompute(gpipe, lambda s, m: True), memory=1) == ()
-
-
-def test_verify_memory_of_a_program_equals_its_schedule() -> None:
-    program = lower(schedules.gpipe(ranks=2, chunks=3))
-    assert verify(program, memory=2) == verify(program.schedule, memory=2)
-
-
-def test_verify_memory_of_an_idle_rank() -> None:
-    assert verify(loads("placement: 1 \n - \n 0F0 0B0"), memory=1) == ()
 
 
 # ---- each check of a program, violated alone ----------------------------------------------
@@ -261,28 +225,21 @@ def unmatched(rank_0: str = RANK_0, rank_1: str = RANK_1, placement: str = "0 1"
     return found
 
 
-def test_verify_accepts_a_sound_program() -> None:
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "problem"),
+    [
+        (RANK_0, "1F0 1B0 !1>0:0", "rank 1: ?0>1:0 occurs never, not once"),
+        (RANK_0, "?0>1:0 1F0 1B0", "rank 1: !1>0:0 occurs never, not once"),
+        ("0F0 !0>1:0 !0>1:0 ?1>0:0 0B0", RANK_1, "rank 0: !0>1:0 occurs twice, not once"),
+        (RANK_0, f"?0>1:0 ?0>1:0 {RANK_1}", "rank 1: ?0>1:0 occurs 3 times, not once"),
+        (f"{RANK_0} !0>1:7", RANK_1, "rank 0: !0>1:7 occurs once, not never"),
+    ],
+)
+def test_verify_reports_missing_and_repeated_messages(
+    rank_0: str, rank_1: str, problem: str
+) -> None:
     assert program_problems() == []
-
-
-def test_verify_reports_a_missing_recv() -> None:
-    assert unmatched(rank_1="1F0 1B0 !1>0:0") == ["rank 1: ?0>1:0 occurs never, not once"]
-
-
-def test_verify_reports_a_missing_send() -> None:
-    assert unmatched(rank_1="?0>1:0 1F0 1B0") == ["rank 1: !1>0:0 occurs never, not once"]
-
-
-def test_verify_reports_a_duplicate_send() -> None:
-    assert unmatched(rank_0="0F0 !0>1:0 !0>1:0 ?1>0:0 0B0") == [
-        "rank 0: !0>1:0 occurs twice, not once"
-    ]
-
-
-def test_verify_reports_a_duplicate_recv() -> None:
-    assert unmatched(rank_1="?0>1:0 ?0>1:0 1F0 ?0>1:0 1B0 !1>0:0") == [
-        "rank 1: ?0>1:0 occurs 3 times, not once"
-    ]
+    assert unmatched(rank_0, rank_1) == [problem]
 
 
 def test_verify_reports_a_recv_on_the_wrong_rank() -> None:
@@ -291,10 +248,6 @@ def test_verify_reports_a_recv_on_the_wrong_rank() -> None:
         "rank 0: ?1>0:0 occurs never, not once",
         "rank 1: ?1>0:0 occurs once, not never",
     ]
-
-
-def test_verify_reports_a_message_without_producer() -> None:
-    assert unmatched(rank_0=f"{RANK_0} !0>1:7") == ["rank 0: !0>1:7 occurs once, not never"]
 
 
 def test_verify_reports_a_message_within_a_rank() -> None:
@@ -331,8 +284,8 @@ def test_verify_reports_a_program_that_needs_buffered_sends() -> None:
 
 
 def test_verify_reports_a_program_that_differs_from_its_schedule() -> None:
-    other = schedule_of("0B0 0F0")
-    program = Program(schedule_of("0F0 0B0"), StageGraph(()), other.lanes)
+    other = schedule("0B0 0F0")
+    program = Program(schedule("0F0 0B0"), StageGraph(()), other.lanes)
     wrong = "rank 0: the program computes something else than its schedule"
     assert list(find_compute_mismatches(program)) == [wrong]
     assert wrong in verify(program)

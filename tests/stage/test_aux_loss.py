@@ -13,19 +13,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from penstock import Pipe, add_loss, added_losses, is_recomputing
-from tests.pairs import each_pair
 from tests.support import (
-    CHECKPOINTS,
-    RUNTIMES,
-    SCHEDULES,
     Do,
     Pop,
     Stash,
     batch,
+    both,
     closely,
     each_checkpoint,
     each_runtime,
-    each_schedule,
+    same_gradients,
+    whole,
 )
 
 
@@ -52,56 +50,18 @@ def balanced() -> nn.Sequential:
     ).double()
 
 
-def wanted(model: nn.Module, x: Tensor, target: Tensor, chunks: int = 3) -> Tensor:
-    """Return the row-weighted mean over micro-batches of the loss plus the added losses."""
-    total = torch.zeros((), dtype=torch.float64)
-    for part, its in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
-        with added_losses() as extra:
-            output = model(part)
-        loss = functional.mse_loss(output, its) + torch.stack([e.reshape(()) for e in extra]).sum()
-        total = total + loss * (len(part) / len(x))
-    return total
-
-
-def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
-    pairs = zip(pipe.parameters(), model.parameters(), strict=True)
-    return all(
-        p.grad is not None and q.grad is not None and closely(p.grad, q.grad) for p, q in pairs
-    )
-
-
 def agrees(model: nn.Module, pipe: Pipe, rows: int = 7) -> bool:
     x, target = batch(rows)
-    result = pipe.step(x, target=target)
-    loss = wanted(model, x, target)
-    loss.backward()
-    return closely(result.loss, loss.detach()) and same_gradients(pipe, model)
-
-
-def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Pipe]:
-    model = model or balanced()
-    given = {"chunks": 3, "stages": 4, "loss_fn": functional.mse_loss, **options}
-    return model, Pipe(copy.deepcopy(model), **given)
-
-
-@each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
-def test_added_losses_count_once_in_loss_and_gradients(
-    schedule: str, checkpoint: str, runtime: str
-) -> None:
-    """Added losses count once each, also where the layer is recomputed and over several steps."""
-    model, pipe = both(
-        schedule=schedule,
-        checkpoint=checkpoint,
-        runtime=runtime,
-        devices=["cpu"] * (4 // SCHEDULES[schedule]),
-    )
-    assert agrees(model, pipe)
-    assert agrees(model, pipe, rows=5)
+    loss = pipe.step(x, target=target).loss
+    expected = whole(model, x, target, functional.mse_loss).loss
+    if not torch.is_grad_enabled():
+        return closely(loss, expected)
+    return closely(loss, expected) and same_gradients(pipe, model)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, [1, 3, 1]])
 def test_added_losses_with_any_number_of_stages(stages: Any) -> None:
-    model, pipe = both(stages=stages)
+    model, pipe = both(balanced(), stages=stages)
     assert agrees(model, pipe)
 
 
@@ -129,16 +89,11 @@ def test_added_losses_beside_skip_connections_and_in_place_layers(checkpoint: st
 
 
 def test_added_losses_of_frozen_layers_have_no_gradient() -> None:
-    model, pipe = both(checkpoint="always")
+    model, pipe = both(balanced(), checkpoint="always")
     for module in (model, pipe):
         module.requires_grad_(False)
         module[3].requires_grad_(True)
-    x, target = batch(7)
-    result = pipe.step(x, target=target)
-    loss = wanted(model, x, target)
-    loss.backward()
-    assert closely(result.loss, loss.detach())
-    assert same_gradients(pipe[3], model[3])
+    assert agrees(model, pipe)
     assert pipe[0].weight.grad is None
 
 
@@ -154,21 +109,7 @@ def test_layer_used_only_for_its_added_loss_gets_a_gradient() -> None:
     model, pipe = both(nn.Sequential(Aside(6, 6), nn.Tanh(), nn.Linear(6, 3)).double(), stages=3)
     for module in (model, pipe):
         module[2].requires_grad_(False)
-    x, target = batch(7)
-    pipe.step(x, target=target)
-    wanted(model, x, target).backward()
-    assert same_gradients(pipe[0], model[0])
-
-
-def test_added_losses_reach_the_gradient_of_the_input() -> None:
-    model, pipe = both()
-    x, target = batch(7)
-    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-    pipe.step(mine, target=target)
-    wanted(model, theirs, target).backward()
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert closely(mine.grad, theirs.grad)
+    assert agrees(model, pipe)
 
 
 def test_add_loss_inside_the_loss_function() -> None:
@@ -182,56 +123,6 @@ def test_add_loss_inside_the_loss_function() -> None:
     assert closely(
         pipe.step(x, target=target).loss, (functional.mse_loss(y, target) + y.mean()).detach()
     )
-
-
-@each_checkpoint
-@each_schedule
-def test_added_losses_are_weighted_by_rows_for_any_loss_reduction(
-    checkpoint: str, schedule: str
-) -> None:
-    """Added losses are averaged over all rows, whatever the loss itself is averaged over."""
-    x, _ = batch(7)
-    labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
-    for loss_fn in (functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")):
-        model, pipe = both(
-            loss_fn=loss_fn,
-            checkpoint=checkpoint,
-            schedule=schedule,
-            stages=4,
-            devices=["cpu"] * (4 // SCHEDULES[schedule]),
-        )
-        with added_losses() as extra:
-            output = model(x)
-        loss = loss_fn(output, labels) + sum(e.reshape(()) for e in extra)
-        loss.backward()
-        assert closely(pipe.step(x, target=labels).loss, loss.detach())
-        assert same_gradients(pipe, model)
-
-
-@each_checkpoint
-def test_added_losses_with_a_loss_function_that_returns_its_weight(checkpoint: str) -> None:
-    x, _ = batch(7)
-    labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
-
-    def loss_fn(y: Tensor, labels: Tensor) -> Any:
-        return functional.cross_entropy(y, labels), (labels != -100).sum()
-
-    def expected(model: nn.Module) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for part, its in zip(x.chunk(3), labels.chunk(3), strict=True):
-            count = int((its != -100).sum())
-            with added_losses() as extra:
-                loss = functional.cross_entropy(model(part), its)
-            if count:
-                total = total + (loss + sum(e.reshape(()) for e in extra)) * count / 4
-        return total
-
-    model, pipe = both(loss_fn=loss_fn, checkpoint=checkpoint)
-    result = pipe.step(x, target=labels)
-    loss = expected(model)
-    loss.backward()
-    assert closely(result.loss, loss.detach())
-    assert same_gradients(pipe, model)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["last stage", "first stage"])
@@ -263,16 +154,15 @@ def test_recomputation_that_adds_other_losses_is_refused(repeated: bool, first: 
 
 @each_runtime
 def test_added_losses_are_reported_by_a_step_under_no_grad(runtime: str) -> None:
-    model, pipe = both(runtime=runtime)
-    x, target = batch(7)
+    model, pipe = both(balanced(), runtime=runtime)
     with torch.no_grad():
-        assert closely(pipe.step(x, target=target).loss, wanted(model, x, target))
+        assert agrees(model, pipe)
 
 
 @each_runtime
 @each_checkpoint
 def test_add_loss_behind_a_pipe_call_is_refused(checkpoint: str, runtime: str) -> None:
-    model, pipe = both(checkpoint=checkpoint, runtime=runtime)
+    model, pipe = both(balanced(), checkpoint=checkpoint, runtime=runtime)
     x, _ = batch(7)
     message = r"a layer added a loss inside pipe\(x\)"
     with pytest.raises(RuntimeError, match=message):
@@ -285,7 +175,7 @@ def test_add_loss_behind_a_pipe_call_is_refused(checkpoint: str, runtime: str) -
 
 def test_step_inside_added_losses_keeps_its_own_losses() -> None:
     for runtime in ("threads", "inline"):
-        _, pipe = both(runtime=runtime)
+        _, pipe = both(balanced(), runtime=runtime)
         x, target = batch(7)
         with added_losses() as extra:
             pipe.step(x, target=target)
@@ -344,7 +234,7 @@ def inside(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
 @each_checkpoint
 def test_add_loss_inside_non_reentrant_torch_checkpoint(checkpoint: str, runtime: str) -> None:
     """The recomputation by torch.utils.checkpoint adds nothing."""
-    model, _ = both()
+    model = balanced()
     pipe = Pipe(
         nn.Sequential(*map(inside(reentrant=False), copy.deepcopy(model))), 3, checkpoint,
         stages=4, loss_fn=functional.mse_loss, runtime=runtime,

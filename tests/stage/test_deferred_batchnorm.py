@@ -72,7 +72,7 @@ def test_deferred_batch_norm_ignores_recomputations() -> None:
     ours = deferred(nn.BatchNorm1d(FEATURES), 2)
     x = torch.randn(4, FEATURES)
     ours(x)
-    with mark_recomputing():
+    with mark_recomputing:
         ours(x)
     assert ours.num_batches_tracked == 0
 
@@ -157,20 +157,4 @@ def test_deferred_batch_norm_in_a_pipe_counts_mini_batches(
     hook.remove()
     pipe(x)
     norm(x)
-    assert same_statistics(pipe[1], norm)
-
-
-@each_runtime
-@each_checkpoint
-def test_plain_batch_norm_in_a_pipe_counts_each_micro_batch_once(
-    checkpoint: str, runtime: str
-) -> None:
-    norm = nn.BatchNorm1d(FEATURES).double()
-    model = nn.Sequential(nn.Identity(), copy.deepcopy(norm))
-    pipe = Pipe(model, 3, checkpoint, stages=2, runtime=runtime)
-    x = torch.randn(8, FEATURES, dtype=torch.float64, requires_grad=True)
-    pipe(x).sum().backward()
-    for piece in x.detach().chunk(3):
-        norm(piece)
-    assert pipe[1].num_batches_tracked == 3 == norm.num_batches_tracked
     assert same_statistics(pipe[1], norm)

@@ -596,9 +596,7 @@ def test_large_weight_gradients_are_accumulated_in_separate_batches(
     assert calls == [4]
 
 
-def test_weight_part_used_twice_with_separate_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weight_part_used_twice_with_separate_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first backward must not free what the second one needs."""
     monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 1)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe, is_checkpointing, is_recomputing
+from penstock import Pipe, RunError, is_checkpointing, is_recomputing
 from penstock.stage.recompute import mark_checkpointing, mark_recomputing
 from tests.support import each_door, each_runtime
 
@@ -43,11 +43,7 @@ FORWARD, CHECKPOINTED, RECOMPUTED = (False, False), (True, False), (False, True)
     ],
 )
 def test_is_checkpointing_and_is_recomputing_in_each_forward(
-    checkpoint: str,
-    chunks: int,
-    expected: list[tuple[int, bool, bool]],
-    door: str,
-    runtime: str,
+    checkpoint: str, chunks: int, expected: list[tuple[int, bool, bool]], door: str, runtime: str
 ) -> None:
     layers = nn.Sequential(RecordsRecompute(), RecordsRecompute())
     pipe = Pipe(layers, chunks, checkpoint, stages=2, runtime=runtime, loss_fn=torch.sum)
@@ -83,7 +79,36 @@ def test_recompute_marks_are_reset_after_an_error() -> None:
         (mark_checkpointing, is_checkpointing),
         (mark_recomputing, is_recomputing),
     ):
-        with suppress(ZeroDivisionError), mark():
+        with suppress(ZeroDivisionError), mark:
             assert is_marked()
             raise ZeroDivisionError
         assert not is_marked()
+
+
+class Codebook(nn.Module):
+    """A layer whose parameter follows a running mean of its inputs."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.code = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = 0.9 * self.code + 0.1 * x.detach().mean(0)
+        if self.assigns:
+            self.code = nn.Parameter(new, requires_grad=False)
+        else:
+            with torch.no_grad():
+                self.code.copy_(new)
+        return x * self.code
+
+
+@each_door
+@pytest.mark.parametrize("assigns", [False, True])
+def test_recomputed_forward_that_changes_its_parameter_is_refused(door: str, assigns: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Codebook(assigns))
+    pipe = Pipe(model, 2, "always", loss_fn=lambda y: y.square().mean())
+    with pytest.raises(RunError, match="the forward of Codebook changes its parameter 'code'"):
+        pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4))
+    if assigns:  # a parameter that changes in place cannot be differentiated anyway
+        Pipe(model, 2, "never", loss_fn=lambda y: y.square().mean()).step(torch.ones(4, 4))

@@ -185,17 +185,6 @@ def test_dropout_rate_and_mode_may_change_between_calls(runtime: str) -> None:
         assert bool((y == 0).any()) == (training and p > 0)
 
 
-def test_torch_checkpoint_around_random_ops_is_refused() -> None:
-    def block(x: Tensor) -> Tensor:
-        found = checkpointed(functional.dropout, x, 0.5, use_reentrant=False)
-        assert isinstance(found, Tensor)
-        return found
-
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Do(block)), 2, "never", stages=2)
-    with pytest.raises(RuntimeError, match=r"draws random numbers inside torch.utils.checkpoint"):
-        pipe(torch.randn(4, 4))
-
-
 @each_runtime
 def test_torch_checkpoint_around_the_whole_pipe_may_draw(runtime: str) -> None:
     """The search for a checkpoint stops at the cell: a repeated call repeats its seed."""
@@ -215,29 +204,6 @@ def test_torch_checkpoint_around_the_whole_pipe_may_draw(runtime: str) -> None:
         gradients.append([p.grad for p in pipe.parameters() if p.grad is not None])
     assert len(gradients[0]) == 4
     assert all(map(bitwise, *gradients))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpointed(self.linear, x, use_reentrant=False)
-        return found
-
-
-@each_runtime
-@each_checkpoint
-def test_torch_checkpoint_without_random_ops(checkpoint: str, runtime: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(), nn.Tanh())
-    pipe = Pipe(copy.deepcopy(model), 2, checkpoint, stages=3, runtime=runtime)
-    x = torch.randn(4, 4)
-    for module in (model, pipe):
-        module(x).sum().backward()
-    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("inside", RUNTIMES)

@@ -216,13 +216,7 @@ INDICES = torch.tensor([[1, 2, 2], [0, 6, 1]])
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"padding_idx": 2},
-        {"max_norm": 0.5},
-        {"scale_grad_by_freq": True},
-        {"sparse": True},
-    ],
+    [{}, {"padding_idx": 2}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"sparse": True}],
     ids=str,
 )
 def test_embeddings_defer_their_weight_gradient(options: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.microbatch import Chunk, MicrobatchRows, NoChunk, scatter
+from penstock.microbatch import Chunk, MicrobatchRows, map_batch_tensors, scatter, unwrap_chunk
 from penstock.model.cut import ExampleMicrobatch, trace_with_enough_units
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition
@@ -31,6 +31,7 @@ from penstock.schedules.ir import Schedule
 from penstock.schedules.registry import ScheduleLike, default_stages_per_rank
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import (
+    LossExtras,
     LossFn,
     LossReduction,
     extract_model_loss,
@@ -40,45 +41,34 @@ from penstock.stage.loss import (
 from penstock.torch_compat import pytree
 
 
-@dataclass(frozen=True)
-class StepArguments:
+class StepArguments(NamedTuple):
     """The arguments of a step: positional inputs, inputs by name (`side`), and the target."""
 
     batch: tuple[Any, ...]
-    side: dict[str, Any] = field(default_factory=dict)
+    side: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     target: Any = None
 
     def map_tensors(self, transform: Callable[[Tensor], Tensor]) -> StepArguments:
         """Return the arguments with every tensor transformed."""
-
-        def map_leaf(leaf: Any) -> Any:
-            if isinstance(leaf, NoChunk):
-                return NoChunk(transform(leaf.tensor))
-            if isinstance(leaf, Chunk):
-                return Chunk(transform(leaf.tensor), leaf.dim)
-            return transform(leaf) if isinstance(leaf, Tensor) else leaf
-
-        batch, side, target = pytree.tree_map(map_leaf, (self.batch, self.side, self.target))
-        return StepArguments(batch, side, target)
+        arguments: StepArguments = map_batch_tensors(self, transform)
+        return arguments
 
     def split_microbatches(self, chunks: int) -> tuple[list[StepArguments], MicrobatchRows]:
         """Return the micro-batches as a pipe splits them, and the rows of each."""
-        names = [f"input {index}" for index in range(len(self.batch))]
-        values = (*self.batch, *self.side.values(), self.target)
-        pieces, rows = scatter(values, chunks, [*names, *self.side, "target"])
-        return [self._rebuild(piece) for piece in pieces], rows
+        size = len(self.batch)
+        names = [*(f"input {index}" for index in range(size)), *self.side, "target"]
+        pieces, rows = scatter((*self.batch, *self.side.values(), self.target), chunks, names)
+        microbatches = [
+            StepArguments(
+                piece[:size], dict(zip(self.side, piece[size:-1], strict=True)), piece[-1]
+            )
+            for piece in pieces
+        ]
+        return microbatches, rows
 
     def take_whole_batch(self) -> StepArguments:
         """Return the whole batch as the model gets it, without `Chunk` and `NoChunk` wrappers."""
         return self.split_microbatches(1)[0][0]
-
-    def _rebuild(self, leaves: Sequence[Any]) -> StepArguments:
-        """Return arguments of the same structure with other values."""
-        *inputs, target = leaves
-        size = len(self.batch)
-        return StepArguments(
-            tuple(inputs[:size]), dict(zip(self.side, inputs[size:], strict=True)), target
-        )
 
     def take_first_part(self, parts: int) -> StepArguments:
         """Return the first of `parts` equal parts of the batch.
@@ -88,9 +78,8 @@ class StepArguments:
         """
         # `Chunk` and `NoChunk` are leaves, so both lists of leaves line up although the parts have
         # lost these wrappers.
-        whole_leaves, spec = pytree.tree_flatten((self.batch, self.side, self.target))
-        piece = self.split_microbatches(parts)[0][0]
-        part_leaves = pytree.tree_leaves((piece.batch, piece.side, piece.target))
+        whole_leaves, spec = pytree.tree_flatten(self)
+        part_leaves = pytree.tree_leaves(self.split_microbatches(parts)[0][0])
 
         def shorten_leaf(whole: Any, part: Any) -> Any:
             if isinstance(whole, Chunk):
@@ -100,7 +89,8 @@ class StepArguments:
         leaves = [
             shorten_leaf(whole, part) for whole, part in zip(whole_leaves, part_leaves, strict=True)
         ]
-        return StepArguments(*pytree.tree_unflatten(leaves, spec))
+        arguments: StepArguments = pytree.tree_unflatten(leaves, spec)
+        return arguments
 
     def get_named_tensors(self) -> dict[str, Tensor]:
         """Return the input tensors, each with a name for the report: input 0, mask, ..."""
@@ -111,7 +101,7 @@ class StepArguments:
         tensors = {}
         for name, value in inputs.items():
             for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-                tensor = leaf.tensor if isinstance(leaf, Chunk | NoChunk) else leaf
+                tensor = unwrap_chunk(leaf)
                 if isinstance(tensor, Tensor):
                     tensors[f"{name}{pytree.keystr(path)}"] = tensor
         return tensors
@@ -166,26 +156,19 @@ class CheckedModel:
     chunks: int
     units: UnitSelector = None
 
-    @staticmethod
-    def from_user_model(
-        model: nn.Module,
-        arguments: StepArguments,
-        loss_fn: LossFn | None,
-        reduction: str | None,
-        stages: int | Sequence[int],
-        chunks: int,
-        units: UnitSelector = None,
-    ) -> CheckedModel:
-        """Copy a user's model, arguments and loss to float64 on the CPU."""
-        check_model(model)
-        model_copy = copy.deepcopy(model).double().cpu()
-        model_copy.zero_grad(set_to_none=True)
+    def copy_to_float64(self) -> CheckedModel:
+        """Return the case with copies of model, arguments and loss in float64 on the CPU."""
+        check_model(self.model)
+        model, arguments = self.copy_model().double().cpu(), self.arguments
+        model.zero_grad(set_to_none=True)
         if not is_plain_sequential(model):
-            side = {**build_default_kwargs(model, arguments.side), **arguments.side}
-            arguments = StepArguments(arguments.batch, side, arguments.target)
-        loss_fn = _loss_to_float64(loss_fn)
-        return CheckedModel(
-            model_copy, arguments.map_tensors(to_float64), loss_fn, reduction, stages, chunks, units
+            default_inputs = build_default_kwargs(self.model, arguments.side)
+            arguments = arguments._replace(side={**default_inputs, **arguments.side})
+        return replace(
+            self,
+            model=model,
+            arguments=arguments.map_tensors(to_float64),
+            loss_fn=_loss_to_float64(self.loss_fn),
         )
 
     def copy_model(self) -> nn.Module:
@@ -218,11 +201,9 @@ class CheckedModel:
             runtime=runtime,
         )
 
-    def run_step(self, pipe: Pipe, arguments: StepArguments, outputs: bool = True) -> StepResult:
+    def run_step(self, pipe: Pipe, arguments: StepArguments) -> StepResult:
         """Run one step of a pipe."""
-        return pipe.step(
-            *arguments.batch, target=arguments.target, outputs=outputs, **arguments.side
-        )
+        return pipe.step(*arguments.batch, target=arguments.target, outputs=True, **arguments.side)
 
     def measure_memory(self, pipe: Pipe) -> Memory:
         """Measure the memory of one step of a pipe."""
@@ -234,12 +215,7 @@ class CheckedModel:
         targets = () if arguments.target is None else (arguments.target,)
         with added_losses() as aux_losses:
             output = call_like_pipe(model, arguments)
-            loss_result = (
-                extract_model_loss(output)
-                if self.loss_fn is None
-                else self.loss_fn(output, *targets)
-            )
-        loss, extras = parse_loss(loss_result, "the loss gave")
+            loss, extras = _compute_loss(self.loss_fn, output, *targets)
         aux_loss = torch.stack([torch.zeros_like(loss), *aux_losses]).sum()
         # A loss that comes with a weight takes the added losses along, as in a pipe.
         if extras.weight is not None:
@@ -298,15 +274,15 @@ class CheckedModel:
             _untie_parameters(model)
         return replace(self, model=model, loss_fn=partial(_compute_loss_only, self.loss_fn))
 
-    def with_arguments(self, arguments: StepArguments, chunks: int) -> CheckedModel:
-        """Return the same model with another batch."""
-        return replace(self, arguments=arguments, chunks=chunks)
-
 
 def _compute_loss_only(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
     """Return the loss without its weight and metrics."""
+    return _compute_loss(loss_fn, output, *target)[0]
+
+
+def _compute_loss(loss_fn: LossFn | None, output: Any, *target: Any) -> tuple[Tensor, LossExtras]:
     loss_result = extract_model_loss(output) if loss_fn is None else loss_fn(output, *target)
-    return parse_loss(loss_result, "the loss gave")[0]
+    return parse_loss(loss_result, "the loss gave")
 
 
 def _untie_parameters(model: nn.Module) -> None:

@@ -23,7 +23,6 @@ from penstock.checker.report import Case, Refused, Report, Run
 from penstock.checker.trial import (
     FootprintProfiler,
     ReferenceOutcomes,
-    TrialConfig,
     compute_reference,
     run_trial,
 )
@@ -106,10 +105,8 @@ def check(
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
     with _preserve_global_state():
         arguments = _collect_arguments(model, batch, side, target)
-        checked = CheckedModel.from_user_model(
-            model, arguments, loss_fn, reduction, stages, chunks, units
-        )
-        expected, checked = _prepare_reference(checked)
+        checked = CheckedModel(model, arguments, loss_fn, reduction, stages, chunks, units)
+        expected, checked = _prepare_reference(checked.copy_to_float64())
         rows = tuple(
             _run_trials(checked, expected, named_schedules, checkpoints, runtimes, progress)
         )
@@ -215,14 +212,14 @@ def _run_trials(
     for index, ((name, schedule), checkpoint, runtime) in enumerate(combinations):
         if progress is not None:
             progress(index, len(combinations), f"{name}, {checkpoint}, {runtime}")
+        case = Case(name, 0, checkpoint, runtime)
         try:
-            ranks = count_ranks(schedule, len(checked.partition.stages))
+            case = replace(case, ranks=count_ranks(schedule, len(checked.partition.stages)))
         except ArgumentError as error:
             # The schedule does not suit this number of stages. The other schedules go on.
-            yield Run(Case(name, 0, checkpoint, runtime), Refused(str(error)))
+            yield Run(case, Refused(str(error)))
             continue
-        config = TrialConfig(schedule, name, ranks, checkpoint, runtime)
-        yield run_trial(checked, expected, profiler, config)
+        yield run_trial(checked, expected, profiler, schedule, case)
     if progress is not None:
         progress(len(combinations), len(combinations), "done")
 

@@ -15,9 +15,10 @@ the unsplit model, recorded layer by layer, find the cause. The first that appli
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from penstock.checker.reference import (
     compute_difference,
     run_unsplit,
 )
-from penstock.checker.report import Compared, Failed, Report, Run
+from penstock.checker.report import Compared, Failed, Report
 from penstock.checker.trial import SEED
 from penstock.microbatch import NoChunk
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
@@ -68,10 +69,12 @@ def _find_causes(
     checked: CheckedModel, dependence: BatchDependence, tolerance: float
 ) -> Iterator[str]:
     """Yield causes that lie in the model or its arguments."""
-    run, repeated = (_record_run(checked, checked.arguments, 1, training=True) for _ in range(2))
-    layer = _find_first_difference(run.calls, repeated.calls, 0.0)
+    whole_run, repeated = (
+        _record_run(checked, checked.arguments, 1, training=True) for _ in range(2)
+    )
+    layer = _find_first_difference(whole_run.calls, repeated.calls, 0.0)
     kinds = "loss", "outputs", "gradients"
-    if layer is not None or run.outcome.differs_from(repeated.outcome, *kinds):
+    if layer is not None or whole_run.outcome.differs_from(repeated.outcome, *kinds):
         where = f"layer {layer}" if layer else "the loss"
         yield (
             f"{where} returns a different result each time, with the same seed. It draws "
@@ -81,11 +84,8 @@ def _find_causes(
         return
     # With dropout or BatchNorm, training mode always differs between whole batch and
     # micro-batches. Eval mode shows any other difference.
-    whole_run = (
-        run
-        if dependence.is_independent
-        else _record_run(checked, checked.arguments, 1, training=False)
-    )
+    if not dependence.is_independent:
+        whole_run = _record_run(checked, checked.arguments, 1, training=False)
     try:
         split_run = _record_run(
             checked, checked.arguments, checked.chunks, dependence.is_independent
@@ -118,11 +118,9 @@ def _explain_split_difference(
     layer = _find_first_difference(
         whole_run.calls, _merge_microbatch_calls(split_run.calls), tolerance
     )
-    input_hint = (
-        _find_wrongly_split_input(checked, dependence, whole_run.outcome, tolerance)
-        if numbers
-        else None
-    )
+    input_hint = None
+    if numbers:
+        input_hint = _find_wrongly_split_input(checked, dependence, whole_run.outcome, tolerance)
     if input_hint is not None:
         yield input_hint
     elif layer is not None:
@@ -156,9 +154,9 @@ def _find_common_setting(report: Report) -> Iterator[str]:
     """
     wrong = list(dict.fromkeys(run for runs in report.problems.values() for run in runs))
     right = [r for r in report.rows if isinstance(r.result, Compared) and r not in wrong]
-    for option, get_setting in _RUN_SETTINGS.items():
-        wrong_settings = {get_setting(run) for run in wrong}
-        right_settings = {get_setting(run) for run in right}
+    for option in ("checkpoint", "runtime", "schedule"):
+        wrong_settings = {getattr(run.case, option) for run in wrong}
+        right_settings = {getattr(run.case, option) for run in right}
         if right and len(wrong_settings) == 1 and not wrong_settings & right_settings:
             yield f"only with {option} {wrong_settings.pop()}"
     if any(isinstance(run.result, Failed) for run in wrong):
@@ -173,13 +171,6 @@ def _find_common_setting(report: Report) -> Iterator[str]:
             "the unsplit model computes the same on the whole batch and on its micro-batches, so "
             "the pipe is wrong. Please report it, with this table"
         )
-
-
-_RUN_SETTINGS: dict[str, Callable[[Run], str]] = {
-    "checkpoint": lambda run: run.case.checkpoint,
-    "runtime": lambda run: run.case.runtime,
-    "schedule": lambda run: run.case.schedule,
-}
 
 
 # ---- recorded runs of the unsplit model ----------------------------------------------------------
@@ -198,9 +189,8 @@ def _record_run(
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
-                hook = module.register_forward_hook(
-                    _make_call_recorder(calls, name), with_kwargs=True
-                )
+                record = partial(_record_call, calls, name)
+                hook = module.register_forward_hook(record, with_kwargs=True)
                 hooks.callback(hook.remove)
         result = run_unsplit(
             replace(checked, chunks=chunks), model, arguments, whole_batch=chunks == 1
@@ -214,13 +204,12 @@ def _record_run(
     return _RecordedRun(calls, collect_training_outcome(model, *result), changed)
 
 
-def _make_call_recorder(calls: list[_RecordedCall], name: str) -> Callable[..., None]:
-    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # Cloned, because a later layer may change its input in place.
-        inputs, outputs = _clone_tensors((args, kwargs)), _clone_tensors(output)
-        calls.append(_RecordedCall(name, type(module).__name__, inputs, outputs))
-
-    return record
+def _record_call(
+    calls: list[_RecordedCall], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
+    # Cloned, because a later layer may change its input in place.
+    inputs, outputs = _clone_tensors((args, kwargs)), _clone_tensors(output)
+    calls.append(_RecordedCall(name, type(module).__name__, inputs, outputs))
 
 
 def _clone_tensors(values: Any) -> list[Tensor]:
@@ -270,12 +259,12 @@ def _merge_microbatch_calls(calls: Sequence[_RecordedCall]) -> list[_RecordedCal
 
 def _concat_rows(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Concatenate pieces by rows. For values without rows, such as scalars, keep the first."""
-    columns = zip(*pieces, strict=False)
-    return [torch.cat(c) if c[0].dim() and _have_same_row_shape(c) else c[0] for c in columns]
-
-
-def _have_same_row_shape(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.shape[1:] for tensor in tensors}) == 1
+    return [
+        torch.cat(column)
+        if column[0].dim() and len({tensor.shape[1:] for tensor in column}) == 1
+        else column[0]
+        for column in zip(*pieces, strict=False)
+    ]
 
 
 def _find_first_difference(
@@ -330,11 +319,7 @@ def _find_wrongly_split_input(
 
 def _wrap_in_nochunk(arguments: StepArguments, tensor: Tensor) -> StepArguments:
     """Return the arguments with one tensor wrapped in `NoChunk`."""
-
-    def wrap_leaf(leaf: Any) -> Any:
-        return NoChunk(leaf) if leaf is tensor else leaf
-
-    batch, side, target = pytree.tree_map(
-        wrap_leaf, (arguments.batch, arguments.side, arguments.target)
+    wrapped: StepArguments = pytree.tree_map(
+        lambda leaf: NoChunk(leaf) if leaf is tensor else leaf, arguments
     )
-    return StepArguments(batch, side, target)
+    return wrapped

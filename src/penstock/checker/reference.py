@@ -79,8 +79,7 @@ class CellRngEmulator:
             for name, (unit, call_stages) in self._units.items():
                 # First of all hooks: a hook of the user's may draw, too.
                 pre_hook = unit.register_forward_pre_hook(
-                    lambda *_, name=name, stages=call_stages: enter_unit(name, stages),
-                    prepend=True,
+                    lambda *_, name=name, stages=call_stages: enter_unit(name, stages), prepend=True
                 )
                 post_hook = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
                 hooks.callback(pre_hook.remove)
@@ -101,10 +100,8 @@ class InterUnitRngMode(TorchFunctionMode):
 
     def __init__(self, function_stages: FunctionStages, enter_stage: Callable[[int], None]) -> None:
         super().__init__()
-        self._stage_iterators, self._enter_stage = (
-            {func: iter(stages) for func, stages in function_stages.items()},
-            enter_stage,
-        )
+        self._stage_iterators = {func: iter(stages) for func, stages in function_stages.items()}
+        self._enter_stage = enter_stage
         self.unit_depth = 0  # how many units are running, one inside another
 
     def __torch_function__(

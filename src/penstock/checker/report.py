@@ -325,7 +325,7 @@ def _find_largest_size(problem: Difference, runs: Sequence[Run]) -> float:
     return max(
         difference.size
         for run in runs
-        for difference in (*_find_problems(run, problem.kind, 0.0),)
+        for difference in _find_problems(run, problem.kind, 0.0)
         if difference.name == problem.name
     )
 
@@ -344,10 +344,7 @@ def _format_memory_cell(comparisons: Sequence[MemoryComparison]) -> str:
     if not comparisons:
         return "-"
     worst = max(comparisons, key=lambda m: (m.ranks_over_forecast != [], m.measured[m.worst_rank]))
-    measured, forecast = (
-        float(worst.measured[worst.worst_rank]),
-        float(worst.forecast[worst.worst_rank]),
-    )
+    measured, forecast = worst.measured[worst.worst_rank], worst.forecast[worst.worst_rank]
     factor, unit = choose_byte_unit(max(measured, forecast))
     return f"{measured / factor:.3g}/{forecast / factor:.3g} {unit}"
 

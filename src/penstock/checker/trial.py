@@ -7,9 +7,10 @@ different seeds. With the inline runtime it also compares the peak memory with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -87,7 +88,7 @@ class FootprintProfiler:
 
     def __init__(self, checked: CheckedModel) -> None:
         microbatch = checked.arguments.take_first_part(checked.chunks)
-        self._checked = checked.with_arguments(microbatch, chunks=1).activations_only()
+        self._checked = replace(checked, arguments=microbatch, chunks=1).activations_only()
         self._num_stages = len(checked.partition.stages)
         self._cache: dict[tuple[Op, ...], CellFootprints] = {}
 
@@ -167,16 +168,12 @@ def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, .
 
 
 def compare_memory(
-    checked: CheckedModel,
-    profiler: FootprintProfiler,
-    schedule: ScheduleLike,
-    ranks: int,
-    checkpoint: str,
+    checked: CheckedModel, profiler: FootprintProfiler, schedule: ScheduleLike, case: Case
 ) -> MemoryComparison:
     """Measure the peak memory of a pipe, and compare it with the forecast."""
     checked = checked.activations_only()
-    devices = [CopyingCpu() for _ in range(ranks)]
-    pipe = checked.build_pipe(schedule, ranks, checkpoint, "inline", devices)
+    devices = [CopyingCpu() for _ in range(case.ranks)]
+    pipe = checked.build_pipe(schedule, case.ranks, case.checkpoint, "inline", devices)
     measurement = checked.measure_memory(pipe)
     forecast = forecast_peak(measurement.program, profiler)
     # Each stage that shares a unit has gradients of its own for it, until the step ends.
@@ -217,10 +214,8 @@ class ReferenceOutcomes:
 
 def compute_reference(checked: CheckedModel) -> ReferenceOutcomes:
     """Run the unsplit model: a step, another that adds to the gradients, and eval mode."""
-    dependence, eval_dependence = (
-        detect_batch_dependence(checked),
-        detect_batch_dependence(checked, training=False),
-    )
+    dependence = detect_batch_dependence(checked)
+    eval_dependence = detect_batch_dependence(checked, training=False)
     inputs_require_grad = _can_require_input_grad(checked)
     torch.manual_seed(SEED)
     model = checked.copy_model()
@@ -246,11 +241,9 @@ def compute_reference(checked: CheckedModel) -> ReferenceOutcomes:
 
 def _make_second_arguments(checked: CheckedModel, inputs_require_grad: bool) -> StepArguments:
     """Return the batch of the second step, whose inputs require gradients if that is possible."""
-    return (
-        checked.arguments.require_input_grads()
-        if inputs_require_grad
-        else checked.arguments.map_tensors(torch.Tensor.detach)
-    )
+    if inputs_require_grad:
+        return checked.arguments.require_input_grads()
+    return checked.arguments.map_tensors(torch.Tensor.detach)
 
 
 def _can_require_input_grad(checked: CheckedModel) -> bool:
@@ -283,54 +276,42 @@ def _run_unsplit_eval(
 # ---- one trial -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TrialConfig:
-    """The options of one trial."""
-
-    schedule: ScheduleLike
-    name: str
-    ranks: int
-    checkpoint: str
-    runtime: str
-
-    @property
-    def case(self) -> Case:
-        """The options as the report has them."""
-        return Case(self.name, self.ranks, self.checkpoint, self.runtime)
-
-
 def run_trial(
     checked: CheckedModel,
     expected: ReferenceOutcomes,
     profiler: FootprintProfiler,
-    config: TrialConfig,
+    schedule: ScheduleLike,
+    case: Case,
 ) -> Run:
     """Run a pipe and compare it with the reference. An error becomes a result."""
     try:
-        differences = list(_compare_pipe(checked, expected, config))
-        memory = _compare_inline_memory(checked, profiler, config)
-        return Run(config.case, Compared(tuple(differences), memory))
+        build_pipe = partial(_build_seeded_pipe, checked, schedule, case)
+        differences = tuple(_compare_pipe(checked, expected, build_pipe))
+        memory = None
+        if case.runtime == "inline":  # memory is always measured inline, so once is enough
+            memory = compare_memory(checked, profiler, schedule, case)
+        return Run(case, Compared(differences, memory))
     # An error of Penstock's is a refusal with a reason. Any other error is a failure, since the
     # unsplit model has run with the same batch.
     except PenstockError as error:
-        return Run(config.case, Refused(str(error)))
+        return Run(case, Refused(str(error)))
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         text = f"{type(error).__name__}: {error} {notes}".strip()
-        return Run(config.case, Failed(text))
+        return Run(case, Failed(text))
 
 
-def _build_seeded_pipe(checked: CheckedModel, config: TrialConfig) -> Pipe:
+def _build_seeded_pipe(checked: CheckedModel, schedule: ScheduleLike, case: Case) -> Pipe:
     """Return a pipe, with torch's generator at the state that every run starts from."""
     torch.manual_seed(SEED)
-    return checked.build_pipe(config.schedule, config.ranks, config.checkpoint, config.runtime)
+    return checked.build_pipe(schedule, case.ranks, case.checkpoint, case.runtime)
 
 
 def _compare_pipe(
-    checked: CheckedModel, expected: ReferenceOutcomes, config: TrialConfig
+    checked: CheckedModel, expected: ReferenceOutcomes, build_pipe: Callable[[], Pipe]
 ) -> Iterator[Difference]:
     """Yield all differences of a pipe, in the order in which the reference ran."""
-    pipe = _build_seeded_pipe(checked, config)
+    pipe = build_pipe()
     first_step = _run_pipe_step(checked, pipe, checked.arguments)
     yield from first_step.compare_to(expected.first_step)
     arguments = _make_second_arguments(checked, expected.inputs_require_grad)
@@ -339,7 +320,7 @@ def _compare_pipe(
     for difference in second_step.compare_to(expected.second_step):
         yield difference if difference.kind == "inputs" else _relabel(difference, "again")
     if expected.dependence.uses_rng:
-        yield from _compare_randomness(checked, expected, config, first_step, second_step)
+        yield from _compare_randomness(checked, expected, build_pipe, first_step, second_step)
     pipe.eval()
     with torch.no_grad():
         for description, eval_arguments, eval_outcome in expected.eval_outcomes:
@@ -363,7 +344,7 @@ def _run_pipe_step(checked: CheckedModel, pipe: Pipe, arguments: StepArguments) 
 def _compare_randomness(
     checked: CheckedModel,
     expected: ReferenceOutcomes,
-    config: TrialConfig,
+    build_pipe: Callable[[], Pipe],
     first: StepOutcome,
     second: StepOutcome,
 ) -> Iterator[Difference]:
@@ -371,7 +352,7 @@ def _compare_randomness(
 
     The second is compared only if the steps of the unsplit model differ.
     """
-    repeated = _run_pipe_step(checked, _build_seeded_pipe(checked, config), checked.arguments)
+    repeated = _run_pipe_step(checked, build_pipe(), checked.arguments)
     size = max((difference.size for difference in repeated.compare_to(first)), default=0.0)
     yield Difference("random", "of a second run with the same seed", size)
     kinds = "loss", "outputs"
@@ -379,11 +360,3 @@ def _compare_randomness(
         differs = first.differs_from(second, *kinds)
         note = "" if differs else "are the same with another seed"
         yield Difference("random", "numbers", 0.0 if differs else float("inf"), note)
-
-
-def _compare_inline_memory(
-    checked: CheckedModel, profiler: FootprintProfiler, config: TrialConfig
-) -> MemoryComparison | None:
-    if config.runtime != "inline":  # memory is always measured inline, so once is enough
-        return None
-    return compare_memory(checked, profiler, config.schedule, config.ranks, config.checkpoint)

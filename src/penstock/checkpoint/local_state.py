@@ -110,9 +110,7 @@ def check_optimizer_parameters(local_state: LocalState, optimizers: Sequence[Opt
     """Raise unless every parameter of the optimizers belongs to the pipe and occurs only once."""
     names = local_state.parameter_names()
     visited: set[nn.Parameter] = set()
-    for parameter in (
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    ):
+    for parameter in _list_parameters(optimizers):
         if parameter not in names:
             raise ArgumentError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that does not "
@@ -126,6 +124,11 @@ def check_optimizer_parameters(local_state: LocalState, optimizers: Sequence[Opt
                 "the others with extra=."
             )
         visited.add(parameter)
+
+
+def _list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def flatten_optimizer_state(
@@ -168,9 +171,7 @@ def allocate_optimizer_state(
     """
     check_optimizer_parameters(local_state, optimizers)
     names = local_state.parameter_names()
-    parameters = [
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    ]
+    parameters = _list_parameters(optimizers)
     settings = _group_by_parameter(PARAM_GROUPS_KEY, stored, names.values())
     missing = [names[parameter] for parameter in parameters if names[parameter] not in settings]
     if missing:

@@ -55,10 +55,13 @@ def write_pretrained(
         )
     # A peft model also has a config and a `save_pretrained`, so it must be recognised first.
     if is_peft_model(model):
-        gathered = save_group.run_and_gather(
-            description,
-            lambda: _copy_to_cpu(extract_adapter_state(model, _select_tensors(get_state()))),
-        )
+
+        def extract_adapters() -> dict[str, torch.Tensor]:
+            tensors = {n: v for n, v in get_state().items() if isinstance(v, torch.Tensor)}
+            state = extract_adapter_state(model, tensors)
+            return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+        gathered = save_group.run_and_gather(description, extract_adapters)
         adapters = {name: tensor for part in gathered for name, tensor in part.items()}
         save_group.run_on_rank_zero(description, lambda: _write_adapters(model, folder, adapters))
         return
@@ -90,14 +93,6 @@ def _revert_weight_conversion(model: Any, state: Mapping[str, Any]) -> dict[str,
         return saved_state
     reverted: dict[str, Any] = revert(model, saved_state)
     return reverted
-
-
-def _select_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _copy_to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
 def _write_adapters(model: Any, folder: Path, adapters: dict[str, torch.Tensor]) -> None:

@@ -217,28 +217,20 @@ def _match_prefix(key: str, prefix: str, names: Collection[str]) -> str:
     return other if other in names else key
 
 
-@dataclass(frozen=True)
-class KeyMismatch:
-    """The names in which a folder and a model differ, inside and outside the base model."""
+def split_at_base_model(
+    model: nn.Module, names: Iterable[str], all_names: Iterable[str], kind: str
+) -> tuple[list[str], list[str]]:
+    """Return the missing or unexpected names inside and outside of the base model.
 
-    in_base_model: tuple[str, ...]
-    outside_base_model: tuple[str, ...]
-
-    @staticmethod
-    def classify(
-        model: nn.Module, names: Iterable[str], all_names: Iterable[str], kind: str
-    ) -> KeyMismatch:
-        """Sort missing or unexpected names by whether they belong to the base model.
-
-        `kind` is "missing" or "unexpected". Names that the model itself declares as ignorable are
-        dropped. `all_names` shows whether the base model has a prefix here.
-        """
-        patterns = [*(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())]
-        if kind == "unexpected":
-            # Older versions of transformers saved these buffers.
-            patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
-        prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        has_head = prefix != "." and any(name.startswith(prefix) for name in all_names)
-        relevant = [n for n in names if not any(re.search(p, n) for p in patterns)]
-        inside = [n for n in relevant if not has_head or n.startswith(prefix)]
-        return KeyMismatch(tuple(inside), tuple(n for n in relevant if n not in inside))
+    `kind` is "missing" or "unexpected". Names that the model itself declares as ignorable are
+    dropped. `all_names` shows whether the base model has a prefix here.
+    """
+    patterns = [*(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())]
+    if kind == "unexpected":
+        # Older versions of transformers saved these buffers.
+        patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    has_head = prefix != "." and any(name.startswith(prefix) for name in all_names)
+    relevant = [n for n in names if not any(re.search(p, n) for p in patterns)]
+    inside = [n for n in relevant if not has_head or n.startswith(prefix)]
+    return inside, [n for n in relevant if n not in inside]

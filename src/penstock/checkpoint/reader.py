@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from penstock.checkpoint import local_state as states
 from penstock.checkpoint.directory import saved
 from penstock.checkpoint.local_state import LocalState
-from penstock.checkpoint.pretrained_names import KeyMismatch, find_weights_file
+from penstock.checkpoint.pretrained_names import find_weights_file, split_at_base_model
 from penstock.checkpoint.safetensors_io import PretrainedReader, SafetensorsReader
 from penstock.checkpoint.writer import EXTRA_FILE
 from penstock.errors import ArgumentError
@@ -95,7 +95,7 @@ def open_checkpoint(
         local_shapes = {
             n: value.shape
             for n, (_, value) in local_state.unique_state().items()
-            if _is_tensor(value)
+            if isinstance(value, torch.Tensor)
         }
         tied = (*local_state.tied_names, *local_state.tied_names.values())
         shapes = {n: local_shapes.get(n) for n in (*names, *tied)}
@@ -116,10 +116,6 @@ def _safetensors_files(path: Path) -> list[Path]:
         return [path]
     shards = json.loads(path.read_text())["weight_map"].values()
     return [path.parent / name for name in dict.fromkeys(shards)]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def check_stored_names(
@@ -159,19 +155,17 @@ def _check_pretrained_names(
     name_map = reader.name_map
     available = {tied_names.get(name, name) for name in name_map.recipes}
     absent = [n for n in names if n in name_map.expected and tied_names.get(n, n) not in available]
-    missing = KeyMismatch.classify(reader.model, absent, names, "missing")
-    unexpected = KeyMismatch.classify(
-        reader.model, name_map.unexpected, name_map.stored, "unexpected"
-    )
     notes = []
-    for inside, outside, problem in (
-        (missing.in_base_model, missing.outside_base_model, "has no tensor for"),
+    for kind, mismatches, all_names, problem in (
+        ("missing", absent, names, "has no tensor for"),
         (
-            unexpected.in_base_model,
-            unexpected.outside_base_model,
+            "unexpected",
+            name_map.unexpected,
+            name_map.stored,
             "has tensors that the model does not have:",
         ),
     ):
+        inside, outside = split_at_base_model(reader.model, mismatches, all_names, kind)
         if inside:
             raise ArgumentError(
                 f"'{source.path}' {problem} {_format_names(inside)}. It was saved from another "
@@ -213,9 +207,7 @@ def load_model(local_state: LocalState, source: CheckpointSource) -> None:
     nested = {MODEL_KEY: tensors} if source.prefix else tensors
     read_entries(source, nested)
     if isinstance(source.reader, PretrainedReader):
-        _check_tied_values(
-            local_state, source, {stored_names[n]: value for n, (_, value) in state.items()}
-        )
+        _check_tied_values(local_state, source, tensors)
     # The tensors were read in place. `load_state_dict` still runs, for the values that are not
     # tensors, such as extra state, and for the user's hooks.
     local_state.module.load_state_dict(

@@ -116,17 +116,9 @@ def build_saver(
     # tied names of the whole model.
     tied_names = {**find_tied_names(module), **placed.tied_names}
     model = placed.partition.model if is_pretrained(placed.partition.model) else None
-    return Saver(
-        LocalState(
-            module,
-            tied_names,
-            SaveGroup(peers.channel),
-            peers.replica,
-            0 in placed.stage_devices,
-            model,
-        ),
-        pending,
-    )
+    group, has_first_stage = SaveGroup(peers.channel), 0 in placed.stage_devices
+    local_state = LocalState(module, tied_names, group, peers.replica, has_first_stage, model)
+    return Saver(local_state, pending)
 
 
 @dataclass(frozen=True)

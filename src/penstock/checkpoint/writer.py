@@ -97,8 +97,7 @@ def execute_save(
     """Write on every rank. If all ranks succeeded, rank 0 commits the save."""
     planner = save_plan.planner
     results = save_group.run_and_gather(
-        description,
-        lambda: encode_records(writer.write_data(save_plan.local_plan, planner).wait()),
+        description, lambda: encode_records(writer.write_data(save_plan.local_plan, planner).wait())
     )
     save_group.run_on_rank_zero(
         description,

@@ -148,14 +148,10 @@ def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:
     if isinstance(factory_result, tuple) and 2 <= len(factory_result) <= 4:
         factory_result = dict(zip(_FACTORY_KEYS, factory_result, strict=False))
     if not isinstance(factory_result, dict) or not {"model", "batch"} <= factory_result.keys():
-        keys = (
-            f"a dict with {', '.join(map(str, factory_result))}"
-            if isinstance(factory_result, dict)
-            else None
-        )
+        actual = _describe_type(factory_result)
         raise ArgumentError(
             f"{path} must return (model, batch), (model, batch, target, loss_fn), or a dict with "
-            f"'model' and 'batch', not {keys or _describe_type(factory_result)}"
+            f"'model' and 'batch', not {actual}"
         )
     unknown = [str(key) for key in factory_result if key not in _FACTORY_KEYS]
     if unknown:
@@ -174,4 +170,6 @@ def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:
 def _describe_type(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
+    if isinstance(value, dict):
+        return f"a dict with {', '.join(map(str, value))}"
     return f"an object of type {type(value).__name__}"

@@ -46,7 +46,6 @@ from penstock.demo.session import (
 )
 from penstock.errors import MissingExtra
 from penstock.runtime.step import StepResult
-from penstock.schedules.timeline import Timeline
 from penstock.text_format import format_number
 
 PROMPT = b"def "
@@ -72,13 +71,8 @@ def run(request: DemoRequest, size: DemoSize | None = None) -> bool:
     devices = find_devices() if request.devices is None else parse_devices(request.devices)
     schedules.check_sizes(len(devices.by_rank), request.chunks)
     with limit_cpu_threads(devices):
-        return _train_and_report(
-            request, devices, _adjust_size(size or _get_default_size(devices), request, devices)
-        )
-
-
-def _get_default_size(devices: DemoDevices) -> DemoSize:
-    return CPU_SIZE if devices.first.type == "cpu" else GPU_SIZE
+        size = size or (CPU_SIZE if devices.first.type == "cpu" else GPU_SIZE)
+        return _train_and_report(request, devices, _adjust_size(size, request, devices))
 
 
 def _adjust_size(size: DemoSize, request: DemoRequest, devices: DemoDevices) -> DemoSize:
@@ -212,7 +206,11 @@ def _print_comparison(schedule: str, naive: DemoMeasurement, pipelined: DemoMeas
     for heading in ("measured", "bubble", "forecast", "its bubble", "peak"):
         table.add_column(heading, justify="right")
     for name, (measured, forecast) in (("naive", naive), (schedule, pipelined)):
-        times = [f(t) for t in (measured, forecast) for f in (_format_makespan, _format_bubble)]
+        times = [
+            text
+            for timeline in (measured, forecast)
+            for text in (f"{timeline.makespan * 1e3:.1f} ms", f"{timeline.bubble:.1%}")
+        ]
         table.add_row(name, *times, format_number(max(measured.peak)))
     Console().print(table)
     gain, ranks = naive.timeline.makespan / pipelined.timeline.makespan, naive.timeline.ranks
@@ -220,14 +218,6 @@ def _print_comparison(schedule: str, naive: DemoMeasurement, pipelined: DemoMeas
     if gain < 1.1:
         print("(little gain: are there fewer cores than ranks, or are they busy otherwise?)")
     print()
-
-
-def _format_makespan(timeline: Timeline) -> str:
-    return f"{timeline.makespan * 1e3:.1f} ms"
-
-
-def _format_bubble(timeline: Timeline) -> str:
-    return f"{timeline.bubble:.1%}"
 
 
 def _print_gradient_check(comparison: GradientComparison) -> None:

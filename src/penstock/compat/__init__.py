@@ -4,7 +4,6 @@ Each library has a mirror here, a module of the same shape. `install` registers 
 the old names, and `python -m penstock.compat script.py` does that for a whole script.
 
     torch_sync.py, torchgpipe.py, fairscale.py   the mirrors
-    mirrors.py                                   how a mirror makes its submodules
     legacy_pipe.py                               the pipes, over `penstock.Pipe`
     balance.py, skip.py                          what else the old libraries export
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +45,23 @@ def install(*, force: bool = False) -> None:
     for mirror, old in _OLD_NAMES.items():
         if force or not _is_installed(old):
             _register_mirror(import_module(f"{__name__}.{mirror}"), old)
+
+
+def add_submodules(package: str, **contents: Iterable[Any]) -> None:
+    """Make modules below the module `package`, each holding some functions, classes or modules.
+
+    The old libraries have modules such as `torchgpipe.balance` or `fairscale.nn.pipe.skip` with a
+    few names each. These are made without files, and imported like files: `import package.name`,
+    `from package.name import member`.
+    """
+    parent = sys.modules[package]
+    parent.__path__ = []  # the import system takes a module that has a path for a package
+    for name, members in contents.items():
+        module = ModuleType(f"{package}.{name}", f"The names of `{name}` in the old library.")
+        held = {member.__name__.rpartition(".")[2]: member for member in members}
+        vars(module).update(held, __all__=sorted(held))
+        sys.modules[module.__name__] = module
+        setattr(parent, name, module)
 
 
 def _is_installed(name: str) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.compat import add_submodules
 from penstock.compat.balance import balance_by_size, balance_by_time
 from penstock.compat.legacy_pipe import BalancedLegacyPipe, DeferredBatchNorm
-from penstock.compat.mirrors import add_submodules
 from penstock.compat.skip import Namespace, pop, skippable, stash, verify_skippables
 from penstock.stage.recompute import is_checkpointing, is_recomputing
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+from penstock.compat import add_submodules
 from penstock.compat.legacy_pipe import DeferredBatchNorm, DeviceLike, LegacyPipe, split_by_balance
-from penstock.compat.mirrors import add_submodules
 from penstock.compat.skip import Namespace, pop, skippable, stash, verify_skippables
 from penstock.microbatch import NoChunk
 from penstock.model.sequential import PipeSequential, WithDevice, check_children, find_layer_device

@@ -26,6 +26,7 @@ from penstock.torch_compat import (
     get_fsdp_params,
     get_fsdp_states,
     is_fsdp_root,
+    reset_fsdp_after_error,
     set_accumulated_grad,
 )
 
@@ -86,11 +87,9 @@ class FSDPModules:
         """Drop all gradients that were not reduced, after the step has failed."""
         for fsdp_param in self._iter_fsdp_params():
             clear_unsharded_grads(fsdp_param)
-        for module in self._modules:
-            (state,) = get_fsdp_states([module])
-            if is_fsdp_root(state) and hasattr(module, "reset_iter_state"):
-                module.reset_iter_state()
         self._set_flags(reduce_gradients=True, is_last_backward=True)
+        for state in self._find_root_states():
+            reset_fsdp_after_error(state)
         self.reshard()
 
     def _set_flags(self, reduce_gradients: bool, is_last_backward: bool) -> None:

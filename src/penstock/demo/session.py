@@ -69,18 +69,14 @@ def find_devices() -> DemoDevices:
     gpus = list_accelerators()
     if len(gpus) > 1:
         return DemoDevices(tuple(map(resolve_device, gpus)), "all GPUs")
-    if not gpus:
-        return DemoDevices(
-            (resolve_device("cpu"), resolve_device("cpu")), "two CPU ranks, because there is no GPU"
-        )
-    try:
-        return DemoDevices(
-            tuple(virtual_devices(gpus[0], VIRTUAL_DEVICE_COUNT)),
-            f"one GPU, split into {VIRTUAL_DEVICE_COUNT}",
-        )
-    except (ArgumentError, MissingExtra, RuntimeError) as error:
-        reason = f"two CPU ranks, because the GPU cannot be split: {error}"
-        return DemoDevices((resolve_device("cpu"), resolve_device("cpu")), reason)
+    reason = "two CPU ranks, because there is no GPU"
+    if gpus:
+        try:
+            devices = tuple(virtual_devices(gpus[0], VIRTUAL_DEVICE_COUNT))
+            return DemoDevices(devices, f"one GPU, split into {VIRTUAL_DEVICE_COUNT}")
+        except (ArgumentError, MissingExtra, RuntimeError) as error:
+            reason = f"two CPU ranks, because the GPU cannot be split: {error}"
+    return DemoDevices((resolve_device("cpu"), resolve_device("cpu")), reason)
 
 
 @contextmanager
@@ -197,9 +193,9 @@ def measure_steps(
     up and does not count.
     """
     inputs, target = batch
-    rounds: list[list[Timeline]] = []
-    for _ in range(repeats + 1):
-        rounds.append([pipe.step(inputs, target=target).timeline for pipe in pipes])
+    rounds = [
+        [pipe.step(inputs, target=target).timeline for pipe in pipes] for _ in range(repeats + 1)
+    ]
     for pipe in pipes:
         pipe.zero_grad()
     measurements = []

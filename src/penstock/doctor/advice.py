@@ -69,14 +69,9 @@ def _check_versions(survey: SurveyResult) -> Iterator[str]:
             oldest = ".".join(map(str, MIN_TORCH_VERSION))
             yield f"rank {rank} has torch {version}, but Penstock needs {oldest} or newer"
     for name in ("torch", "penstock", "nccl"):
-        texts = _group_ranks(
-            {rank: f.versions.get(name, "none") for rank, f in survey.rank_infos.items()}
-        )
-        if len(texts) > 1:
-            yield (
-                f"{name} differs between ranks: {_format_groups(texts)}. Install the same version "
-                "on every host"
-            )
+        versions = {rank: f.versions.get(name, "none") for rank, f in survey.rank_infos.items()}
+        for difference in _find_difference(name, versions):
+            yield f"{difference}. Install the same version on every host"
 
 
 def _check_gpus_visible(survey: SurveyResult) -> Iterator[str]:
@@ -140,11 +135,15 @@ _BROKEN_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
 
 
 def _check_python_versions(survey: SurveyResult) -> Iterator[str]:
-    texts = _group_ranks(
-        {r: f.versions["python"].rpartition(".")[0] for r, f in survey.rank_infos.items()}
+    return _find_difference(
+        "python", {r: f.versions["python"].rpartition(".")[0] for r, f in survey.rank_infos.items()}
     )
-    if len(texts) > 1:
-        yield f"python differs between ranks: {_format_groups(texts)}"
+
+
+def _check_missing_apis(survey: SurveyResult) -> Iterator[str]:
+    for rank, facts in iter_first_rank_of_hosts(survey):
+        for text in facts.missing_apis:
+            yield f"rank {rank}: {text.removesuffix('.')}"
 
 
 def _check_gpu_assignment(survey: SurveyResult) -> Iterator[str]:
@@ -217,11 +216,8 @@ def _check_settings(survey: SurveyResult) -> Iterator[str]:
             yield f"{name}={value} on {_format_ranks(ranks)} {effect}"
     names = {name for facts in survey.rank_infos.values() for name in facts.settings}
     for name in sorted(name for name in names if not name.startswith(_PER_RANK_SETTINGS)):
-        texts = _group_ranks(
-            {rank: f.settings.get(name, "not set") for rank, f in survey.rank_infos.items()}
-        )
-        if len(texts) > 1:
-            yield f"{name} differs between ranks: {_format_groups(texts)}"
+        values = {rank: f.settings.get(name, "not set") for rank, f in survey.rank_infos.items()}
+        yield from _find_difference(name, values)
 
 
 def _check_slow_links(survey: SurveyResult) -> Iterator[str]:
@@ -243,6 +239,7 @@ def _check_slow_links(survey: SurveyResult) -> Iterator[str]:
 
 
 _WARNING_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
+    _check_missing_apis,
     _check_python_versions,
     _check_gpu_assignment,
     _check_threads,
@@ -273,8 +270,12 @@ def iter_first_rank_of_hosts(survey: SurveyResult) -> Iterator[tuple[int, RankIn
             yield rank, facts
 
 
-def _format_groups(ranks_by_text: dict[str, list[int]]) -> str:
-    return "; ".join(f"{text} on {_format_ranks(ranks)}" for text, ranks in ranks_by_text.items())
+def _find_difference(name: str, text_by_rank: Mapping[int, str]) -> Iterator[str]:
+    """Yield which ranks have which text, if not all have the same."""
+    groups = _group_ranks(text_by_rank)
+    if len(groups) > 1:
+        listed = "; ".join(f"{text} on {_format_ranks(ranks)}" for text, ranks in groups.items())
+        yield f"{name} differs between ranks: {listed}"
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from penstock.launch.torchrun_env import (
     read_rank_env,
     select_device,
 )
-from penstock.torch_compat import TORCH_VERSION
+from penstock.torch_compat import TORCH_VERSION, find_missing_apis
 
 # Environment variables that are reported, because they change how PyTorch computes or communicates.
 ENVIRONMENT_VARIABLES = (
@@ -59,7 +59,7 @@ class RankInfo:
     """The facts about one rank.
 
     `versions` leaves out what is not installed. `gpu` is the UUID of the rank's GPU, or empty; two
-    ranks with the same one share a GPU.
+    ranks with the same one share a GPU. `missing_apis` says what does not work with this PyTorch.
     """
 
     rank: int
@@ -76,6 +76,7 @@ class RankInfo:
     settings: dict[str, str]
     interfaces: list[str]
     interface: str | None
+    missing_apis: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the facts as one line of JSON, for the launcher's store."""
@@ -85,8 +86,8 @@ class RankInfo:
 def parse_rank_info(text: str) -> RankInfo:
     """Return the facts that `RankInfo.to_json` has written."""
     values = json.loads(text)
-    for field in ("memory", "disk"):
-        values[field] = {name: FreeSpace(**space) for name, space in values[field].items()}
+    for kind in ("memory", "disk"):
+        values[kind] = {name: FreeSpace(**space) for name, space in values[kind].items()}
     return RankInfo(**values)
 
 
@@ -117,11 +118,12 @@ def collect_rank_info(rank_env: RankEnv) -> RankInfo:
         memory=_measure_memory(device),
         disk={
             path: _measure_disk(path)
-            for path in dict.fromkeys((str(Path.cwd()), _get_temporary_directory()))
+            for path in dict.fromkeys((str(Path.cwd()), tempfile.gettempdir()))
         },
         settings=settings,
         interfaces=[name for _, name in socket.if_nameindex()],
         interface=os.environ.get("GLOO_SOCKET_IFNAME") or find_network_interface(rank_env),
+        missing_apis=find_missing_apis(),
     )
 
 
@@ -192,7 +194,3 @@ def _measure_host_memory() -> FreeSpace | None:
 def _measure_disk(path: str) -> FreeSpace:
     usage = shutil.disk_usage(path)
     return FreeSpace(usage.free, usage.total)
-
-
-def _get_temporary_directory() -> str:
-    return tempfile.gettempdir()

@@ -107,16 +107,13 @@ class _ProcessGroupEndpoint:
 
     def send(self, tensor: Tensor) -> None:
         self._group.send([tensor.to(self._device)], self._peer, 0).wait()
-        self._synchronize()
+        # `wait` of NCCL only orders the current stream. The time is that of the transfer itself.
+        synchronize(self._device)
 
     def recv(self, tensor: Tensor) -> None:
         received = torch.empty_like(tensor, device=self._device)
         self._group.recv([received], self._peer, 0).wait()
         tensor.copy_(received)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        # `wait` of NCCL only orders the current stream. The time is that of the transfer itself.
         synchronize(self._device)
 
 

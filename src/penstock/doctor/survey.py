@@ -69,12 +69,9 @@ def survey_all_ranks(
     `report` receives the result, on rank 0 alone, and returns True if nothing is broken.
     """
     launcher_store = open_store(rank_env, 3 * patience)
+    info = collect_rank_info(rank_env).to_json()
     rendezvous = join_rendezvous(
-        launcher_store,
-        rank_env.rank,
-        rank_env.world_size,
-        collect_rank_info(rank_env).to_json(),
-        3 * patience,
+        launcher_store, rank_env.rank, rank_env.world_size, info, 3 * patience
     )
     store = rendezvous.store
     facts = {rank: parse_rank_info(text) for rank, text in sorted(rendezvous.rank_info.items())}
@@ -103,7 +100,7 @@ def survey_all_ranks(
             find_link_backend(backend).name,
             patience,
             facts,
-            sorted(links, key=_get_ranks),
+            sorted(links, key=lambda link: (link.a, link.b)),
             clocks,
         )
     )
@@ -183,7 +180,3 @@ def _combine_measurements(measurements: Mapping[int, Any], a: int, b: int) -> Li
         links = [Link(**fields) for fields in measurements[rank][1]]
         ends += [link for link in links if (link.a, link.b) == (a, b)]
     return next((end for end in ends if end.problem), ends[0])
-
-
-def _get_ranks(link: Link) -> tuple[int, int]:
-    return link.a, link.b

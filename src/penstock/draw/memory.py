@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.draw.style import (
-    DARK,
-    FAINT,
-    FILL,
-    IDLE,
-    LEGEND_STYLE,
-    MATPLOTLIB_STYLE,
-    SHADES,
-    check_suffix,
-    save_figure,
-)
-from penstock.errors import MissingExtra
+from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, SHADES, write_figure
 from penstock.schedules.ir import Op
 from penstock.schedules.timeline import Timeline
 from penstock.text_format import format_bytes
@@ -53,19 +41,11 @@ def memory(
         ArgumentError: The suffix is neither .svg nor .png.
         MissingExtra: matplotlib is not installed.
     """
-    path = Path(path)
-    kind = check_suffix(path)
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "draw", "a picture") from None
     ranks = max(forecast.ranks, 1)
     top, strip = (0.5 if title is None else 0.8), min(0.6, 8 / ranks)
     width, height = LEFT + PLOT + RIGHT, top + strip * ranks + FOOT
     peaks = [max((size for _, size in curve), default=0.0) for curve in measured]
-    with style.context(MATPLOTLIB_STYLE, after_reset=True):
-        figure = Figure(figsize=(width, height))
+    with write_figure(path, width, height) as figure:
         if title is not None:
             left = LEFT / width
             figure.text(left, 1 - 0.3 / height, title, size=12, weight="bold", color=DARK)
@@ -73,7 +53,6 @@ def memory(
         axes = figure.add_axes((LEFT / width, FOOT / height, PLOT / width, strip * ranks / height))
         _draw_curves(axes, forecast, measured, max([*peaks, *forecast.peak, 1.0]))
         _draw_peaks(axes, forecast, peaks, strip * ranks)
-        save_figure(figure, path, kind)
 
 
 def _draw_legend(figure: Figure, left: float, top: float) -> None:
@@ -117,18 +96,10 @@ def _draw_curves(
 
 def _draw_peaks(axes: Axes, forecast: Timeline, peaks: Sequence[float], height: float) -> None:
     """Write the measured and the forecast peak at the right of each strip."""
-    beside = axes.get_yaxis_transform()
+    look = {"transform": axes.get_yaxis_transform(), "size": 8, "va": "center"}
     above = 1 + 0.08 / height
     axes.text(1.01, above, "peak", transform=axes.transAxes, size=8, color=FAINT)
     axes.text(1.13, above, "forecast", transform=axes.transAxes, size=8, color=FAINT)
     for rank, (peak, forecast_peak) in enumerate(zip(peaks, forecast.peak, strict=True)):
-        axes.text(1.01, rank, format_bytes(peak), transform=beside, size=8, color=DARK, va="center")
-        axes.text(
-            1.13,
-            rank,
-            format_bytes(forecast_peak),
-            transform=beside,
-            size=8,
-            color=FAINT,
-            va="center",
-        )
+        axes.text(1.01, rank, format_bytes(peak), look, color=DARK)
+        axes.text(1.13, rank, format_bytes(forecast_peak), look, color=FAINT)

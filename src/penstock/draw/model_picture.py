@@ -13,20 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.style import (
-    DARK,
-    FAINT,
-    GRID,
-    IDLE,
-    MATPLOTLIB_STYLE,
-    SHADES,
-    check_suffix,
-    save_figure,
-)
-from penstock.errors import MissingExtra
+from penstock.draw.style import DARK, FAINT, GRID, IDLE, SHADES, write_figure
 from penstock.model_summary import ModelSummary, Transfer, UnitSummary
 from penstock.schedules.ir import OP_RULES, Op
 from penstock.text_format import format_bytes, format_count, format_seconds
@@ -161,17 +150,9 @@ def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None
         ArgumentError: The suffix is neither .svg nor .png.
         MissingExtra: matplotlib is not installed.
     """
-    path = Path(path)
-    kind = check_suffix(path)
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "draw", "a picture") from None
     arcs = list(build_arcs(outline))
     sheet = _layout_model(outline, arcs)
-    with style.context(MATPLOTLIB_STYLE, after_reset=True):
-        figure = Figure(figsize=(sheet.width, sheet.height))
+    with write_figure(path, sheet.width, sheet.height) as figure:
         _draw_header(figure, sheet, outline, title)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_xlim(0, sheet.width)
@@ -185,7 +166,6 @@ def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None
             _draw_arc(
                 axes, sheet, arc, index, (ports[index, arc.start], ports[index, arc.end]), tops
             )
-        save_figure(figure, path, kind)
 
 
 # ---- the layout ---------------------------------------------------------------------------
@@ -374,13 +354,8 @@ def _draw_names(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None
         return
     look = {"size": min(FONT_SIZE, 48 * layout.pitch), "rotation": 90, "ha": "center", "va": "top"}
     for index, piece in enumerate(outline.units):
-        axes.text(
-            layout.unit_center(index),
-            layout.bars_bottom - 0.07,
-            shorten_name(piece.name),
-            look,
-            color=DARK,
-        )
+        position = layout.unit_center(index), layout.bars_bottom - 0.07
+        axes.text(*position, shorten_name(piece.name), look, color=DARK)
 
 
 def _draw_stages(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None:

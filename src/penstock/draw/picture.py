@@ -10,22 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import style
-from penstock.draw.style import (
-    DARK,
-    FAINT,
-    FILL,
-    IDLE,
-    LEGEND_STYLE,
-    MATPLOTLIB_STYLE,
-    SentMessage,
-    check_suffix,
-    save_figure,
-)
-from penstock.errors import MissingExtra
+from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, SentMessage
 from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
@@ -70,17 +58,9 @@ def picture(
         >>> timeline = simulate(lower(schedules.one_f_one_b(ranks=4, chunks=8)))
         >>> draw.picture(timeline, "1f1b.svg")  # doctest: +SKIP
     """
-    path = Path(path)
-    kind = check_suffix(path)
-    try:
-        from matplotlib import style as matplotlib_style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "draw", "a picture") from None
     timeline = style.shift_to_zero(timeline)
     sheet = _layout_timeline(timeline, memory, title)
-    with matplotlib_style.context(MATPLOTLIB_STYLE, after_reset=True):
-        figure = Figure(figsize=(sheet.width, sheet.height))
+    with style.write_figure(path, sheet.width, sheet.height) as figure:
         _draw_header(figure, sheet, timeline, title)
         _draw_legend(figure, sheet, timeline, skips)
         lowest = _add_panel(figure, sheet, sheet.top, sheet.lanes_height)
@@ -92,7 +72,6 @@ def picture(
             _draw_memory(lowest, sheet, timeline)
         unit = choose_time_unit(timeline.makespan)
         lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
-        save_figure(figure, path, kind)
 
 
 # ---- the layout ---------------------------------------------------------------------------

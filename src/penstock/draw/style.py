@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, MissingExtra
 from penstock.schedules.ir import Compute, Message, Op, Schedule, consumes, produces
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
@@ -157,17 +159,25 @@ LEGEND_STYLE: dict[str, Any] = {
 }
 
 
-def check_suffix(path: Path) -> str:
-    """Return the suffix of a picture file in lower case. Raise if it is not a known format."""
-    kind = path.suffix.lower()
-    if kind not in SUFFIXES:
+@contextmanager
+def write_figure(path: str | PathLike[str], width: float, height: float) -> Iterator[Figure]:
+    """Yield a figure of this size in inches, and write it to an SVG or PNG file afterwards.
+
+    The file has no date and no program version, so that equal figures are equal files.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    if suffix not in SUFFIXES:
         raise ArgumentError(
-            f"cannot draw into '{path.name}': the file name must end in {' or '.join(SUFFIXES)}"
+            f"cannot draw into '{file.name}': the file name must end in {' or '.join(SUFFIXES)}"
         )
-    return kind
-
-
-def save_figure(figure: Figure, path: Path, suffix: str) -> None:
-    """Write a figure without a date or a program version, so that equal figures are equal files."""
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "draw", "a picture") from None
     unstamped = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
-    figure.savefig(path, format=suffix[1:], dpi=160, metadata=unstamped)
+    with style.context(MATPLOTLIB_STYLE, after_reset=True):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        figure.savefig(file, format=suffix[1:], dpi=160, metadata=unstamped)

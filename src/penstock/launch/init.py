@@ -16,10 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
-from penstock.device.accelerator import (
-    get_uuid,
-    is_accelerator,
-)
+from penstock.device.accelerator import get_uuid, is_accelerator
 from penstock.errors import ArgumentError, RunError
 from penstock.launch.torchrun_env import (
     RankEnv,
@@ -102,11 +99,7 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
     """Wait for all ranks, then create the default process group."""
     device = select_device(env)
     joined = join_rendezvous(
-        open_store(env, START_TIMEOUT),
-        env.rank,
-        env.world_size,
-        get_uuid(device),
-        START_TIMEOUT,
+        open_store(env, START_TIMEOUT), env.rank, env.world_size, get_uuid(device), START_TIMEOUT
     )
     missing = joined.find_missing(env.world_size)
     if missing:

@@ -44,6 +44,7 @@ from penstock.model.traced.build_stages import (
     build_draft_stages,
     build_partition,
 )
+from penstock.model.traced.dry_run import make_dummy_tensor
 from penstock.model.traced.local_model import LocalMembers, build_local_model
 from penstock.model.traced.trace import NodeKind, Trace, ValueRef
 from penstock.model.traced.trace_model import trace_expanding_units
@@ -60,7 +61,6 @@ from penstock.schedules.balance import (
     find_best_cut,
 )
 from penstock.stage.stage import Stage
-from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import is_compiled_wrapper
 
 # ---- choosing the cut ----------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:
 
 def _build_argument(trace: Trace, value: int) -> Tensor:
     integers = trace.unit_integer_inputs.get(value)
-    return _synthesize_argument(trace.values[value].tensor_spec) if integers is None else integers
+    return make_dummy_tensor(trace.values[value].tensor_spec) if integers is None else integers
 
 
 def find_unit_transfers(trace: Trace) -> Iterator[UnitOutput]:
@@ -239,18 +239,6 @@ def _check_memory(memory: Any) -> None:
             )
 
 
-def _synthesize_argument(spec: TensorSpec) -> Tensor:
-    """Return a tensor of this shape and dtype with values that every unit accepts.
-
-    Floats are small, so nothing overflows. Integers are 0, which is a valid index. Booleans are
-    True, so that a mask keeps everything.
-    """
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return (torch.randn(spec.shape).to(spec.dtype) * 0.1).requires_grad_(spec.requires_grad)
-    fill = torch.ones if spec.dtype is torch.bool else torch.zeros
-    return fill(spec.shape, dtype=spec.dtype)
-
-
 # ---- tracing and cutting -------------------------------------------------------------------------
 
 
@@ -276,11 +264,9 @@ class ExampleMicrobatch:
                 "traced once. Pass a batch as example=: a tensor, a tuple of inputs, or a dict of "
                 "inputs by name."
             )
-        args: tuple[Any, ...] = batch if isinstance(batch, tuple) else (batch,)
-        if isinstance(batch, Mapping):
-            args, kwargs = (), dict(batch)
-        else:
-            kwargs = {}
+        is_mapping = isinstance(batch, Mapping)
+        kwargs: dict[str, Any] = dict(batch) if is_mapping else {}
+        args = () if is_mapping else batch if isinstance(batch, tuple) else (batch,)
         names = [*(f"input {index}" for index in range(len(args))), *kwargs]
         # Split as a call of the pipe splits its inputs, so that the trace has the same shapes.
         microbatches, _ = scatter((*args, *kwargs.values()), chunks, names)
@@ -482,12 +468,9 @@ def _find_local_state(
     local_stages = set(local_devices)
     units = [name for name, owners in cut.unit_owners.items() if local_stages & set(owners)]
     # Parents are the modules around the units. Their direct parameters have owners of their own.
-    inside_units = {id(m) for unit in traced_model.units.values() for m in unit.modules()}
-    modules = traced_model.model.named_modules()
-    parents = {name: m for name, m in modules if id(m) not in inside_units}
     parent_parameters = {
         name
-        for path, module in parents.items()
+        for path, module in traced_model.find_parents().items()
         for key in module._parameters
         if local_stages
         & cut.parameter_owners.get(name := f"{path}.{key}" if path else key, frozenset())

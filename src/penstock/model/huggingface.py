@@ -30,7 +30,7 @@ def build_default_kwargs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[st
     Raises:
         CutError: If the caller asks for a cache.
     """
-    if not any(_uses_cache(config) for config in _iter_configs(model)):
+    if not any(getattr(config, "use_cache", None) is True for config in _iter_configs(model)):
         return {}
     for name in ("use_cache", "past_key_values"):
         if kwargs.get(name) not in (None, False):
@@ -52,10 +52,6 @@ def _iter_configs(model: nn.Module) -> Iterator[Any]:
     yield config
     for name in ("text_config", "decoder"):
         yield getattr(config, name, None)
-
-
-def _uses_cache(config: Any) -> bool:
-    return getattr(config, "use_cache", None) is True
 
 
 _HOOKS_INSTALLED_FLAG = "_output_capturing_hooks_installed"  # set by transformers on a module

@@ -250,7 +250,7 @@ def _share_with_model(
                 for key, old in tensors.items():
                     if old in replacements and (key in copy._parameters or key in copy._buffers):
                         tensors[key] = replacements[old]  # type: ignore[assignment]
-            _replace_tensor_attributes(module, replacements)
+            replace_tensor_attributes(module, replacements)
 
 
 def _iter_new_slots(
@@ -266,7 +266,7 @@ def _iter_new_slots(
                 yield MetaTensorSlot(name, module, key), tensor, tensor._version
 
 
-def _replace_tensor_attributes(module: nn.Module, replacements: MetaReplacements) -> None:
+def replace_tensor_attributes(module: nn.Module, replacements: MetaReplacements) -> None:
     """Replace tensors on `meta` that a module also has as plain attributes.
 
     Some modules keep a second reference to a buffer in an attribute.
@@ -279,7 +279,7 @@ def _replace_tensor_attributes(module: nn.Module, replacements: MetaReplacements
 def _check_reachable(name: str, layer: nn.Module, replacements: MetaReplacements) -> None:
     """Raise if a plain attribute of the layer is a tensor on `meta`, which nothing could set."""
     for module in layer.modules():
-        _replace_tensor_attributes(module, replacements)
+        replace_tensor_attributes(module, replacements)
     names = [
         f"{path}.{key}"
         for path, module in layer.named_modules(prefix=name)

@@ -175,7 +175,7 @@ def place_model(
     process: ProcessContext | None = None,
 ) -> PlacedPartition:
     """Cut a model into stages and place them on devices, as the table at the top says."""
-    check_split_request(request)
+    check_split_request(module, request)
     # Under torchrun the rank of a process gives its device, wherever the layers are now.
     if process is not None:
         return _place_across_processes(module, request, schedule, process)
@@ -195,9 +195,15 @@ def place_model(
     return _place_as_requested(module, request, schedule)
 
 
-def check_split_request(request: SplitRequest) -> None:
-    """Raise if `stages` or `devices` has the wrong type."""
+def check_split_request(module: nn.Module, request: SplitRequest) -> None:
+    """Raise if `stages` or `devices` has the wrong type, or an option does not apply."""
     stages, devices = request.stages, request.devices
+    if is_plain_sequential(module) and (request.units is not None or request.memory is not None):
+        name = "memory" if request.units is None else "units"
+        raise ArgumentError(
+            f"{name}= does not apply to an nn.Sequential, whose layers are its units and which is "
+            "cut by stages= and balance=. Leave it out, or pass balance='memory'."
+        )
     if isinstance(stages, bool | float | str):
         raise ArgumentError(
             f"stages must be a number of stages, or a list with the number of layers of each "
@@ -542,7 +548,7 @@ def split(
     check_model(model)
     check_chunks(chunks)
     request = SplitRequest(stages, None, balance, example, chunks, units, memory)
-    check_split_request(request)
+    check_split_request(model, request)
     # Nothing is moved, so the units are measured where the model is.
     tensor = next((t for t in (*model.parameters(), *model.buffers())), torch.empty(0))
     device = resolve_device("cpu" if tensor.is_meta else tensor.device)

@@ -48,7 +48,8 @@ from penstock.model.isolation import (
 )
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.stage.aux_loss import added_losses
-from penstock.stage.cell_graph import CellGraph, GraphInputs, find_gradient_edge
+from penstock.stage.cell_graph import CellGraph, enter_graph, find_gradient_edge
+from penstock.stage.payload import Payload
 from penstock.stage.skip import SkipKey, Skips, use_skips
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
@@ -317,7 +318,9 @@ class _CallProfiler(Skips):
         cell_graph, ones = graph
         # Most leaves are copies. One that the module uses through a closure is the user's own.
         with preserve_gradients(cell_graph.find_leaves()):
-            input_grad = self._time(lambda: cell_graph.backward_accumulate({OUTSIDE: ones}, False))
+            input_grad = self._time(
+                lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
+            )
             return input_grad, self._time(lambda: accumulate_weight_grads(pending_weight_grads))
 
     def _time(self, function: Callable[[], object]) -> float:
@@ -362,7 +365,7 @@ class _CallProfiler(Skips):
         )
         outer = [tensor for tensor in _collect_tensors(copies) if tensor.requires_grad]
         if outer:
-            inner = dict(zip(map(id, outer), GraphInputs.from_entry(outer).tensors, strict=True))
+            inner = dict(zip(map(id, outer), enter_graph(outer)[0], strict=True))
             copies = StructureCopier(lambda tensor: inner.get(id(tensor), tensor))(copies)
         self._input_refs += map(ref, _collect_tensors(copies))
         return copies
@@ -373,7 +376,7 @@ class _CallProfiler(Skips):
         self._stashed.clear()
         ends = [tensor for tensor in tensors if tensor.requires_grad]
         roots = {OUTSIDE: tuple(map(find_gradient_edge, ends))}
-        return CellGraph(roots, {}, GraphInputs((), ())), tuple(map(torch.ones_like, ends))
+        return CellGraph(roots, {}), tuple(map(torch.ones_like, ends))
 
 
 _BackwardGraph = tuple[CellGraph, tuple[Tensor | None, ...]]

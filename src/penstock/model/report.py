@@ -29,17 +29,13 @@ LARGE_SKIP_RATIO = 3.0  # advise on a skip that is this many times the usual tra
 def format_summary(summary: ModelSummary) -> str:
     """Return the whole report."""
     lines = [_format_title(summary), "", *_format_table(summary), ""]
+    sends = [
+        f"stage {transfer.src} to {transfer.dst}: {_format_value(transfer)}"
+        for transfer in summary.transfers
+        if not transfer.is_skip
+    ]
     for heading, entries in (
-        (
-            "sends",
-            _merge_duplicates(
-                [
-                    _format_transfer(transfer)
-                    for transfer in summary.transfers
-                    if not transfer.is_skip
-                ]
-            ),
-        ),
+        ("sends", _merge_duplicates(sends)),
         ("skips", _merge_duplicates(list(_format_skips(summary)))),
         ("shared", list(_format_shared_parameters(summary))),
         ("slowest" if summary.is_measured else "largest", [_format_slowest_stage(summary)]),
@@ -123,10 +119,6 @@ def _format_unit_names(summary: ModelSummary, stage: int, width: int) -> list[st
 
 
 # ---- transfers and shared parameters -------------------------------------------------------------
-
-
-def _format_transfer(transfer: Transfer) -> str:
-    return f"stage {transfer.src} to {transfer.dst}: {_format_value(transfer)}"
 
 
 def _format_value(transfer: Transfer) -> str:

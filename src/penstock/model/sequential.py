@@ -151,9 +151,7 @@ def find_layer_device(
     return devices.pop() if devices else None
 
 
-def group_by_device(
-    children: Sequence[nn.Module],
-) -> tuple[list[int], list[torch.device]]:
+def group_by_device(children: Sequence[nn.Module]) -> tuple[list[int], list[torch.device]]:
     """Make a stage of each run of neighbours on one device.
 
     Returns the number of children of each stage, and the device of each. A child without parameters

@@ -121,11 +121,8 @@ class StageModule(nn.Module):
         super().__init__()
         # `add_module` would refuse a layer whose name is an attribute of this class.
         self._modules.update(layers)
-        self._unpack_tuples, self._is_first, self._side_names = (
-            unpack_tuples,
-            is_first,
-            tuple(side_names),
-        )
+        self._unpack_tuples, self._is_first = unpack_tuples, is_first
+        self._side_names = tuple(side_names)
         self._incoming_skips, self._outgoing_skips = skips
         # Looked up once, because the forward runs for every micro-batch.
         self.uses_skips = any(

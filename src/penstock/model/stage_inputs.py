@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.microbatch import MicrobatchRows, gather
 from penstock.schedules.ir import StageGraph
-from penstock.stage.loss import LossReduction, TargetCounter, extract_model_loss
+from penstock.stage.loss import LossReduction, TargetCounter, find_loss_tensor
 from penstock.stage.payload import Payload, flatten_values
 from penstock.torch_compat import pytree
 
@@ -85,7 +85,7 @@ class StageInputs:
 
         If the output contains the model's own loss, that is averaged; all else is concatenated.
         """
-        losses = [extract_model_loss(output) for output in outputs]
+        losses = [find_loss_tensor(output) for output in outputs]
         if not self.loss_shares or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
             return gather(outputs, self.rows)
         weighted_losses = [
@@ -99,10 +99,8 @@ class StageInputs:
     def split_alike(self, unsplit_tensors: Sequence[Tensor]) -> InputsByStage:
         """Split other tensors in place of `unsplit_tensors`, in the same way."""
         columns = [torch.split(whole, list(self.rows.counts)) for whole in unsplit_tensors]
-        pieces, input_count = (
-            list(zip(*columns, strict=True)),
-            len(unsplit_tensors) - self.has_target,
-        )
+        pieces = list(zip(*columns, strict=True))
+        input_count = len(unsplit_tensors) - self.has_target
         by_stage = {0: [piece[:input_count] for piece in pieces]}
         if self.has_target:
             append_target(by_stage, max(self.by_stage), [piece[-1] for piece in pieces])

@@ -66,13 +66,14 @@ def _apply_stage_fn(
     stages: Sequence[Stage], stage_fn: StageFn, stage_indices: Collection[int]
 ) -> tuple[Stage, ...]:
     """Wrap these stages. Raise if that ends a tie between two layers."""
-    uses = [uses for uses in collect_tensor_uses(stages).values() if len(uses) > 1]
+    shared = [uses for uses in collect_tensor_uses(stages).values() if len(uses) > 1]
     wrapped = tuple(
         _wrap_stage(stage, stage_fn) if stage.index in stage_indices else stage for stage in stages
     )
     # `fully_shard` replaces parameters. If it replaces a tied parameter in one layer only, the two
     # layers would train apart from each other without an error.
-    for locations in [[use.location for use in tensor_uses] for tensor_uses in uses]:
+    for uses in shared:
+        locations = [use.location for use in uses]
         if len({id(module._parameters.get(name)) for module, name in locations}) > 1:
             raise ArgumentError(
                 f"stage_fn replaced the parameter '{locations[0][1]}' in one layer but not in "

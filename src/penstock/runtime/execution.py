@@ -192,11 +192,9 @@ class Execution:
             worker.device.wait_for_caller(streams)
         if not self.time_origins:
             self.time_origins = _record_time_origins(devices)
-        states_before = (
-            get_shared_rng_states(device.device for device in devices)
-            if self._rng_policy.detect_outside_rng_use
-            else []
-        )
+        states_before = []
+        if self._rng_policy.detect_outside_rng_use:
+            states_before = get_shared_rng_states(device.device for device in devices)
         try:
             yield
         except BaseException:
@@ -314,19 +312,20 @@ class MeasuredRun:
         spans = [
             Span(
                 rank,
-                timed_action.bound_action.lane_index,
-                timed_action.bound_action.action,
-                *compute_span_seconds(timed_action, origin),
+                bound_action.lane_index,
+                bound_action.action,
+                *compute_span_seconds(start, end, origin),
             )
             for rank, (lane, origin) in enumerate(lanes)
-            for timed_action in lane
+            for bound_action, start, end in lane
         ]
         return build_measured_timeline(self.program, spans)
 
 
-def compute_span_seconds(timed_action: TimedAction, origin: Timestamp) -> tuple[float, float]:
+def compute_span_seconds(
+    start: Timestamp, end: Timestamp, origin: Timestamp
+) -> tuple[float, float]:
     """Return the start and the end of an action, in seconds since the origin."""
-    _, start, end = timed_action
     if type(start) is type(end) is type(origin) is float:  # on the host
         return start - origin, end - origin
     return _elapsed_seconds(origin, start), _elapsed_seconds(origin, end)

@@ -7,7 +7,7 @@ reference that other runtimes are compared with, and the runtime to use with a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,10 +15,13 @@ from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport, TransportFactory
 from penstock.runtime.worker import BoundAction, Worker
 from penstock.stage.caller_context import CallerContext, no_autocast
-from penstock.torch_compat import is_autograd_multithreaded
 
 # Returns a context to enter around one action of a rank.
 ActionContext = Callable[[int, BoundAction], AbstractContextManager[object]]
+
+
+def _no_context(rank: int, bound_action: BoundAction) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 class InlineExecutor:
@@ -28,7 +31,7 @@ class InlineExecutor:
     """
 
     def __init__(
-        self, transports: TransportFactory, action_context: ActionContext | None = None
+        self, transports: TransportFactory, action_context: ActionContext = _no_context
     ) -> None:
         self._transports, self._action_context = transports, action_context
 
@@ -38,19 +41,15 @@ class InlineExecutor:
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Run the actions of all ranks in the execution order of the phase."""
-        action_context = self._action_context
         # On the CPU there is nothing to activate, and a context per action costs time.
-        activates = any(
+        needs_contexts = self._action_context is not _no_context or any(
             worker.device.has_streams or worker.device.device.type != "cpu" for worker in workers
         )
         with use_worker_thread_settings(context):
             for rank, bound_action in phase.execution_order:
                 worker = workers[rank]
-                if action_context is not None:
-                    with worker.device.activate(), action_context(rank, bound_action):
-                        worker.execute(bound_action)
-                elif activates:
-                    with worker.device.activate():
+                if needs_contexts:
+                    with worker.device.activate(), self._action_context(rank, bound_action):
                         worker.execute(bound_action)
                 else:
                     worker.execute(bound_action)
@@ -66,10 +65,9 @@ def use_worker_thread_settings(context: CallerContext) -> Iterator[None]:
     # With autograd's own threads on, the backward of a stage on a GPU would run in autograd's
     # thread for that GPU. It runs in this thread instead, as in a worker: see
     # `threads._worker_loop`.
-    was_multithreaded = is_autograd_multithreaded()
-    torch.autograd.set_multithreading_enabled(False)
-    try:
-        with no_autocast(), torch.set_grad_enabled(context.grad_enabled):
-            yield
-    finally:
-        torch.autograd.set_multithreading_enabled(was_multithreaded)
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        no_autocast(),
+        torch.set_grad_enabled(context.grad_enabled),
+    ):
+        yield

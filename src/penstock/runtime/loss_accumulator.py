@@ -6,7 +6,7 @@ With losses l_i, rows r_i and weights w_i of the micro-batches:
     sum                                    sum of l_i               1
     mean                                   sum of l_i r_i / sum r   r_i / sum r
     mean, targets counted before the step  sum of l_i w_i / sum w   w_i / sum w
-    mean, loss_fn returns (loss, weight)   sum of l_i w_i / sum w   w_i / d, then times d / sum w
+    mean, loss_fn returns Weighted         sum of l_i w_i / sum w   w_i / d, then times d / sum w
 
 In the last row sum w is known only after the last forward, and by then backwards have begun. The
 step therefore uses a provisional divisor d, the weight of the first micro-batch times the number of
@@ -17,7 +17,6 @@ this step's gradients are multiplied by d / sum w and added to the earlier ones.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -165,14 +164,10 @@ class LossAccumulator:
         loss, weight = microbatch_loss.loss, microbatch_loss.extras.weight
         if weight is None:
             # A sum over replicas becomes a mean by the reduction, so the count makes up for it.
-            factor = (
-                self._replica_share.replica_count
-                if self._is_sum
-                else self._replica_share.compute_row_factor()
-            )
-            return self._apply_loss_scale(
-                torch.full_like(loss, self._loss_shares[microbatch] * factor)
-            )
+            share = self._replica_share
+            factor = share.replica_count if self._is_sum else share.compute_row_factor()
+            gradient = torch.full_like(loss, self._loss_shares[microbatch] * factor)
+            return self._apply_loss_scale(gradient)
         if self._gradient_divisor is None:
             # The provisional divisor d. It estimates the final one, so that gradients have about
             # their final size until they are rescaled.
@@ -181,13 +176,13 @@ class LossAccumulator:
         return self._apply_loss_scale(weight / self._gradient_divisor).to(loss.dtype)
 
     def _apply_loss_scale(self, gradient: Tensor) -> Tensor:
-        return (
-            gradient
-            if self._loss_scale is None
-            else (gradient * self._loss_scale).to(gradient.dtype)
-        )
+        if self._loss_scale is None:
+            return gradient
+        return (gradient * self._loss_scale).to(gradient.dtype)
 
     def _check_consistent_extras(self, extras: LossExtras) -> None:
+        if self._first_extras is None and extras.weight is None and not self._is_sum:
+            _check_ignored_targets(self._targets, self._row_shares)
         first_extras = self._first_extras = self._first_extras or extras
         if extras.weight is not None and self._is_sum:
             raise RunError(
@@ -238,15 +233,8 @@ class LossAccumulator:
 
     def compute_loss(self) -> Tensor:
         """Return the loss of the step, without auxiliary losses."""
-        total = self.combine([microbatch_loss.loss for microbatch_loss in self.microbatch_losses])
-        if not self._is_sum and not self._weights and _has_ignored_targets(self._targets):
-            warnings.warn(
-                f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses "
-                "ignore. This loss_fn returns no weight, so each micro-batch counts by its rows, "
-                "not by its targets. Return (loss, weight) with the number of targets that count.",
-                stacklevel=8,  # the caller of pipe.step
-            )
-        return total.detach()
+        losses = [microbatch_loss.loss for microbatch_loss in self.microbatch_losses]
+        return self.combine(losses).detach()
 
     def compute_aux_losses(self) -> list[Tensor]:
         """Return the auxiliary loss of each micro-batch that has one, times its share of rows."""
@@ -400,16 +388,27 @@ def _to_scalar_tensor(value: Any, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def _has_ignored_targets(targets: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether a target on the host has the default ignore index.
+def _check_ignored_targets(targets: Sequence[tuple[Any, ...]], row_shares: Sequence[float]) -> None:
+    """Raise if targets are ignored, and more in one micro-batch than in another.
 
-    Targets on a GPU are not read: that would wait for the device.
+    A mean over the other targets is then no mean over rows. Targets on a GPU are not read: that
+    would wait for the device.
     """
-    values = [value for target in targets for value in target]
-    if not all(isinstance(value, Tensor) for value in values):
-        values = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    class_targets = [t for t in values if t.dtype == torch.int64 and t.is_cpu]
-    return any(bool((t == DEFAULT_IGNORE_INDEX).any()) for t in class_targets)
+    for column in zip(*(pytree.tree_leaves(target) for target in targets), strict=True):
+        if not all(isinstance(t, Tensor) and t.dtype == torch.int64 and t.is_cpu for t in column):
+            continue
+        counts = [int((target != DEFAULT_IGNORE_INDEX).sum()) for target in column]
+        if sum(counts) == sum(target.numel() for target in column):
+            continue
+        pairs = zip(counts, row_shares, strict=True)
+        if any(abs(count - share * sum(counts)) > 1e-6 * sum(counts) for count, share in pairs):
+            raise RunError(
+                f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses "
+                "ignore, and more in one micro-batch than in another. The loss has no weight, so a "
+                "micro-batch would count by its rows, not by its targets. Return "
+                "penstock.Weighted(loss, weight): the number of targets that count is the weight, "
+                "or the number of rows if all of them do."
+            )
 
 
 def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:

@@ -226,10 +226,10 @@ class HostStorageProbe(EagerDispatchMode):
         output = func(*args, **(kwargs or {}))
         if self._current_rank is not None:
             input_addresses = {
-                get_storage_address(_storage(t)) for t in _host_tensors((args, kwargs))
+                get_storage_address(t.untyped_storage()) for t in _host_tensors((args, kwargs))
             }
             for tensor in _host_tensors(output):
-                storage = _storage(tensor)
+                storage = tensor.untyped_storage()
                 if get_storage_address(storage) not in input_addresses:
                     self._storages_by_rank[self._current_rank].add(storage)
         return output
@@ -263,10 +263,6 @@ class HostStorageProbe(EagerDispatchMode):
 def _host_tensors(values: Any) -> Iterator[Tensor]:
     leaves = (leaf for leaf in pytree.tree_iter(values) if isinstance(leaf, Tensor))
     return (t for t in leaves if t.device.type == "cpu" and t.layout is torch.strided)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 class AllocatorProbe:

@@ -12,19 +12,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 
 from penstock.device.device import Device, InFlightPayload, transfer
 from penstock.errors import RunError
 from penstock.runtime.transport import Stopped
 from penstock.schedules.ir import Message, Recv, Send
 from penstock.stage.payload import Payload
-
-
-def _create_locked_lock() -> Lock:
-    lock = Lock()
-    lock.acquire()
-    return lock
 
 
 @dataclass
@@ -34,15 +28,7 @@ class _PostedTransfer:
     action: Send | Recv
     delivery: InFlightPayload | None
     is_matched: bool = False
-    wakeup: Lock = field(default_factory=_create_locked_lock)
-
-
-@dataclass
-class _RendezvousChannel:
-    """The unmatched sends and receives from one rank to another. One of the queues is empty."""
-
-    pending_sends: deque[_PostedTransfer] = field(default_factory=deque)
-    pending_recvs: deque[_PostedTransfer] = field(default_factory=deque)
+    wakeup: Event = field(default_factory=Event)
 
 
 class Rendezvous:
@@ -76,9 +62,9 @@ class Rendezvous:
         self.blocking_recv, self.timeout = blocking_recv, timeout
         self.stopped = False
         self._lock = Lock()
-        self._channels: defaultdict[tuple[int, int], _RendezvousChannel] = defaultdict(
-            _RendezvousChannel
-        )
+        # By sender and receiver. A queue holds either sends or receives: the second end of a
+        # message takes out the first.
+        self._queues: defaultdict[tuple[int, int], deque[_PostedTransfer]] = defaultdict(deque)
         # Each rank that waits, with the rank that it waits for and its send or receive.
         self._waiting: dict[int, tuple[int, _PostedTransfer]] = {}
 
@@ -94,43 +80,38 @@ class Rendezvous:
     def _stop(self) -> None:
         self.stopped = True
         for _, posted in self._waiting.values():
-            posted.wakeup.release()
+            posted.wakeup.set()
         self._waiting.clear()
 
     # ---- matching sends and receives ------------------------------------------------------
     #
-    # Whichever end comes first puts its `_PostedTransfer` into the queue of the channel. The second
-    # end takes it out, hands the payload over and releases the `wakeup` locks of both. `_lock`
-    # guards the queues and `_waiting`; no rank waits while it holds `_lock`.
+    # Whichever end comes first puts its `_PostedTransfer` into the queue. The second end takes it
+    # out, hands the payload over and sets the `wakeup` events of both. `_lock` guards the queues
+    # and `_waiting`; no rank waits while it holds `_lock`.
 
     def post(self, rank: int, peer: int, mine: _PostedTransfer, blocking: bool) -> None:
         """Match a send or receive with its other end, or queue it.
 
         With `blocking`, this waits for the other end; otherwise `wait` does.
         """
-        is_send = isinstance(mine.action, Send)
+        pair = (rank, peer) if isinstance(mine.action, Send) else (peer, rank)
         with self._lock:
             if self.stopped:
                 raise Stopped
-            channel = self._channels[(rank, peer) if is_send else (peer, rank)]
-            peer_queue, own_queue = (
-                (channel.pending_recvs, channel.pending_sends)
-                if is_send
-                else (channel.pending_sends, channel.pending_recvs)
-            )
-            if not peer_queue:
-                own_queue.append(mine)
-                if blocking:
-                    self._register_wait(rank, peer, mine)
-            else:
-                theirs = peer_queue.popleft()
+            queue = self._queues[pair]
+            if queue and type(queue[0].action) is not type(mine.action):
+                theirs = queue.popleft()
                 self._check_order(rank, peer, mine, theirs)
                 mine.delivery = theirs.delivery = mine.delivery or theirs.delivery
                 mine.is_matched = theirs.is_matched = True
-                mine.wakeup.release()
                 if peer in self._waiting and self._waiting[peer][1] is theirs:
                     del self._waiting[peer]
-                theirs.wakeup.release()
+                mine.wakeup.set()
+                theirs.wakeup.set()
+            else:
+                queue.append(mine)
+                if blocking:
+                    self._register_wait(rank, peer, mine)
         if blocking:
             self._wait(rank, peer, mine)
 
@@ -163,7 +144,7 @@ class Rendezvous:
             )
 
     def _wait(self, rank: int, peer: int, mine: _PostedTransfer) -> None:
-        if not mine.wakeup.acquire(timeout=self.timeout):
+        if not mine.wakeup.wait(self.timeout):
             with self._lock:
                 self._stop()
             raise RunError(
@@ -210,10 +191,4 @@ class RendezvousEndpoint:
         sender = self._rendezvous.placement[message.src]
         posted = _PostedTransfer(Recv(message), None)
         self._rendezvous.post(self._rank, sender, posted, self._rendezvous.blocking_recv)
-        if self._rendezvous.blocking_recv:
-            return lambda: self._take_payload(posted)
         return lambda: self._rendezvous.wait(self._rank, sender, posted).receive_on(self._device)
-
-    def _take_payload(self, posted_recv: _PostedTransfer) -> Payload:
-        assert posted_recv.delivery is not None
-        return posted_recv.delivery.receive_on(self._device)

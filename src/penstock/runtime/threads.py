@@ -30,6 +30,7 @@ from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Mailboxes, Stopped, Transport
 from penstock.runtime.worker import BoundAction, Worker
 from penstock.stage.caller_context import CallerContext
+from penstock.torch_compat import close_failed_checkpoints, keep_fake_cuda_guard
 
 Job = Callable[[], None]
 
@@ -43,6 +44,7 @@ class WorkerPool:
             SimpleQueue() for _ in range(size)
         ]
         self._run_lock = threading.Lock()
+        keep_fake_cuda_guard()
         threads = [
             threading.Thread(
                 target=_worker_loop, args=(queue,), name=f"penstock-{rank}", daemon=True
@@ -173,6 +175,7 @@ class _QueuedJob:
         try:
             self._job()
         except BaseException as error:
+            close_failed_checkpoints(error)
             self._failures.append(error)
             self._stop()
         finally:

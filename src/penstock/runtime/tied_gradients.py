@@ -69,17 +69,17 @@ def build_local_tied_weights(
     With `proxy_hooked`, parameters with hooks get proxies, too. Through `pipe(x)` a hook must see
     the gradient of the whole batch, and a stage has one gradient for each micro-batch.
     """
-    ids_by_stage = [_collect_ids(stage) for stage in stages]
-    shared_ids = _find_shared_ids(ids_by_stage)
+    members_by_stage = [_collect_members(stage) for stage in stages]
+    shared_ids = _find_shared_ids(members_by_stage)
     ranks = [placement[stage.index] for stage in stages]
     owners: dict[int, int] = {}
     if shared_ids and len(devices) > 1:
-        owners = _find_owner_ranks(stages, ranks, ids_by_stage)
+        owners = _find_owner_ranks(stages, ranks, members_by_stage)
     # Nothing that is shared may change while stages compute. With one micro-batch, the stages of
     # one rank run one after another, as in the unsplit model. Then only what several ranks share
     # has to stay the same.
     unchanging_ids: Collection[int] = shared_ids if chunks > 1 else owners
-    if not unchanging_ids and not (proxy_hooked and _has_hooked_parameter(stages)):
+    if not unchanging_ids and not (proxy_hooked and _has_hooked_parameter(members_by_stage)):
         return None
     pools = [
         ProxyPool(
@@ -95,7 +95,7 @@ def build_local_tied_weights(
 
 
 def _find_owner_ranks(
-    stages: Sequence[Stage], ranks: Sequence[int], ids_by_stage: Sequence[set[int]]
+    stages: Sequence[Stage], ranks: Sequence[int], members_by_stage: Sequence[_Members]
 ) -> dict[int, int]:
     """Return the ids of modules, parameters and buffers that several ranks have, with their owners.
 
@@ -106,8 +106,8 @@ def _find_owner_ranks(
         id(layer): rank for stage, rank in zip(stages, ranks, strict=True) for layer in stage.layers
     }
     owners: dict[int, int] = {}
-    for rank, ids in zip(ranks, ids_by_stage, strict=True):
-        for key in ids:
+    for rank, members in zip(ranks, members_by_stage, strict=True):
+        for key in members:
             owner = owner_by_id.setdefault(key, rank)
             if owner != rank:
                 owners[key] = owner
@@ -184,7 +184,7 @@ def build_distributed_tied_weights(
     # With several micro-batches, stages take turns in another order than in the unsplit model. So
     # tensors that only stages of this rank share must not change either.
     if chunks > 1:
-        unchanging_ids |= _find_shared_ids([_collect_ids(stage) for stage in stages])
+        unchanging_ids |= _find_shared_ids([_collect_members(stage) for stage in stages])
     if not unchanging_ids:
         return None
     pool = ProxyPool(None, {id(tensor) for tensor in tensors if tensor.requires_grad})
@@ -219,37 +219,41 @@ def _list_modules(stage: Stage) -> list[nn.Module]:
     return [unwrap_proxy(module) for module in stage.modules()]
 
 
-def _collect_ids(stage: Stage) -> set[int]:
-    """Return the ids of the modules of a stage, of their parameters and of their buffers."""
+_Members = dict[int, nn.Module | Tensor]  # the members of a stage, by id
+
+
+def _collect_members(stage: Stage) -> _Members:
+    """Return the modules of a stage, their parameters and their buffers, by id."""
     # In every call, because users may tie weights at any time. So this is one loop without calls,
-    # and it collects ids instead of the objects: hashing a tensor is slow.
-    ids: set[int] = set()
+    # and the keys are ids instead of the objects: hashing a tensor is slow.
+    members: _Members = {}
     todo: list[nn.Module] = list(stage.layers)
     while todo:
         module = todo.pop()
         # See `unwrap_proxy`.
         module = module.__dict__.get("_stands_for", module)
-        if id(module) not in ids:
-            ids.add(id(module))
+        if id(module) not in members:
+            members[id(module)] = module
             for tensors in (module._parameters, module._buffers):
                 for tensor in tensors.values():
                     if tensor is not None:
-                        ids.add(id(tensor.__dict__.get("_stands_for", tensor)))
+                        original = tensor.__dict__.get("_stands_for", tensor)
+                        members[id(original)] = original
             for child in module._modules.values():
                 if child is not None:
                     todo.append(child)
-    return ids
+    return members
 
 
-def _find_shared_ids(ids_by_stage: Sequence[set[int]]) -> set[int]:
+def _find_shared_ids(members_by_stage: Sequence[_Members]) -> set[int]:
     """Return the ids that several stages have."""
     earlier_ids: set[int] = set()
     shared: set[int] = set()
-    for ids in ids_by_stage:
-        shared |= earlier_ids & ids
-        earlier_ids |= ids
+    for members in members_by_stage:
+        shared |= earlier_ids & members.keys()
+        earlier_ids |= members.keys()
     return shared
 
 
-def _has_hooked_parameter(stages: Sequence[Stage]) -> bool:
-    return any(has_hooks(p) for s in stages for layer in s.layers for p in layer.parameters())
+def _has_hooked_parameter(members_by_stage: Sequence[_Members]) -> bool:
+    return any(has_hooks(value) for members in members_by_stage for value in members.values())

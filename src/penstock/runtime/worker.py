@@ -27,12 +27,10 @@ from penstock.schedules.ir import (
     Message,
     Op,
     Program,
-    Recv,
     Send,
     consumes,
     produces,
 )
-from penstock.stage.cell_graph import Gradients
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
@@ -47,12 +45,8 @@ class BoundAction(NamedTuple):
     produced_messages: tuple[Message, ...]
 
 
-class TimedAction(NamedTuple):
-    """An action with the timestamps of its start and its end."""
-
-    bound_action: BoundAction
-    start: Timestamp
-    end: Timestamp
+# An action with the timestamps of its start and its end. A named tuple takes longer to make.
+TimedAction = tuple[BoundAction, Timestamp, Timestamp]
 
 
 class TimedActionLog(list[TimedAction]):
@@ -149,20 +143,11 @@ class Worker:
 
     def execute(self, bound_action: BoundAction) -> None:
         """Run one action and record its start and its end."""
-        action = bound_action.action
-        if isinstance(action, Recv):
-            # Posting takes no time that is worth showing in a timeline.
-            self._posted_recvs[action.message] = self._transport.recv(action.message)
-            return
-        if isinstance(action, Send):
-            # A send follows the last action at once, so that action's end serves as its start.
-            start = self.device.record_timestamp() if self._last_end is None else self._last_end
-            self._transport.send(action.message, self._ready_payloads.pop(action.message))
-            self._last_end = self.device.record_send_end(start)
-        else:
+        _, action, consumed_messages, produced_messages = bound_action
+        if isinstance(action, Compute):
             # Waiting for messages comes before the start is recorded.
             received: dict[int, Payload] = {}
-            for message in bound_action.consumed_messages:
+            for message in consumed_messages:
                 received[message.src] = self._take_payload(message)
             start = self.device.record_timestamp(self._last_end)
             op, stage, microbatch = action
@@ -177,19 +162,27 @@ class Worker:
                 error.whereabouts = location  # type: ignore[attr-defined]
                 error.add_note(f"{location} on rank {self.rank} ({self.device!r})")
                 raise
-            for message in bound_action.produced_messages:
+            for message in produced_messages:
                 self._ready_payloads[message] = payloads[message.dst]
             self._last_end = self.device.record_timestamp()
-        self.timed_actions.append(TimedAction(bound_action, start, self._last_end))
+        elif isinstance(action, Send):
+            # A send follows the last action at once, so that action's end serves as its start.
+            start = self.device.record_timestamp() if self._last_end is None else self._last_end
+            self._transport.send(action.message, self._ready_payloads.pop(action.message))
+            self._last_end = self.device.record_send_end(start)
+        else:
+            # Posting a receive takes no time that is worth showing in a timeline.
+            self._posted_recvs[action.message] = self._transport.recv(action.message)
+            return
+        self.timed_actions.append((bound_action, start, self._last_end))
 
     def _take_payload(self, message: Message) -> Payload:
-        wait = self._posted_recvs.pop(message, None)
-        if wait is None:  # both stages are on this rank, and nothing was sent
+        if message not in self._posted_recvs:  # both stages are on this rank: nothing was sent
             return self._ready_payloads.pop(message)
         # The rank may be idle until the message is there, so the next action needs a start of its
         # own: the end of the last one would count the wait as work.
         self._last_end = None
-        return wait()
+        return self._posted_recvs.pop(message)()
 
     def _forward(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
@@ -202,17 +195,22 @@ class Worker:
             payloads = stage_runner.forward(microbatch, received)
         if OUTSIDE in payloads:
             cell_io.outputs[cell] = payloads[OUTSIDE]
-            if cell_io.loss is not None:
-                cell_io.output_gradients[cell] = cell_io.loss.compute_output_gradients(
-                    microbatch, payloads[OUTSIDE]
-                )
+            self._take_loss(cell, payloads[OUTSIDE])
         return payloads
+
+    def _take_loss(self, cell: tuple[int, int], output: Payload) -> None:
+        loss = self._cell_io.loss
+        if loss is not None:
+            gradients = loss.compute_output_gradients(cell[1], output)
+            self._cell_io.output_gradients[cell] = gradients
 
     def _recompute(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
     ) -> dict[int, Payload]:
         with self.forward_lock:
-            stage_runner.recompute(microbatch)
+            payloads = stage_runner.recompute(microbatch)
+        if OUTSIDE in payloads:
+            self._take_loss((stage_runner.stage.index, microbatch), payloads[OUTSIDE])
         return {}
 
     def _backward(
@@ -221,16 +219,10 @@ class Worker:
         cell_io, cell = self._cell_io, (stage_runner.stage.index, microbatch)
         if cell_io.loss is not None:
             cell_io.loss.before_backward(stage_runner, microbatch)
-        output_gradients: dict[int, Gradients] = {}
-        for source, payload in received.items():
-            output_gradients[source] = payload.tensors
         caller_grads = cell_io.output_gradients.get(cell)
         if caller_grads is not None:
-            output_gradients[OUTSIDE] = caller_grads.tensors
-        input_gradients = stage_runner.backward(microbatch, output_gradients, self.retain_graph)
-        payloads = {}
-        for source, tensors in input_gradients.items():
-            payloads[source] = Payload(tensors)
+            received[OUTSIDE] = caller_grads
+        payloads = stage_runner.backward(microbatch, received, self.retain_graph)
         if OUTSIDE in payloads:
             cell_io.input_gradients[cell] = payloads[OUTSIDE]
         return payloads

@@ -515,13 +515,21 @@ def _find_tighter_limits(problem: CutProblem, counts: Sequence[int]) -> list[tup
     if the cut fits.
     """
     needs = problem.memory_by_stage(counts)
+    for _, device, stages, total in _iter_overfull_ranks(problem, needs):
+        room = int(device.memory)
+        return [(stage, needs[stage] * room // total) for stage in stages if needs[stage]]
+    return []
+
+
+def _iter_overfull_ranks(
+    problem: CutProblem, needs: Sequence[int]
+) -> Iterator[tuple[int, DeviceCapacity, list[int], int]]:
+    """Yield each rank that needs more than its memory: rank, device, stages and bytes."""
     for rank, device in enumerate(problem.devices):
         stages = [stage for stage, owner in enumerate(problem.placement) if owner == rank]
         total = sum(needs[stage] for stage in stages)
         if total > device.memory:
-            room = int(device.memory)
-            return [(stage, needs[stage] * room // total) for stage in stages if needs[stage]]
-    return []
+            yield rank, device, stages, total
 
 
 def _equal_memory_shares(problem: CutProblem, more: float = 0) -> list[float]:
@@ -548,18 +556,16 @@ def _explain_infeasible(problem: CutProblem, search: _CutSearch) -> str:
     candidate = search.find_best(_equal_memory_shares(problem, low))
     assert candidate is not None
     counts = candidate[2][::-1]
-    needs = problem.memory_by_stage(counts)
     lacks = []
-    for rank, device in enumerate(problem.devices):
-        stages = [stage for stage, owner in enumerate(problem.placement) if owner == rank]
-        need = sum(needs[stage] for stage in stages)
-        if need > device.memory:
-            names = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
-            lacks.append(
-                f"{names} would need {format_binary_bytes(need)} on rank {rank}, which has "
-                f"{format_binary_bytes(device.memory)}: "
-                f"{format_binary_bytes(need - device.memory)} too much"
-            )
+    for rank, device, stages, need in _iter_overfull_ranks(
+        problem, problem.memory_by_stage(counts)
+    ):
+        names = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+        lacks.append(
+            f"{names} would need {format_binary_bytes(need)} on rank {rank}, which has "
+            f"{format_binary_bytes(device.memory)}: "
+            f"{format_binary_bytes(need - device.memory)} too much"
+        )
     return (
         f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The "
         f"nearest is {list(counts)}, and there {'; '.join(lacks)}. Use more stages or devices "

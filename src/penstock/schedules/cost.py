@@ -58,11 +58,7 @@ class Cost:
 
     @staticmethod
     def even(
-        placement: Sequence[int],
-        F: float = 1.0,
-        I: float = 1.0,
-        W: float = 1.0,
-        send: float = 0.0,
+        placement: Sequence[int], F: float = 1.0, I: float = 1.0, W: float = 1.0, send: float = 0.0
     ) -> Cost:
         """Return the cost in which every rank has the same share of the model.
 

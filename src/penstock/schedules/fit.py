@@ -92,9 +92,7 @@ def _swap_neighbours(schedule: Schedule, rank: int, index: int) -> Schedule:
 def _is_legal_swap(lane: Sequence[Compute], index: int, cost: Cost, cap: float) -> bool:
     """Return True if a lane with two actions swapped at `index` is valid and fits in memory."""
     earlier, later = lane[index : index + 2]
-    if later in follows(earlier):
-        return False
-    return fits_in_memory(lane, cost, cap)
+    return later not in follows(earlier) and fits_in_memory(lane, cost, cap)
 
 
 def _swaps_on_critical_path(

@@ -238,14 +238,8 @@ def follow_order(orders: Sequence[Sequence[Compute]], due: WeightGradRule) -> Ac
         weight = next((action for action in options if action.op is Op.W), None)
         if weight and due(state, rank):
             return weight
-        head = next(
-            iter(
-                orders[rank][
-                    state.ordered_actions_done[rank] : state.ordered_actions_done[rank] + 1
-                ]
-            ),
-            None,
-        )
+        done = state.ordered_actions_done[rank]
+        head = orders[rank][done] if done < len(orders[rank]) else None
         if head in options and (head.op is Op.I or state.has_room(rank, head.stage)):
             return head
         return weight
@@ -254,19 +248,15 @@ def follow_order(orders: Sequence[Sequence[Compute]], due: WeightGradRule) -> Ac
 
 
 def insert_weight_grads(
-    placement: Placement,
-    chunks: int,
-    orders: Sequence[Sequence[Compute]],
-    due: WeightGradRule,
-    memory: float = float("inf"),
+    order: Schedule, due: WeightGradRule, memory: float = float("inf")
 ) -> Schedule:
-    """Return a schedule: lanes of F and I with the Ws added, under a memory cap for every rank.
+    """Return a schedule of F and I with the Ws added, under a memory cap for every rank.
 
     Every rank's F, I and W take one second each.
     """
-    caps = [memory] * len(orders)
-    chain = StageGraph.chain(len(placement))
-    state = SchedulerState(placement, chunks, Cost.even(placement), caps, chain)
-    run_list_scheduler(state, follow_order(orders, due))
+    placement, chain = order.placement, StageGraph.chain(order.stages)
+    caps = [memory] * order.ranks
+    state = SchedulerState(placement, order.chunks, Cost.even(placement), caps, chain)
+    run_list_scheduler(state, follow_order(order.lanes, due))
     assert state.is_complete(), "each F and I takes micro-batches in order, and fits under the cap"
-    return Schedule(placement, chunks, tuple(map(tuple, state.lanes)))
+    return Schedule(placement, order.chunks, tuple(map(tuple, state.lanes)))

@@ -88,12 +88,11 @@ def loads(text: str) -> Schedule | Program:
                 problems.append(f"line {number}: '{line}' is not valid; write '{name}: {example}'")
         elif line:
             words = [] if line == "-" else line.split()
-            typos = [
+            problems += [
                 f"line {number}: '{word}' is not an action"
                 for word in words
                 if not _match_action(word)
             ]
-            problems += typos
             lanes.append(tuple(_parse_action(word) for word in words if _match_action(word)))
     if any(problem.endswith("is not an action") for problem in problems):
         problems.append(_ACTION_HELP)
@@ -146,11 +145,10 @@ def _parse_compute(word: str) -> Compute:
 # Build the schedule or program from parsed lines, with defaults for the headers that are missing.
 def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Schedule | Program:
     computes = tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes)
-    placement = (
-        _parse_numbers(headers["placement"])
-        if "placement" in headers
-        else _infer_placement(computes)
-    )
+    if "placement" in headers:
+        placement = _parse_numbers(headers["placement"])
+    else:
+        placement = _infer_placement(computes)
     used = 1 + max((a.microbatch for lane in computes for a in lane), default=0)
     chunks = _parse_numbers(headers.get("chunks", str(used)))
     if len(chunks) != 1:

@@ -268,13 +268,11 @@ def play(
         2.0 1B0
         4.0 0B0
     """
-    if isinstance(work, Schedule):
-        graph = graph or StageGraph.chain(work.stages)
-        placement = work.placement
-    else:
+    schedule = schedule_of(work)
+    if isinstance(work, Program):
         graph = work.graph
-        placement = work.schedule.placement
-    table = _TransitionTable(work, graph, cost or Cost.even(placement), sends)
+    graph = graph or StageGraph.chain(schedule.stages)
+    table = _TransitionTable(work, graph, cost or Cost.even(schedule.placement), sends)
     yield from _run_lanes(work.lanes, table)
 
 

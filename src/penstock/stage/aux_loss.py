@@ -123,10 +123,11 @@ def _is_torch_checkpoint_recompute() -> bool:
 class CollectedLosses(list[Tensor]):
     """The losses of one cell: those that its layers add, after those of earlier stages.
 
-    `merged_count` losses were taken out again, because they are part of the cell's loss.
+    `layer_count` is how many there were when the loss function began, which may add losses, too,
+    and take out all of them. None: no loss function has run.
     """
 
-    merged_count = 0
+    layer_count: int | None = None
 
 
 class CarriedLoss(NamedTuple):

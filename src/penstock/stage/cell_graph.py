@@ -5,7 +5,7 @@ stages and ends at the tensors that are sent on. Nothing in it is connected to t
 cell: the runtime carries gradients from cell to cell as messages.
 
     payload -> detached tensors -> [ layers ] -> outputs -> payload
-               GraphInputs                       roots (GradientEdge)
+               inputs                            roots (GradientEdge)
 
 A `CellGraph` keeps gradient edges of its outputs, not the outputs themselves, so that their memory
 can be freed while the graph waits for its backward.
@@ -13,8 +13,9 @@ can be freed while the graph waits for its backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import RunError
+from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import PythonNode, run_backward
 
@@ -70,55 +72,17 @@ class _GraphEntry(torch.autograd.Function):
 GRAPH_ANCHOR = torch.empty(0, requires_grad=True)
 
 
-@dataclass(slots=True)
-class GraphInputs:
-    """The tensors at which a graph starts, and a way to read their gradients after a backward.
+def enter_graph(
+    tensors: Sequence[Tensor],
+) -> tuple[tuple[Tensor, ...], tuple[GradientEdge, ...], list[Tensor | None]]:
+    """Return tensors at the start of a graph, which layers may change in place.
 
-    Attributes:
-        tensors: The tensors that the layers compute with. The runner drops them after the forward.
-        inputs: The same as leaves or gradient edges, to be passed to `torch.autograd.grad`.
-        received_grads: The gradients that `_GraphEntry.backward` received, or None if the inputs
-            are leaves.
+    With them come their gradient edges, and a list into which a backward writes their gradients.
     """
-
-    tensors: Sequence[Tensor]
-    inputs: tuple[TensorOrEdge, ...]
-    received_grads: list[Tensor | None] | None = None
-
-    @staticmethod
-    def from_leaves(tensors: Iterable[Tensor]) -> GraphInputs:
-        """Use the tensors themselves as leaves.
-
-        This is cheap, but only valid for layers that do not change their input in place.
-        """
-        leaves = tuple([tensor.requires_grad_() for tensor in tensors])
-        return GraphInputs(leaves, leaves)
-
-    @staticmethod
-    def from_entry(tensors: Sequence[Tensor]) -> GraphInputs:
-        """Put the tensors behind a `_GraphEntry`, so that layers may change them in place."""
-        inbox: list[Tensor | None] = [None] * len(tensors)
-        inside = _GraphEntry.apply(inbox, GRAPH_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
-        return GraphInputs(
-            inside,
-            tuple(
-                GradientEdge(t.grad_fn, t.output_nr, _find_node_owner(t, t.grad_fn)) for t in inside
-            ),
-            inbox,
-        )
-
-    def take_gradients(self) -> Sequence[Tensor | None]:
-        """Return the gradients that a backward has left, and remove them."""
-        if self.received_grads is not None:
-            gradients = self.received_grads[:]
-            self.received_grads[:] = [None] * len(gradients)
-            return gradients
-        gradients = []
-        for leaf in self.inputs:
-            assert isinstance(leaf, Tensor)
-            gradients.append(leaf.grad)
-            leaf.grad = None
-        return gradients
+    received_grads: list[Tensor | None] = [None] * len(tensors)
+    inside = _GraphEntry.apply(received_grads, GRAPH_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
+    edges = [GradientEdge(t.grad_fn, t.output_nr, _find_node_owner(t)) for t in inside]
+    return inside, tuple(edges), received_grads
 
 
 # ---- outputs -----------------------------------------------------------------------------------
@@ -131,20 +95,19 @@ def find_gradient_edge(tensor: Tensor) -> GradientEdge | None:
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr, _find_node_owner(tensor, node))
+    owner = _find_node_owner(tensor) if isinstance(node, PythonNode) else None
+    return GradientEdge(node, tensor.output_nr, owner)
 
 
-def _find_node_owner(tensor: Tensor, node: Any) -> Any:
-    """Return an object that keeps the node and its graph alive, or None if the node does so.
+def _find_node_owner(tensor: Tensor) -> Any:
+    """Return an object that keeps the tensor's `torch.autograd.Function` node and its graph alive.
 
-    The Python object of a `torch.autograd.Function` node does not own the C++ node behind it. If
-    only the Python object is kept, PyTorch frees the graph with the tensor. A C++ node that follows
-    it in the graph does own it, so a view of the tensor is made for the sake of its `grad_fn`.
-    `get_gradient_edge` does the same; it fails for sparse tensors, which have no `view_as`, and
-    there the tensor itself is kept.
+    The Python object of such a node does not own the C++ node behind it. If only the Python object
+    is kept, PyTorch frees the graph with the tensor. A C++ node that follows it in the graph does
+    own it, so a view of the tensor is made for the sake of its `grad_fn`. `get_gradient_edge` does
+    the same; it fails for sparse tensors, which have no `view_as`, and there the tensor itself is
+    kept.
     """
-    if not isinstance(node, PythonNode):
-        return None
     if tensor.layout is not torch.strided:
         return tensor
     with torch.enable_grad():
@@ -161,15 +124,19 @@ class CellGraph:
     Attributes:
         roots: For each destination stage, the gradient edge of each output tensor.
         inputs_need_grad: For each source stage, whether each tensor it sent gets a gradient.
-        graph_inputs: The tensors that get a gradient, in the order of `inputs_need_grad`.
+        inputs: The inputs that get a gradient, in the order of `inputs_need_grad`: the tensors
+            themselves if they are leaves, else their gradient edges.
+        received_grads: The gradients that `_GraphEntry.backward` received, or None if the inputs
+            are leaves.
     """
 
     roots: dict[int, tuple[GradientEdge | None, ...]]
     inputs_need_grad: dict[int, tuple[bool, ...]]
-    graph_inputs: GraphInputs
+    inputs: tuple[TensorOrEdge, ...] = ()
+    received_grads: list[Tensor | None] | None = None
 
     def match_gradients(
-        self, gradients: Mapping[int, Gradients]
+        self, gradients: Mapping[int, Payload]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the outputs that received a gradient, and these gradients."""
         # Where gradients of several destinations meet, autograd adds them in the order of the
@@ -180,7 +147,7 @@ class CellGraph:
             order = sorted(self.roots, key=lambda dst: (dst == OUTSIDE, dst), reverse=True)
         roots, root_grads = [], []
         for dst in order:
-            for root, gradient in zip(self.roots[dst], gradients[dst], strict=True):
+            for root, gradient in zip(self.roots[dst], gradients[dst].tensors, strict=True):
                 if root is not None and gradient is not None:
                     roots.append(root)
                     root_grads.append(gradient)
@@ -188,7 +155,7 @@ class CellGraph:
 
     def find_leaves(self) -> list[Tensor]:
         """Return all leaves of the graph except its inputs: parameters, registered or not."""
-        inner = {id(leaf) for leaf in (*self.graph_inputs.inputs, GRAPH_ANCHOR)}
+        inner = {id(leaf) for leaf in (*self.inputs, GRAPH_ANCHOR)}
         todo = [root.node for roots in self.roots.values() for root in roots if root is not None]
         visited = set(todo)
         leaves = []
@@ -214,35 +181,48 @@ class CellGraph:
                     "module that holds it."
                 )
 
-    def group_by_source(self, gradients: Sequence[Tensor | None]) -> dict[int, Gradients]:
-        """Return the gradients of the inputs by source, with None for tensors that need none."""
-        remaining = iter(gradients)
-        by_source: dict[int, Gradients] = {}
-        for source, needs in self.inputs_need_grad.items():
-            by_source[source] = tuple([next(remaining) if need else None for need in needs])
-        return by_source
+    def take_input_gradients(self, gradients: Iterator[Tensor | None]) -> dict[int, Payload]:
+        """Return the next gradients by source, with None for inputs that need none."""
+        payloads = {}
+        for source, needs_grad in self.inputs_need_grad.items():
+            tensors = []
+            for need in needs_grad:
+                tensors.append(next(gradients) if need else None)
+            payloads[source] = Payload(tuple(tensors))
+        return payloads
+
+    def _take_received_grads(self) -> Sequence[Tensor | None]:
+        """Return the gradients that a backward has left at the inputs, and remove them."""
+        if self.received_grads is not None:
+            gradients = self.received_grads[:]
+            self.received_grads[:] = [None] * len(gradients)
+            return gradients
+        gradients = []
+        for leaf in self.inputs:
+            assert isinstance(leaf, Tensor)
+            gradients.append(leaf.grad)
+            leaf.grad = None
+        return gradients
 
     def backward_accumulate(
-        self, gradients: Mapping[int, Gradients], retain_graph: bool
-    ) -> dict[int, Gradients]:
+        self, gradients: Mapping[int, Payload], retain_graph: bool
+    ) -> dict[int, Payload]:
         """Run the backward, add to the `.grad` of parameters, and return the input gradients."""
         roots, root_grads = self.match_gradients(gradients)
         if not roots:
-            return self.group_by_source([None] * len(self.graph_inputs.inputs))
+            return self.take_input_gradients(repeat(None))
         accumulate_grads(roots, root_grads, retain_graph)
-        return self.group_by_source(self.graph_inputs.take_gradients())
+        return self.take_input_gradients(iter(self._take_received_grads()))
 
     def backward_collect(
-        self, gradients: Mapping[int, Gradients], parameters: Sequence[Tensor], retain_graph: bool
-    ) -> tuple[dict[int, Gradients], Gradients]:
+        self, gradients: Mapping[int, Payload], parameters: Sequence[Tensor], retain_graph: bool
+    ) -> tuple[dict[int, Payload], Gradients]:
         """Run the backward, and return the gradients of the inputs and of the parameters.
 
         The `.grad` of the parameters stays as it is.
         """
-        inputs = self.graph_inputs.inputs
-        wanted = (*inputs, *parameters)
+        wanted = (*self.inputs, *parameters)
         roots, root_grads = self.match_gradients(gradients)
-        results: Gradients = (None,) * len(wanted)
         if roots and wanted:
             results = run_backward(
                 roots,
@@ -253,4 +233,7 @@ class CellGraph:
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
-        return self.group_by_source(results[: len(inputs)]), results[len(inputs) :]
+        else:
+            results = (None,) * len(wanted)
+        remaining = iter(results)
+        return self.take_input_gradients(remaining), tuple(remaining)

@@ -14,7 +14,7 @@ is compiled, and there is nothing to do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from inspect import unwrap
@@ -39,12 +39,12 @@ R = TypeVar("R")
 
 def find_compiled_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the compiled modules among these, and all modules inside them."""
-    return {part for module in modules if _is_compiled(module) for part in module.modules()}
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` or `torch.jit.script` compiled the module."""
-    return isinstance(module, torch.jit.ScriptModule) or is_compiled_by_dynamo(module)
+    return {
+        part
+        for module in modules
+        if isinstance(module, torch.jit.ScriptModule) or is_compiled_by_dynamo(module)
+        for part in module.modules()
+    }
 
 
 def skip_dynamo_tracing(module_name: str) -> None:
@@ -65,15 +65,11 @@ def _skip_module_code(module_name: str) -> None:
     members = [
         member
         for member in vars(sys.modules[module_name]).values()
-        if _is_defined_in(member, module_names)
+        if getattr(member, "__module__", None) in module_names
     ]
     methods = [member for cls in members if isinstance(cls, type) for member in vars(cls).values()]
     functions = map(unwrap, filter(callable, (*members, *methods)))
     skip_compilation(function for function in functions if isinstance(function, FunctionType))
-
-
-def _is_defined_in(value: object, module_names: Collection[str]) -> bool:
-    return getattr(value, "__module__", None) in module_names
 
 
 def has_compiled_module(modules: Iterable[nn.Module]) -> bool:

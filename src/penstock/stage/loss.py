@@ -7,7 +7,7 @@ own rows, so the runtime needs a weight for each micro-batch:
     reduction="sum"                               1
     PyTorch's cross-entropy and NLL losses        the targets that are not ignored, times their
                                                   class weights (`TargetCounter`)
-    a loss that returns (loss, weight)            that weight
+    a loss that returns a `Weighted` value        its weight
     any other mean                                its number of rows
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
+from penstock.stage.recompute import is_checkpointing, mark_only_run
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import get_legacy_reduction, pytree, unwrap_compiled
 
@@ -125,6 +126,26 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
 # ---- the last stage ----------------------------------------------------------------------------
 
 
+class Weighted(NamedTuple):
+    """A loss that is a mean over something else than rows, with its weight.
+
+    A loss function, or a model that computes its own loss, returns it for each micro-batch. The
+    loss of the batch is then the mean by these weights.
+
+    Attributes:
+        loss: A tensor with one element.
+        weight: How much this micro-batch counts, such as the number of tokens that are not ignored:
+            a number, or a tensor with one element.
+
+    >>> def loss_fn(logits, labels):
+    ...     losses = functional.cross_entropy(logits, labels, reduction="none", ignore_index=0)
+    ...     return Weighted(losses.sum() / (labels != 0).sum(), (labels != 0).sum())
+    """
+
+    loss: Tensor
+    weight: Tensor | float
+
+
 class LossExtras(NamedTuple):
     """The values that a micro-batch returns beside its loss.
 
@@ -155,6 +176,7 @@ def append_loss(
     return [*others, replace(last, compute=with_loss)]
 
 
+@dataclass(frozen=True, eq=False)
 class LossStageFunction:
     """The computation of the last stage, followed by the loss.
 
@@ -162,50 +184,58 @@ class LossStageFunction:
     receives the loss and its `LossExtras`, if there are any. The stage runner appends the sum of
     the auxiliary losses.
 
+    The loss function runs once for each micro-batch, as it may count or remember what it sees. If
+    the micro-batch is recomputed, that is in the recomputation, which has the graph.
+
     Auxiliary losses are weighted by rows. If the loss returns a weight of its own, the sum of these
     weights is known only at the end of the step. The auxiliary losses are then added to the loss
     itself and share its weight.
     """
 
-    def __init__(
-        self,
-        compute: StageFunction,
-        loss_fn: LossFn | None,
-        target_counter: TargetCounter | None,
-        has_target: bool,
-        return_outputs: bool,
-    ) -> None:
-        self._compute, self._loss_fn, self._target_counter = compute, loss_fn, target_counter
-        self._has_target, self._return_outputs = has_target, return_outputs
-        # The beginning of error messages: who returned the loss.
-        self._origin = "loss_fn returned" if loss_fn else "the model, without a loss_fn, returned"
+    compute: StageFunction
+    loss_fn: LossFn | None
+    target_counter: TargetCounter | None
+    has_target: bool
+    return_outputs: bool
+
+    @cached_property
+    def origin(self) -> str:
+        """The beginning of error messages: who returned the loss."""
+        return "loss_fn returned" if self.loss_fn else "the model, without a loss_fn, returned"
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage and the loss. The loss takes the place of the output."""
         targets: tuple[Any, ...] = ()
-        if self._has_target:
+        if self.has_target:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        outputs = self._compute(inputs)
+        outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
-        result = self._loss_fn(output, *targets) if self._loss_fn else extract_model_loss(output)
-        loss, extras = parse_loss(result, self._origin)
+        if is_checkpointing():
+            return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
+        aux_losses = thread_state.sink
+        if isinstance(aux_losses, CollectedLosses):
+            aux_losses.layer_count = len(aux_losses)
+        if self.loss_fn is None:
+            result = extract_model_loss(output)
+        else:
+            with mark_only_run():
+                result = self.loss_fn(output, *targets)
+        loss, extras = parse_loss(result, self.origin)
         if extras.weight is not None:
             _zero_grad_if_weightless(output, extras.weight)
-            aux_losses = thread_state.sink
             if isinstance(aux_losses, CollectedLosses) and aux_losses:
                 loss = loss + sum_losses(aux_losses).to(loss.device)
-                aux_losses.merged_count = len(aux_losses)
                 aux_losses.clear()
-        elif self._target_counter is not None and targets and isinstance(targets[0], Tensor):
-            weight = self._target_counter(targets[0])
+        elif self.target_counter is not None and targets and isinstance(targets[0], Tensor):
+            weight = self.target_counter(targets[0])
             extras = extras._replace(weight=weight)
             # Without class weights, a weight of 0 means that all targets are ignored. PyTorch's
             # losses give those no gradient anyway.
-            if self._target_counter.class_weights is not None:
+            if self.target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
-        if self._return_outputs:
+        if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
 
@@ -213,37 +243,63 @@ class LossStageFunction:
 def extract_model_loss(output: Any) -> Any:
     """Return the loss in the output of a model that computes its own loss.
 
-    It is `output.loss`, the first element of a tuple, or the output itself. A tuple of a loss and a
-    weight is returned whole.
+    It is `output.loss`, or the output itself. In a tuple it is the first element if that is a
+    number, as in `(loss, logits)`, or else the only number, as in `(logits, loss)`. A `Weighted`
+    value and a dict are returned whole.
     """
+    if isinstance(output, Weighted):
+        return output
     if isinstance(getattr(output, "loss", None), Tensor):
         return output.loss
-    if type(output) is tuple and len(output) > 1 and _is_scalar_tensor(output[0]):
-        with_weight = len(output) == 2 and (
-            _is_scalar_tensor(output[1]) or not _contains_tensor(output[1])
+    return _find_loss_in_tuple(output) if type(output) is tuple else output
+
+
+def find_loss_tensor(output: Any) -> Any:
+    """Return the tensor that is the loss in the output of a model, or else anything."""
+    result = extract_model_loss(output)
+    if isinstance(result, Weighted):
+        return result.loss
+    return result.get("loss") if isinstance(result, Mapping) else result
+
+
+def _find_loss_in_tuple(output: tuple[Any, ...]) -> Any:
+    """Return the loss in a tuple, or the tuple itself if it is not clear which value is the loss.
+
+    A micro-batch of one row may have outputs with one element. Tensors without dims come first.
+    """
+    single = [v for v in output if _is_scalar_tensor(v) and v.is_floating_point()]
+    numbers = [value for value in single if not value.dim()] or single
+    if not numbers or (len(numbers) > 1 and numbers[0] is not output[0]):
+        return output
+    if not numbers[0].requires_grad and any(number.requires_grad for number in numbers):
+        raise RunError(
+            "the model returned a tuple whose first number does not require grad, although another "
+            "number in it does, so it is not clear which one is the loss. Return the loss first, "
+            "or a dict with a 'loss'."
         )
-        return output if with_weight else output[0]
-    return output
+    return numbers[0]
 
 
 def _is_scalar_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _contains_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-
-
 def parse_loss(result: Any, origin: str) -> tuple[Tensor, LossExtras]:
     """Split what a loss returned into the loss and its extras.
 
     Args:
-        result: A loss, a tuple of a loss and its weight, or a dict with "loss", perhaps "weight",
-            and metrics.
+        result: A loss, a `Weighted` value, or a dict with "loss", perhaps "weight", and metrics.
         origin: The beginning of error messages, such as "loss_fn returned".
     """
-    if type(result) is tuple and len(result) == 2:
-        result = {"loss": result[0], "weight": result[1]}
+    if isinstance(result, Weighted):
+        result = result._asdict()
+    elif isinstance(result, tuple | list):
+        raise RunError(
+            f"{origin} a {type(result).__name__} of {len(result)} values, and it is not clear what "
+            "they are. Return the loss alone; or a dict such as {'loss': loss, 'accuracy': "
+            "accuracy}, whose other entries are metrics; or penstock.Weighted(loss, weight) if the "
+            "loss is a mean over something else than rows."
+        )
     if not isinstance(result, Mapping):
         return _parse_scalar("loss", result, origin), NO_EXTRAS
     if "loss" not in result:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -241,7 +242,10 @@ def clone_payloads(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
 
 def payload_versions(payloads: Iterable[Payload]) -> list[int]:
     """Return the version counters of all tensors of the payloads."""
-    return tensor_versions(t for payload in payloads for t in payload.tensors)
+    versions: list[int] = []
+    for payload in payloads:
+        versions += tensor_versions(payload.tensors)
+    return versions
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -249,9 +253,13 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def is_in_graph(tensor: Tensor) -> bool:
-    """Return whether the tensor requires grad."""
-    return tensor.requires_grad
+def needs_no_grad(tensor: Tensor) -> bool:
+    """Return False: in a call without a backward, no tensor needs a gradient."""
+    return False
+
+
+# Returns whether a tensor requires grad.
+is_in_graph: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 def flatten_outputs(values: NeighborValues) -> FlatValues:

@@ -5,7 +5,7 @@ flags of the first, and what it writes to buffers must be dropped, or running st
 advance twice.
 
     forward         snapshot_buffers -> run -> find_written, exclude_written
-    recomputation   restore_buffers(written) -> run -> put the current buffers back
+    recomputation   restore_state(written) -> run -> put the current buffers back
 
 Layers can ask which run they are in: `is_checkpointing`, `is_recomputing`.
 """
@@ -67,24 +67,32 @@ def is_recomputing() -> bool:
     return _thread_state.recomputing
 
 
-@contextmanager
-def mark_checkpointing() -> Iterator[None]:
-    """Let `is_checkpointing` return True inside the context."""
-    _thread_state.checkpointing = True
-    try:
-        yield
-    finally:
-        _thread_state.checkpointing = False
+class _Mark:
+    """A context that sets one of the flags above for this thread. It can be entered many times."""
+
+    def __init__(self, flag: str) -> None:
+        self._flag = flag
+
+    def __enter__(self) -> None:
+        setattr(_thread_state, self._flag, True)
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(_thread_state, self._flag, False)
+
+
+# Inside these contexts, `is_checkpointing` or `is_recomputing` returns True.
+mark_checkpointing, mark_recomputing = _Mark("checkpointing"), _Mark("recomputing")
 
 
 @contextmanager
-def mark_recomputing() -> Iterator[None]:
-    """Let `is_recomputing` return True inside the context."""
-    _thread_state.recomputing = True
+def mark_only_run() -> Iterator[None]:
+    """Let both questions be answered with False: what runs here runs once in a training step."""
+    checkpointing, recomputing = _thread_state.checkpointing, _thread_state.recomputing
+    _thread_state.checkpointing = _thread_state.recomputing = False
     try:
         yield
     finally:
-        _thread_state.recomputing = False
+        _thread_state.checkpointing, _thread_state.recomputing = checkpointing, recomputing
 
 
 # ---- buffers -----------------------------------------------------------------------------------
@@ -183,19 +191,25 @@ def exclude_written(
     return [snapshot._replace(value=snapshot.buffer) for snapshot in unwritten]
 
 
+# ---- the second forward ------------------------------------------------------------------------
+
+
 @contextmanager
-def restore_buffers(
-    modules: Sequence[nn.Module], snapshots: Sequence[BufferSnapshot]
+def restore_state(
+    modules: Sequence[nn.Module], training_flags: list[bool], snapshots: Sequence[BufferSnapshot]
 ) -> Iterator[None]:
-    """Let modules find the buffers of an earlier forward inside the context.
+    """Let modules find the training flags and buffers of an earlier forward inside the context.
 
     Inside, changed buffers hold copies of the snapshots, and running statistics are copies, too.
-    Afterwards all modules have their current buffers back, and the writes inside are gone.
+    Afterwards all modules have their current flags and buffers back, and writes inside are gone.
     """
-    current = [
+    current_flags = [module.training for module in modules]
+    current_buffers = [
         (owner, name, buffer) for owner in modules for name, buffer in owner._buffers.items()
     ]
-    for owner, name, buffer in current:
+    if current_flags != training_flags:
+        _set_training(modules, training_flags)
+    for owner, name, buffer in current_buffers:
         if buffer is not None and _has_write_only_buffers(owner):
             owner._buffers[name] = buffer.clone()
     for snapshot in snapshots:
@@ -203,25 +217,10 @@ def restore_buffers(
     try:
         yield
     finally:
-        for owner, name, buffer in current:
+        if current_flags != training_flags:
+            _set_training(modules, current_flags)
+        for owner, name, buffer in current_buffers:
             owner._buffers[name] = buffer
-
-
-# ---- training flags ----------------------------------------------------------------------------
-
-
-@contextmanager
-def override_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
-    """Set the `training` flag of each module inside the context, and restore it afterwards."""
-    current = [module.training for module in modules]
-    if current == list(flags):
-        yield
-        return
-    _set_training(modules, flags)
-    try:
-        yield
-    finally:
-        _set_training(modules, current)
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

@@ -243,12 +243,9 @@ def is_deterministic_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if argument.name == "philox_seed":
             return True
         if argument.name in ("dropout_p", "dropout"):
-            dropout = (
-                args[index]
-                if index < len(args)
-                else kwargs.get(argument.name, argument.default_value)
-            )
-            return not dropout
+            if index < len(args):
+                return not args[index]
+            return not kwargs.get(argument.name, argument.default_value)
     return False
 
 

@@ -324,33 +324,31 @@ def _handle_request(
     """Answer one request, and note its name in `stashed` or `popped`."""
     who = type(layer).__name__
     if isinstance(request, stash):
-        if request.name not in declaration.stash:
-            raise RunError(
-                f"{who} has not declared '{request.name}' as a name it stashes. Add it to "
-                "@skippable(stash=[...])."
-            )
-        stashed.add(request.name)
-        key = SkipKey(_find_namespace_id(layer, request.name), request.name)
+        option, verb, declared, noted = "stash", "stashes", declaration.stash, stashed
+    elif isinstance(request, pop):
+        option, verb, declared, noted = "pop", "pops", declaration.pop, popped
+    else:
+        raise PenstockTypeError(
+            f"{who} yields {request!r}, which is not a request. Yield stash(name, tensor) or "
+            "pop(name)."
+        )
+    if request.name not in declared:
+        raise RunError(
+            f"{who} has not declared '{request.name}' as a name it {verb}. Add it to "
+            f"@skippable({option}=[...])."
+        )
+    noted.add(request.name)
+    key = SkipKey(_find_namespace_id(layer, request.name), request.name)
+    if isinstance(request, stash):
         _thread_state.skips.stash(key, request.value, request.name in declaration.shared)
         return None
-    if isinstance(request, pop):
-        if request.name not in declaration.pop:
-            raise RunError(
-                f"{who} has not declared '{request.name}' as a name it pops. Add it to "
-                "@skippable(pop=[...])."
-            )
-        popped.add(request.name)
-        key = SkipKey(_find_namespace_id(layer, request.name), request.name)
-        try:
-            return _thread_state.skips.pop(key)
-        except KeyError:
-            raise RunError(
-                f"{who} pops {key}, but no layer before it has stashed it. Stash it in an earlier "
-                "layer, in the same namespace."
-            ) from None
-    raise PenstockTypeError(
-        f"{who} yields {request!r}, which is not a request. Yield stash(name, tensor) or pop(name)."
-    )
+    try:
+        return _thread_state.skips.pop(key)
+    except KeyError:
+        raise RunError(
+            f"{who} pops {key}, but no layer before it has stashed it. Stash it in an earlier "
+            "layer, in the same namespace."
+        ) from None
 
 
 # ---- verification ------------------------------------------------------------------------------

@@ -114,5 +114,11 @@ _DROPOUT_ATTRIBUTES = ("p", "drop_prob", "drop_rate", "dropout")
 
 def _dropout_rates(module: nn.Module) -> tuple[float, ...]:
     """Return the dropout probabilities of a module."""
-    rates = (module.__dict__.get(name) for name in _DROPOUT_ATTRIBUTES)
-    return tuple(rate for rate in rates if isinstance(rate, int | float))
+    attributes = module.__dict__
+    return tuple(
+        [
+            attributes[name]
+            for name in _DROPOUT_ATTRIBUTES
+            if name in attributes and isinstance(attributes[name], int | float)
+        ]
+    )

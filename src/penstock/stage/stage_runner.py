@@ -37,7 +37,13 @@ from penstock.stage.aux_loss import (
     thread_state,
 )
 from penstock.stage.caller_context import CallerContext
-from penstock.stage.cell_graph import CellGraph, Gradients, GraphInputs, find_gradient_edge
+from penstock.stage.cell_graph import (
+    CellGraph,
+    Gradients,
+    TensorOrEdge,
+    enter_graph,
+    find_gradient_edge,
+)
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
     FlatValues,
@@ -49,6 +55,7 @@ from penstock.stage.payload import (
     flatten_outputs,
     is_differentiable,
     is_in_graph,
+    needs_no_grad,
     payload_versions,
     protect_shared_tensors,
     storage_addresses,
@@ -62,8 +69,7 @@ from penstock.stage.recompute import (
     find_written,
     mark_checkpointing,
     mark_recomputing,
-    override_training,
-    restore_buffers,
+    restore_state,
     snapshot_buffers,
 )
 from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
@@ -135,6 +141,10 @@ class StageRunner:
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
+        # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
+        self._needs_context = bool(
+            not context.is_grad_mode_only or proxies is not None or self._split_cells
+        )
         self._behavior = stage.behavior_for(modules)
         self._modules_with_buffers = [module for module in modules if module._buffers]
         # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
@@ -171,29 +181,34 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
-        read_only = [payload for payload in input_payloads.values() if payload.shared]
+        # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
+        read_only = []
+        for payload in input_payloads.values():
+            if payload.shared:
+                read_only.append(payload)
         before = payload_versions(read_only) if read_only else []
         if self._recomputed_cells is None:
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
-            output_payloads = build_payloads(outputs, lambda tensor: False)
+            needs_grad: Callable[[Tensor], bool] = needs_no_grad
         elif (self.stage.index, microbatch) in self._recomputed_cells and self._needs_backward(
             p.needs_grad for p in input_payloads.values()
         ):
-            with torch.no_grad():
+            with torch.set_grad_enabled(False):  # half the time of `torch.no_grad`
                 self._recompute_inputs[microbatch], outputs = self._forward_for_recompute(
                     microbatch, input_payloads
                 )
             # There is no graph yet to ask, so every floating-point output may need a gradient.
-            output_payloads = build_payloads(outputs, is_differentiable)
+            needs_grad = is_differentiable
         else:
             # Also for a recomputed cell in which nothing requires grad: the empty graph tells the
             # next stages that the outputs need no gradient.
             self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
-            output_payloads = build_payloads(outputs, is_in_graph)
+            needs_grad = is_in_graph
+            self._record_parameter_versions()
         if read_only:
             check_unchanged(read_only, before)
+        output_payloads = build_payloads(outputs, needs_grad)
         self._protect_outputs(output_payloads, outputs, read_only)
-        self._record_parameter_versions()
         return output_payloads
 
     def _needs_backward(self, needs_grad: Iterable[Sequence[bool]]) -> bool:
@@ -211,11 +226,11 @@ class StageRunner:
         These are outputs in the memory of the stage's parameters or buffers, or of inputs that
         others read too.
         """
-        read_only_addresses: set[int] = set()
-        if read_only_payloads:
-            read_only_addresses = storage_addresses(
-                t for payload in read_only_payloads for t in payload.tensors
-            )
+        read_only_addresses = (
+            storage_addresses(t for payload in read_only_payloads for t in payload.tensors)
+            if read_only_payloads
+            else ()
+        )
         for dst, (tensors, _) in outputs.items():
             for index, tensor in enumerate(tensors):
                 # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a
@@ -235,15 +250,16 @@ class StageRunner:
         proxies = () if self._proxies is None else self._proxies.proxy_tensors
         return storage_addresses([*tensors, *proxies])
 
-    def recompute(self, microbatch: int) -> None:
+    def recompute(self, microbatch: int) -> dict[int, Payload]:
         """Build the graph of a cell whose forward kept only its inputs; otherwise do nothing.
 
         The recomputation starts from the state that the forward found: its inputs, the buffers that
-        it changed, the training flags and the random seed.
+        it changed, the training flags and the random seed. The payload for the caller is returned,
+        if there is one: the loss is computed here, and not in the forward.
         """
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
-            return
+            return {}
         self.has_recomputed = True
         # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
         # make the gradients wrong, so their version counters are compared.
@@ -263,13 +279,9 @@ class StageRunner:
         # With retain_graph the cell may be recomputed again, so a stage that changes its inputs in
         # place gets copies.
         inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
-        training_flags = override_training(self._modules, self._training_flags)
-        with (
-            mark_recomputing(),
-            training_flags,
-            restore_buffers(self._modules_with_buffers, saved.written_buffers),
-        ):
-            self._graphs[microbatch], _ = self._build_graph(microbatch, inputs)
+        state = restore_state(self._modules, self._training_flags, saved.written_buffers)
+        with mark_recomputing, state:
+            self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         # The value of an auxiliary loss comes from the forward, its gradient from the
         # recomputation. A layer that adds it in only one of the two would train on a loss that is
         # not reported, or report one that it does not train on.
@@ -280,19 +292,41 @@ class StageRunner:
                 "loss counts only once."
             )
         self._record_parameter_versions()
+        if OUTSIDE not in outputs:
+            return {}
+        return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
 
     def _record_parameter_versions(self) -> None:
-        """Remember the versions of the parameters, if a recomputation will compare them.
-
-        Layers may change their own parameters in their forward (an embedding with `max_norm` does),
-        so the versions are read again after each forward and recomputation.
-        """
+        """Remember the versions of the parameters, if a recomputation will compare them."""
         if self._recompute_inputs:
             self._parameter_versions = self._read_parameter_versions()
 
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
-        parameters = [p for module in self._static_modules for p in module._parameters.values()]
-        return [(p.data_ptr(), p._version) for p in parameters if p is not None]
+        return [
+            (p.data_ptr(), p._version)
+            for module in self._static_modules
+            for p in module._parameters.values()
+            if p is not None
+        ]
+
+    def _check_parameter_writes(self, versions: list[tuple[int, int]]) -> None:
+        """Raise if a forward that will be recomputed has changed a parameter in a lasting way.
+
+        An embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
+        """
+        before = iter(versions)
+        for module in self._static_modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                is_written = next(before, None) != (parameter.data_ptr(), parameter._version)
+                if is_written and getattr(module, "max_norm", None) is None:
+                    raise RunError(
+                        f"the forward of {type(module).__name__} changes its parameter '{name}', "
+                        "and its recomputation would compute with the changed value. Make it a "
+                        "buffer (register_buffer), whose old value is restored, or pass "
+                        "checkpoint='never'."
+                    )
 
     def _forward_for_recompute(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -304,10 +338,15 @@ class StageRunner:
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
         buffers = snapshot_buffers(self._modules_with_buffers)
+        parameter_versions = self._parameter_versions or self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
-        with mark_checkpointing():
+        with mark_checkpointing:
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
-        mutated = before != payload_versions(input_payloads.values())
+        self._parameter_versions = self._read_parameter_versions()
+        if self._parameter_versions != parameter_versions:
+            self._check_parameter_writes(parameter_versions)
+        after = payload_versions(input_payloads.values())
+        mutated = before != after
         if mutated and behavior.mutates_inputs is False:
             raise RunError(
                 "the layers changed their input in place, which they had not done before. The "
@@ -315,12 +354,11 @@ class StageRunner:
                 "place always or never, or set checkpoint='never'."
             )
         behavior.mutates_inputs = mutated or bool(behavior.mutates_inputs)
-        saved_payloads = originals if mutated else input_payloads
         written = find_written(buffers, behavior.silent_writes)
         unwritten = exclude_written(buffers, written)
         return _RecomputeInputs(
-            saved_payloads,
-            payload_versions(saved_payloads.values()),
+            originals if mutated else input_payloads,
+            payload_versions(originals.values()) if mutated else after,
             written,
             unwritten,
             self._aux_loss_count,
@@ -331,8 +369,6 @@ class StageRunner:
     ) -> tuple[CellGraph, FlatValues]:
         """Run the layers with autograd, and return the graph and the outputs."""
         behavior = self._behavior
-        # Loops and no comprehensions, which are function calls in Python 3.11: this runs for every
-        # cell.
         inputs_with_grad: list[Tensor] = []
         inputs_need_grad: dict[int, tuple[bool, ...]] = {}
         for source, payload in input_payloads.items():
@@ -341,22 +377,28 @@ class StageRunner:
                 if need:
                     assert tensor is not None
                     inputs_with_grad.append(tensor)
+        graph_tensors: Sequence[Tensor] = inputs_with_grad
+        inputs: tuple[TensorOrEdge, ...]
+        received_grads = None
         if behavior.mutates_inputs is False or not inputs_with_grad:
-            graph_inputs = GraphInputs.from_leaves(inputs_with_grad)
+            # The received tensors themselves are the leaves of the graph. This is cheap, but layers
+            # cannot change a leaf in place.
+            for tensor in inputs_with_grad:
+                tensor.requires_grad_()
+            inputs = tuple(inputs_with_grad)
         else:
-            graph_inputs = GraphInputs.from_entry(inputs_with_grad)
+            graph_tensors, inputs, received_grads = enter_graph(inputs_with_grad)
         before = (
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
-        values = unpack_with_graph_inputs(input_payloads, graph_inputs.tensors)
+        values = unpack_with_graph_inputs(input_payloads, graph_tensors)
         outputs = flatten_outputs(self._run_layers(microbatch, values))
-        graph_inputs.tensors = ()  # the graph keeps those that its backward needs
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
         for dst, (tensors, _) in outputs.items():
             roots[dst] = tuple(map(find_gradient_edge, tensors))
-        graph = CellGraph(roots, inputs_need_grad, graph_inputs)
+        graph = CellGraph(roots, inputs_need_grad, inputs, received_grads)
         # Walking the graph is slow, so a stage is checked in one forward only.
         if self._is_tracked and not behavior.uses_only_parameters:
             graph.check_leaves_are_parameters(set(self._used_parameters()))
@@ -377,19 +419,16 @@ class StageRunner:
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
-            if (
-                self.may_draw_random
-                or not self._context.is_grad_mode_only
-                or self._proxies is not None
-                or self._split_cells
-            ):
+            if self._needs_context or self.may_draw_random:
                 outputs = self._run_in_context(microbatch, values)
             else:
                 outputs = self.stage.compute(values)
         finally:
             thread_state.sink = previous_sink
-        self._aux_loss_count = len(losses) + losses.merged_count
-        return carry_losses(outputs, losses) if losses else outputs
+        count = losses.layer_count
+        self._aux_loss_count = len(losses) if count is None else count
+        # Without outputs this is the last stage, whose recomputation returns the losses.
+        return carry_losses(outputs, losses) if losses and outputs else outputs
 
     def _run_in_context(self, microbatch: int, values: NeighborValues) -> NeighborValues:
         behavior, defers_weight_grads = (
@@ -422,8 +461,8 @@ class StageRunner:
     # ---- backward ------------------------------------------------------------------------------
 
     def backward(
-        self, microbatch: int, gradients: Mapping[int, Gradients], retain_graph: bool
-    ) -> dict[int, Gradients]:
+        self, microbatch: int, gradients: Mapping[int, Payload], retain_graph: bool
+    ) -> dict[int, Payload]:
         """Return the gradients for each source stage, from those of each destination stage.
 
         If the cell has a W, the gradients of most weights are left for it. With `retain_graph` the
@@ -441,14 +480,10 @@ class StageRunner:
         input_grads, parameter_grads = graph.backward_collect(
             gradients, self._used_parameters(), retain_graph
         )
-        for index, gradient in enumerate(parameter_grads):
-            if gradient is not None:
-                self._add_collected_grad(index, gradient)
+        self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
 
-    def _check_loss_requires_grad(
-        self, graph: CellGraph, gradients: Mapping[int, Gradients]
-    ) -> None:
+    def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
         needs_backward = self._needs_backward(graph.inputs_need_grad.values())
         if needs_backward and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
@@ -484,19 +519,20 @@ class StageRunner:
         self.collected_grads = [None] * len(self.parameters)
         self._owned_sums.clear()
 
-    def _add_collected_grad(self, parameter_index: int, gradient: Tensor) -> None:
-        assert self.collected_grads is not None
+    def _collect_grads(self, gradients: Gradients, totals: list[Tensor | None]) -> None:
+        """Add the gradients of the parameters to their totals."""
         # Autograd may return one tensor as the gradient of several parameters (of both terms of an
         # addition, for example). The first sum allocates new memory, and only that is added to in
         # place.
-        total = self.collected_grads[parameter_index]
-        if total is None:
-            self.collected_grads[parameter_index] = gradient
-        elif parameter_index in self._owned_sums:
-            total.add_(gradient)
-        else:
-            self.collected_grads[parameter_index] = total + gradient
-            self._owned_sums.add(parameter_index)
+        for index, gradient in enumerate(gradients):
+            total = totals[index]
+            if total is None:
+                totals[index] = gradient
+            elif gradient is not None and index in self._owned_sums:
+                total.add_(gradient)
+            elif gradient is not None:
+                totals[index] = total + gradient
+                self._owned_sums.add(index)
 
     def clear(self) -> None:
         """Drop everything that was kept for backwards."""

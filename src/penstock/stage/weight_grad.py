@@ -134,11 +134,8 @@ class PendingWeightGrad:
         if self._input_is_small_view:
             if self._op_input._version != self._op_input_version:
                 raise _changed_in_place_error(self._op_input)
-            self._op_input, self._op_input_version, self._input_is_small_view = (
-                self._op_input.clone(),
-                0,
-                False,
-            )
+            self._op_input, self._op_input_version = self._op_input.clone(), 0
+            self._input_is_small_view = False
         if _is_small_view(gradient):
             gradient = gradient.clone()
         self._output_grad, self._output_grad_version = gradient, gradient._version

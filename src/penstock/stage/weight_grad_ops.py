@@ -41,10 +41,10 @@ from penstock.stage.weight_grad import (
 from penstock.torch_compat import (
     call_without_dispatch,
     is_any_autocast_enabled,
-    make_saved_settings_reader,
     mark_as_parameter,
     peek_functorch_stack,
     pytree,
+    read_convolution_settings,
     top_saved_tensor_hooks,
 )
 
@@ -311,7 +311,7 @@ def _defer_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def run_convolution(op_input: Tensor, weight: Tensor) -> Tensor:
         output: Tensor = func(op_input, weight, bias, *args[3:], **options)
-        backward_args.extend([weight, None, *_read_convolution_settings(output.grad_fn)])
+        backward_args.extend([weight, None, *read_convolution_settings(output.grad_fn)])
         return output
 
     def convolution_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
@@ -322,12 +322,6 @@ def _defer_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return weight_grad
 
     return _defer(weight, op_input, bias, convolution_weight_grad, run_convolution)
-
-
-# The settings of a convolution in the order in which convolution_backward takes them.
-_read_convolution_settings = make_saved_settings_reader(
-    "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-)
 
 
 def _defer_embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,26 +342,14 @@ def _wrap_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight: WeightProxy = args[0]
 
     def wrap_if_trainable(view: Tensor) -> Tensor:
-        return (
-            WeightProxy.wrap(view, weight.parameter, weight.recorder)
-            if view.requires_grad
-            else view
-        )
+        if not view.requires_grad:
+            return view
+        return WeightProxy.wrap(view, weight.parameter, weight.recorder)
 
     views = func(weight.original, *args[1:], **kwargs)
-    return (
-        wrap_if_trainable(views)
-        if isinstance(views, Tensor)
-        else tuple(map(wrap_if_trainable, views))
-    )
-
-
-def _run_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `F.multi_head_attention_forward` so that its weight proxies reach `F.linear`.
-
-    Otherwise the function dispatches to the proxies before it calls `F.linear`.
-    """
-    return call_without_dispatch(func, args, kwargs)
+    if isinstance(views, Tensor):
+        return wrap_if_trainable(views)
+    return tuple(map(wrap_if_trainable, views))
 
 
 def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
@@ -397,7 +379,8 @@ _OP_HANDLERS: dict[Any, OpHandler] = {
     **dict.fromkeys(_CONVOLUTIONS, _defer_convolution),
     functional.embedding: _defer_embedding,
     **dict.fromkeys(_VIEWS, _wrap_view),
-    functional.multi_head_attention_forward: _run_attention,
+    # Otherwise the function dispatches to the proxies, and they do not reach its `F.linear`.
+    functional.multi_head_attention_forward: call_without_dispatch,
 }
 
 

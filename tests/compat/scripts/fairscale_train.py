@@ -40,11 +40,7 @@ plain = copy.deepcopy(model)
 measured = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
 assert sum(balance_by_time(2, measured, torch.rand(4, 6), timeout=0.05, device="cpu")) == 3
 model = fairscale.nn.Pipe(
-    model,
-    balance=[2, 4],
-    devices=["cpu", "cpu"],
-    chunks=args.chunks,
-    checkpoint=args.checkpoint,
+    model, balance=[2, 4], devices=["cpu", "cpu"], chunks=args.chunks, checkpoint=args.checkpoint
 )
 assert isinstance(model, Pipe)
 assert model.checkpoint == args.checkpoint

@@ -6,6 +6,7 @@ This covers grad modes that the forward sets, state between units, and attribute
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import ArgumentError, Pipe, RunError, split
+from penstock.torch_compat import pytree
 from tests.model.traced.splitting import Four, assert_same, batches, made
+from tests.support import same_gradients
 
 WIDTH = 4
 
@@ -74,11 +77,7 @@ def test_stage_that_ends_inside_no_grad_restores_the_grad_mode(
     pipe.step(x)
     for part in x.chunk(4):
         (unsplit(part) / 4).backward()
-    mine = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        assert (mine[name].grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            assert (mine[name].grad - parameter.grad).abs().max() < 1e-12, name  # type: ignore[operator]
+    assert same_gradients(pipe, unsplit)
     assert torch.is_grad_enabled()
 
 
@@ -110,6 +109,16 @@ def test_replaced_parameters_or_buffers_between_units_are_refused(change: Any) -
         pipe.step(x)
 
 
+def test_child_of_the_pipe_that_is_replaced_or_added_is_refused() -> None:
+    """The model itself stays as it was, and is what runs."""
+    model, x = Chain().double(), torch.randn(8, WIDTH).double()
+    for name in ("layers", "head"):
+        pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
+        setattr(pipe, name, nn.ModuleList())
+        with pytest.raises(RunError, match="replaced, added or removed after the pipe was made"):
+            pipe.step(x)
+
+
 def test_parameter_between_units_may_change_in_place() -> None:
     model, x = Chain().double(), torch.randn(8, WIDTH).double()
     pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
@@ -136,46 +145,77 @@ def test_forward_that_changes_an_attribute_causes_a_warning() -> None:
         piped(Counting(), x, balance="parameters")
 
 
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor
+
+
 class Words(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9)
         self.kind = kind
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
         logits = self.head(torch.tanh(self.embed(ids)))
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {
             "alone": loss,
             "scaled": loss.to(torch.float64) * 2 / 3,
             "with another": loss + self.head.weight.square().mean(),
+            "first": (loss, logits),
+            "last": (logits, loss),
+            "with accuracy": (loss, (logits.argmax(-1) == labels).double().mean()),
+            "dict": {"logits": logits, "loss": loss},
+            "attribute": Output(logits, loss),
+            "accuracy first": (logits.detach().mean(), loss),
+            "two losses": (logits, loss, 2 * loss),
         }[self.kind]
 
 
-@pytest.mark.parametrize("kind", ["alone", "scaled"])
-def test_cross_entropy_inside_the_model_is_weighted_by_its_targets(kind: str) -> None:
-    model = Words(kind).double()
-    unsplit, ids = copy.deepcopy(model), torch.randint(0, 9, (4, 3))
-    labels = ids.clone()
-    labels[0], labels[1, 1:] = -100, -100
-    pipe = Pipe(model, 4, stages=2, example=(ids, labels), balance="parameters")
-    loss = unsplit(ids, labels)
-    loss.backward()
-    assert abs(pipe.step(ids, labels=labels).loss - loss) < 1e-12
-    assert abs(pipe(ids, labels=labels) - loss) < 1e-12
-    mine = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        assert (mine[name].grad - parameter.grad).abs().max() < 1e-12  # type: ignore[operator]
-
-
-def test_other_loss_with_ignored_targets_causes_a_warning() -> None:
+def words() -> dict[str, Any]:
+    """Return a batch with more ignored labels in one micro-batch than in another."""
     ids = torch.randint(0, 9, (4, 3))
     labels = ids.clone()
-    labels[1, 1:] = -100
-    example = {"ids": ids, "labels": labels}
-    pipe = Pipe(Words("with another"), 4, stages=2, example=example, balance="parameters")
-    with pytest.warns(UserWarning, match="there is a -100 among the targets"):
-        pipe.step(ids=ids, labels=labels)
+    labels[0], labels[1, 1:] = -100, -100
+    return {"ids": ids, "labels": labels}
+
+
+def loss_in(output: Any) -> Any:
+    return next(v for v in pytree.tree_leaves(getattr(output, "loss", output)) if not v.dim())
+
+
+@pytest.mark.parametrize(
+    "kind", ["alone", "scaled", "first", "last", "with accuracy", "dict", "attribute"]
+)
+def test_cross_entropy_inside_the_model_is_weighted_by_its_targets(kind: str) -> None:
+    model, batch = Words(kind).double(), words()
+    unsplit = copy.deepcopy(model)
+    pipe = Pipe(model, 4, stages=2, example=batch, balance="parameters")
+    loss = loss_in(unsplit(**batch))
+    loss.backward()
+    assert abs(pipe.step(**batch).loss - loss) < 1e-12
+    assert same_gradients(pipe, unsplit)
+    assert abs(loss_in(pipe(**batch)) - loss) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("with another", "there is a -100 among the targets"),
+        ("accuracy first", "whose first number does not require grad, although another"),
+        ("two losses", "returned a tuple of 3 values, and it is not clear what they are"),
+    ],
+)
+def test_loss_of_the_model_that_is_not_clear_is_refused(kind: str, message: str) -> None:
+    model, batch = Words(kind), words()
+    if kind != "with another":
+        batch["labels"] = batch["ids"]
+    pipe = Pipe(model, 4, stages=2, example=batch, balance="parameters")
+    with pytest.raises(RunError, match=message):
+        pipe.step(**batch)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("memory", ["1GB", -1, [1e9, "a"], True])

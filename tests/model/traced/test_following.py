@@ -12,6 +12,7 @@ from penstock import CutError, Pipe
 from penstock.model.traced.traced_partition import MAX_TRACES_PER_KEY, TracedPartition
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 from tests.models.architecture import squares
+from tests.support import same_gradients
 
 
 class Set(Four):
@@ -109,8 +110,7 @@ def test_in_place_change_that_depends_on_the_inputs(checkpoint: str) -> None:
         for piece in batch.chunk(2):
             (squares(unsplit(piece, late)) / 2).backward()
         pipe.step(batch, late=late)
-    for mine, other in zip(model.parameters(), unsplit.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
+    assert same_gradients(model, unsplit)
 
 
 class SentAsItWas(Four):

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from penstock import CutError, Pipe, split
 from tests.models.architecture import squares
+from tests.support import same_gradients
 
 
 class Packed(nn.Module):
@@ -71,8 +72,7 @@ def test_packed_sequences_train_as_the_unsplit_model(stages: int) -> None:
         for piece in zip(tokens.chunk(2), lengths.chunk(2), strict=True):
             (squares(unsplit(*piece)) / 2).backward()
         pipe.step(tokens, lengths)
-    for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10)
+    assert same_gradients(model, unsplit)
 
 
 def test_packed_sequences_are_profiled_with_their_lengths() -> None:

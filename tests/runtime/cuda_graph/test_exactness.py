@@ -13,16 +13,6 @@ from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, stack
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_captured_batchnorm(checkpoint: str) -> None:
-    pair = pipe_pair(stack(nn.BatchNorm1d(8)), checkpoint=checkpoint)
-    for number in range(5):
-        pair.train(1, number)
-        tracked = dict(pair.graph.named_buffers())["1.num_batches_tracked"]
-        assert tracked == 4 * (number + 1)
-    assert recordings(pair.graph) == [4]
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_captured_deferred_batchnorm_when_chunks_change(checkpoint: str) -> None:
     pair = pipe_pair(stack(DeferredStatsBatchNorm(8)), checkpoint=checkpoint)
     for number in range(8):
@@ -68,20 +58,6 @@ def test_captured_autocast_casts_weights_in_every_replay() -> None:
             for p in pair.inline.parameters():
                 p.mul_(0.5)
     assert torch.equal(torch.stack(found), torch.stack(expected))
-
-
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_captured_dropout(checkpoint: str, p: float) -> None:
-    """`step` of the pair also compares the caller's generator."""
-    pair = pipe_pair(stack(nn.Dropout(p)), checkpoint=checkpoint)
-    x, y = batch(0)
-    losses = [pair.step(x, target=y, seed=number).loss for number in range(4)]
-    assert len(set(map(float, losses))) == (4 if p else 1)
-    pair.each(nn.Module.zero_grad)
-    torch.manual_seed(7)
-    one, two = (pair.graph.step(x, target=y).loss for _ in range(2))
-    assert (one != two) == bool(p)
 
 
 def test_captured_dropout_when_its_rate_or_the_training_mode_changes() -> None:

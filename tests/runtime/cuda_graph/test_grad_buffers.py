@@ -231,16 +231,6 @@ def test_captured_pipes_that_share_parameters() -> None:
     assert recordings(one.graph) == recordings(two.graph) == [5]
 
 
-def test_captured_tied_weights_over_ranks() -> None:
-    model = stack()
-    model[2].weight = model[1].weight
-    pair = pipe_pair(model)
-    pair.train(3)
-    pair.each(nn.Module.zero_grad)
-    pair.train(2, 3)
-    assert recordings(pair.graph) == [4]
-
-
 def test_captured_steps_mixed_with_other_runtimes_and_pipe_calls() -> None:
     pair = pipe_pair(stack(nn.BatchNorm1d(8)))
     for number, runtime in enumerate(["graph", "graph", "threads", "graph", "inline", "graph"]):

@@ -15,7 +15,7 @@ from penstock.device.device import GraphTimestamp
 from penstock.device.nvidia import ReplayTimestamps
 from penstock.runtime.cuda_graph.graph_cache import _ReplayMeasurement
 from penstock.runtime.execution import MeasuredRun
-from penstock.runtime.worker import TimedAction, bind_lane
+from penstock.runtime.worker import bind_lane
 from penstock.schedules import FAMILIES
 from tests.gpu.support import Bottom, Top
 from tests.runtime.cuda_graph.support import pipe_pair, recordings, stack
@@ -97,9 +97,7 @@ def test_replay_timeline_with_different_device_clocks(apart: int) -> None:
     program = lower(schedules.gpipe(ranks=2, chunks=1))
     marks = [
         [
-            TimedAction(
-                step, GraphTimestamp(device, 2 * at + 1), GraphTimestamp(device, 2 * at + 2)
-            )
+            (step, GraphTimestamp(device, 2 * at + 1), GraphTimestamp(device, 2 * at + 2))
             for at, step in enumerate(bind_lane(program, rank))
         ]
         for rank, device in enumerate(DEVICES)

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import add_loss
-from tests.runtime.cuda_graph.support import (
-    batch,
-    pipe_pair,
-    recordings,
-    same_state,
-    stack,
-)
+from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, same_state, stack
 
 
 def classes(seed: int, rows: int = 11) -> tuple[Tensor, Tensor]:
@@ -78,22 +71,6 @@ def test_captured_sum_reduction() -> None:
     pair.each(lambda pipe: setattr(pipe, "reduction", "mean"))
     pair.train(3)
     assert recordings(pair.graph) == [3, 2]
-
-
-class Penalised(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        add_loss(1e-2 * y.square().mean())
-        return y
-
-
-@pytest.mark.parametrize("loss_fn", [functional.mse_loss, nn.CrossEntropyLoss()])
-def test_captured_auxiliary_losses(loss_fn: Any) -> None:
-    pair = pipe_pair(stack(Penalised(8, 8).double()), loss_fn=loss_fn, checkpoint="except_last")
-    for number in range(4):
-        x, y = batch(number) if loss_fn is functional.mse_loss else classes(number)
-        pair.step(x, target=y)
-    assert recordings(pair.graph) == [3]
 
 
 def test_captured_grad_scaler() -> None:

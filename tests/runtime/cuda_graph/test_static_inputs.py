@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Chunk, NoChunk, Pipe
-from tests.runtime.cuda_graph.support import (
-    batch,
-    pipe_pair,
-    recordings,
-    same_state,
-    stack,
-)
+from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, same_state, stack
 
 
 def test_graph_cache_reuses_recordings_of_earlier_batch_sizes() -> None:
@@ -154,26 +148,6 @@ def test_captured_conjugated_and_negated_views() -> None:
         assert torch.equal(found.loss, expected.loss)
         same_state(*pair.both)
     assert recordings(pair.graph) == [3]
-
-
-class Sided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8).double()
-
-    def forward(self, x: Tensor, mask: Tensor, scale: Any = 1.0) -> Any:
-        return self.linear(x) * mask * scale
-
-
-def test_captured_side_inputs() -> None:
-    model = stack(Sided(), Sided())
-    pair = pipe_pair(model)
-    for number in range(8):
-        x, y = batch(number)
-        mask = torch.rand(8, generator=torch.Generator().manual_seed(number)).double()
-        scale = 2.0 if number in (3, 4, 5) else 1.0
-        pair.step(x, target=y, mask=NoChunk(mask), scale=scale)
-    assert sum(recordings(pair.graph)) == 6
 
 
 class Columns(nn.Module):

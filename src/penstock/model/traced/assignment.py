@@ -17,7 +17,7 @@ computes it again, which costs less than sending it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ def assign_nodes(
     assignments = [StageAssignment() for _ in range(num_stages)]
     for node_index, stage in placer.node_stages.items():
         assignments[stage].nodes.add(node_index)
-        assignments[stage].needed_values.update(placer.get_needed_values(node_index))
+        assignments[stage].needed_values.update(trace.nodes[node_index].inputs)
         # A change in place also changes every tensor that shares the memory. If such a tensor is
         # input-only, this stage computes it before the change, so that it can send its new state.
         mutated = [(old, trace.values[old]) for old in trace.nodes[node_index].mutations]
@@ -161,10 +161,6 @@ class _NodePlacer:
             old: node_index for node_index, node in enumerate(trace.nodes) for old in node.mutations
         }
 
-    def get_needed_values(self, node_index: int) -> Iterable[int]:
-        """Return the values that a node takes."""
-        return self.trace.nodes[node_index].inputs
-
     def place_units(self, place_call: Callable[[UnitCall, int], int]) -> None:
         """Place the calls of units where the cut puts them."""
         previous_stage = 0
@@ -182,12 +178,10 @@ class _NodePlacer:
         """
         earliest_stages: dict[int, int | None] = {}
         for node_index, node in enumerate(self.trace.nodes):
-            if self._runs_on_every_stage(node):
-                continue
-            if node.kind is not NodeKind.UNIT:
+            if node.kind is NodeKind.UNIT:
+                earliest_stages[node_index] = self.node_stages[node_index]
+            elif not self._runs_on_every_stage(node):
                 earliest_stages[node_index] = self._find_earliest_stage(node, earliest_stages)
-                continue
-            earliest_stages[node_index] = self.node_stages[node_index]
         for node_index in reversed(earliest_stages):
             if node_index not in self.node_stages:
                 self.node_stages[node_index] = self._choose_stage(
@@ -216,7 +210,7 @@ class _NodePlacer:
     def _choose_stage(self, node_index: int, earliest: int | None) -> int:
         """Return the stage of an operation whose consumers are placed."""
         node = self.trace.nodes[node_index]
-        produced = get_produced_values(node)
+        produced = node.produced_values
         users = [self.node_stages[u] for value in produced for u in self._consumers.get(value, ())
                  if u in self.node_stages]  # fmt: skip
         if produced & self._output_values:
@@ -246,17 +240,14 @@ class _NodePlacer:
         free. An argument that is changed in place later must be read before the change.
         """
         values = self.trace.values
-        result_bytes = sum(values[value].tensor_spec.nbytes for value in produced)
+        result_bytes = sum(values[index].tensor_spec.nbytes for index in produced)
         node = self.trace.nodes[node_index]
         argument_bytes = 0
-        for value in set(node.inputs):
-            if (
-                values[value].input_only
-                or values[value].parameter_name
-                or self._is_sent_to(value, stage, node_index)
-            ):
-                continue
-            argument_bytes += values[value].tensor_spec.nbytes
+        for index in set(node.inputs):
+            value = values[index]
+            is_free = value.input_only or value.parameter_name
+            if not is_free and not self._is_sent_to(index, stage, node_index):
+                argument_bytes += value.tensor_spec.nbytes
         changed_later = {old for n in self.trace.nodes[node_index:] for old in n.mutations}
         return argument_bytes <= result_bytes and not changed_later & set(node.inputs)
 
@@ -381,14 +372,11 @@ def _check_inner_backward(trace: Trace, node_stages: Mapping[int, int]) -> None:
         descendants, ancestors = set(node.inputs), set(node.inputs)
         earlier = list(enumerate(trace.nodes[:node_index]))
         for _, previous in earlier:
-            descendants |= (
-                get_produced_values(previous)
-                if descendants.intersection(previous.inputs)
-                else set()
-            )
+            if descendants.intersection(previous.inputs):
+                descendants |= previous.produced_values
         between = []
         for index, previous in reversed(earlier):
-            if ancestors & get_produced_values(previous):
+            if ancestors & previous.produced_values:
                 ancestors.update(previous.inputs)
                 between += [index] if descendants.intersection(previous.inputs) else []
         stages = {node_stages.get(index, node_stages[node_index]) for index in between} | {
@@ -400,11 +388,6 @@ def _check_inner_backward(trace: Trace, node_stages: Mapping[int, int]) -> None:
                 f"forward, through operations of stages {', '.join(map(str, sorted(stages)))}. "
                 "Put all of it into one unit with units=, or cut elsewhere with stages=."
             )
-
-
-def get_produced_values(node: TraceNode) -> set[int]:
-    """Return the values that a node produces, by its result or by changing a tensor in place."""
-    return {*(node.output.value_indices if node.output else ()), *node.mutations.values()}
 
 
 def _is_local_view(

@@ -15,7 +15,7 @@ The layers of a `Stage` are the modules whose parameters and buffers it holds:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -283,19 +283,20 @@ def _copy_with_used_tensors(
         return None
     unit_copy = copy_sharing_tensors(unit)
     for path, module in unit_copy.named_modules(prefix=name):
-        _drop_other_parameters(module, lambda key, path=path: f"{path}.{key}" in used, device)
-        for key in [key for key in module._buffers if f"{path}.{key}" not in used]:
-            buffer = module._buffers.pop(key)
-            module.__dict__[key] = None if buffer is None else build_remote_tensor(buffer, device)
+        tables: Any = module._parameters, module._buffers
+        for tensors in tables:
+            others = [key for key in tensors if f"{path}.{key}" not in used]
+            _make_remote(module, tensors, others, device)
     return unit_copy
 
 
-def _drop_other_parameters(module: nn.Module, is_kept: Any, device: torch.device) -> None:
-    """Replace parameters of other stages by remote tensors, which are plain attributes."""
-    for key, parameter in list(module._parameters.items()):
-        if parameter is not None and not is_kept(key):
-            del module._parameters[key]
-            module.__dict__[key] = build_remote_tensor(parameter, device)
+def _make_remote(
+    module: nn.Module, tensors: dict[str, Any], keys: Iterable[str], device: torch.device
+) -> None:
+    """Replace these parameters or buffers by remote tensors, which are plain attributes."""
+    for key in keys:
+        tensor = tensors.pop(key)
+        module.__dict__[key] = None if tensor is None else build_remote_tensor(tensor, device)
 
 
 def _build_tensor_holders(
@@ -308,20 +309,16 @@ def _build_tensor_holders(
     """
     for name, (_, parent_copy) in proxy_model.parent_copies.items():
         prefix = f"{name}." if name else ""
-        _drop_other_parameters(
-            parent_copy, lambda key, p=prefix: index in ownership.parameter_owners[p + key], device
-        )
+        parameters: dict[str, Any] = parent_copy._parameters
+        owners, writers = ownership.parameter_owners, ownership.buffer_writers
+        elsewhere = [
+            k for k, p in parameters.items() if p is not None and index not in owners[prefix + k]
+        ]
+        _make_remote(parent_copy, parameters, elsewhere, device)
         # A buffer that no stage writes is on every stage. One that the forward changes is on the
         # stage that changes it, and remote on the others.
-        for key in [
-            k
-            for k in parent_copy._buffers
-            if ownership.buffer_writers.get(prefix + k, index) != index
-        ]:
-            buffer = parent_copy._buffers.pop(key)
-            parent_copy.__dict__[key] = (
-                None if buffer is None else build_remote_tensor(buffer, device)
-            )
+        written = [k for k in parent_copy._buffers if writers.get(prefix + k, index) != index]
+        _make_remote(parent_copy, parent_copy._buffers, written, device)
         tensors = (*parent_copy._parameters.values(), *parent_copy._buffers.values())
         if any(tensor is not None for tensor in tensors):
             holder = nn.Module()

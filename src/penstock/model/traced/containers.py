@@ -21,7 +21,7 @@ import copy
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import _lru_cache_wrapper, partial
@@ -252,11 +252,9 @@ def _rebind_value(value: Any, replacements: Replacements, depth: int) -> Any:
     if id(value) in replacements:
         return replacements[id(value)]
     if type(value) in (list, tuple):
-        items = (
-            [_rebind_value(item, replacements, depth - 1) for item in value]
-            if depth > 1
-            else list(value)
-        )
+        if depth <= 1:
+            return value
+        items = [_rebind_value(item, replacements, depth - 1) for item in value]
         return value if are_same_objects(items, value) else type(value)(items)
     return rebind_function(value, replacements, depth - 1)
 
@@ -330,33 +328,24 @@ class ReboundHooks:
             for (attributes, key, _), old_hooks in zip(targets, before, strict=True):
                 attributes[key] = old_hooks
 
+    def get_forward_hooks(self, unit: nn.Module) -> Mapping[int, Any]:
+        """Return the forward hooks of the unit itself, rebound where they refer to a parent."""
+        unit_hooks = (
+            hooks for path, key, hooks in self.replacements if not path and key == "_forward_hooks"
+        )
+        return next(unit_hooks, unit._forward_hooks)
 
-def get_forward_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Mapping[int, Any]:
-    """Return the forward hooks of the unit itself, rebound where they refer to a parent."""
-    replacements = rebound_hooks.replacements if rebound_hooks is not None else ()
-    unit_hooks = (
-        hooks for path, key, hooks in replacements if not path and key == "_forward_hooks"
-    )
-    return next(unit_hooks, unit._forward_hooks)
+    def wrap(self, unit: nn.Module) -> Callable[..., Any]:
+        """Return a function that runs a unit with its rebound hooks."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.install(unit):
+                return unit(*args, **kwargs)
+
+        return run
 
 
-def install_hooks(
-    unit: nn.Module, rebound_hooks: ReboundHooks | None
-) -> AbstractContextManager[None]:
-    """Exchange the hooks of a unit for the duration of the context, if any were rebound."""
-    return nullcontext() if rebound_hooks is None else rebound_hooks.install(unit)
-
-
-def wrap_with_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Callable[..., Any]:
-    """Return a function that runs a unit with its rebound hooks."""
-    if rebound_hooks is None:
-        return unit
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with rebound_hooks.install(unit):
-            return unit(*args, **kwargs)
-
-    return run
+NO_REBOUND_HOOKS = ReboundHooks(())
 
 
 # ---- containers that a unit is called with -----------------------------------------------------
@@ -411,11 +400,9 @@ def apply_container_updates(output: Any, args: tuple[Any, ...], kwargs: dict[str
         return output
     containers = list(_iter_nested_containers((*args, *kwargs.values())))
     for position, contents in output.container_updates.items():
-        container = (
-            containers[position]
-            if type(containers[position]) in (*_LIST_TYPES, *_DICT_TYPES)
-            else vars(containers[position])
-        )
+        container = containers[position]
+        if type(container) not in (*_LIST_TYPES, *_DICT_TYPES):
+            container = vars(container)
         set_contents(
             container,
             _map_contents(

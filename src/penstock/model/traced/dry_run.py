@@ -31,6 +31,7 @@ from penstock.model.meta_init import (
     find_initializers,
     has_meta_tensors,
     initialize_module,
+    replace_tensor_attributes,
 )
 from penstock.model.traced.containers import call_tracking_containers
 from penstock.model.traced.interception import FunctionCall
@@ -38,6 +39,7 @@ from penstock.model.traced.torch_functions import find_unversioned_writes, is_in
 from penstock.model.traced.trace import Trace
 from penstock.nested_values import flatten, unflatten
 from penstock.stage.rng import get_shared_rng_states
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -216,7 +218,7 @@ def run_on_dummy_data(
     """
     leaves, spec = flatten((args, kwargs))
     real_leaves = [
-        known_tensors[id(x)].clone() if id(x) in known_tensors else make_dummy_tensor(x)
+        known_tensors[id(x)].clone() if id(x) in known_tensors else _make_dummy_leaf(x)
         for x in leaves
     ]
     # An argument that comes back as an output must be the same fake tensor again.
@@ -240,25 +242,28 @@ def _run_on_real_tensors(target: Any, real_args: Any, real_kwargs: Any) -> Any:
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     copy_tensor = build_tensor_copier(None)
     with _replace_module_tensors(
-        modules, lambda t: make_dummy_tensor(t) if isinstance(t, FakeTensor) else copy_tensor(t)
+        modules, lambda t: _make_dummy_leaf(t) if isinstance(t, FakeTensor) else copy_tensor(t)
     ):
         return _call_target(target, real_args, real_kwargs)
 
 
-def make_dummy_tensor(leaf: Any) -> Any:
-    """Return a real tensor with the shape and dtype of a tensor. Other leaves stay.
+def make_dummy_tensor(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
+    """Return a real tensor of this shape and dtype.
 
     The contents are chosen so that most code accepts them: small random floats, True, and 0 for
     integers, which is a valid index.
     """
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        dummy = torch.randn(spec.shape, dtype=spec.dtype, device=device) * 0.1
+        return dummy.requires_grad_(spec.requires_grad)
+    fill = torch.ones if spec.dtype is torch.bool else torch.zeros
+    return fill(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _make_dummy_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.is_floating_point() or leaf.is_complex():
-        dummy = torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device) * 0.1
-        return dummy.requires_grad_(leaf.requires_grad)
-    if leaf.dtype is torch.bool:
-        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return make_dummy_tensor(TensorSpec.from_tensor(leaf), leaf.device)
 
 
 def make_shape_placeholder(tensor: Tensor) -> Tensor:
@@ -346,10 +351,7 @@ class UninitializedBuffers:
                     "the meta device, and nothing initializes the buffer. Build it under "
                     "torch.device('cpu'), or set it in the reset_parameters() of its module."
                 )
-            tainted |= {
-                *(node.output.value_indices if node.output else ()),
-                *node.mutations.values(),
-            }
+            tainted |= node.produced_values
 
 
 def replace_meta_tensors(
@@ -368,23 +370,14 @@ def replace_meta_tensors(
                     continue
                 is_real = tensors is module._buffers and module not in unit_modules
                 if meta_tensor not in replacements:
-                    replacements[meta_tensor] = (
-                        allocate_like(meta_tensor, fake_factory.device)
-                        if is_real
-                        else fake_factory.from_tensor(meta_tensor)
-                    )
-                    if is_real:
+                    if not is_real:
+                        replacements[meta_tensor] = fake_factory.from_tensor(meta_tensor)
+                    else:
+                        replacements[meta_tensor] = allocate_like(meta_tensor, fake_factory.device)
                         slots.append(MetaTensorSlot(f"{path}.{key}" if path else key, module, key))
                 tensors[key] = replacements[meta_tensor]
-        _replace_meta_attributes(module, replacements)
+        replace_tensor_attributes(module, replacements)
     return UninitializedBuffers(set(_find_uninitialized(model, slots)))
-
-
-def _replace_meta_attributes(module: nn.Module, replacements: dict[Tensor, Tensor]) -> None:
-    """Replace meta tensors that a module also holds as plain attributes."""
-    for key, value in module.__dict__.items():
-        if isinstance(value, Tensor) and value in replacements:
-            module.__dict__[key] = replacements[value]
 
 
 def _find_uninitialized(model: nn.Module, slots: Sequence[MetaTensorSlot]) -> Iterator[str]:
@@ -438,7 +431,7 @@ class PackedSequenceLengths:
         ):
             return None
         result, _ = function_call.call_with_mapped_tensors(
-            lambda t: known_tensors[id(t)] if id(t) in known_tensors else make_dummy_tensor(t)
+            lambda t: known_tensors[id(t)] if id(t) in known_tensors else _make_dummy_leaf(t)
         )
         leaves, spec = flatten(result)
         fakes = [make_fake_output(self._fake_factory, leaf, "") for leaf in leaves]

@@ -16,6 +16,7 @@ loss, so that the weight of each micro-batch is known before it runs; see `find_
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from torch.nn import functional
 from penstock.device.accelerator import list_autocast_types
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.nested_values import flatten, iter_tensors, map_tensors, unflatten
-from penstock.stage.loss import DEFAULT_IGNORE_INDEX, extract_model_loss
+from penstock.stage.loss import DEFAULT_IGNORE_INDEX, find_loss_tensor
 
 # ---- modes of PyTorch: a part of the cache key ---------------------------------------------------
 
@@ -191,15 +192,6 @@ def _same_outcome(is_read: bool, actual: Any, expected: Any) -> bool:
 # numbers of such targets must not count the same. The targets depend on the inputs alone (labels,
 # shifted by one), so a replay counts them before the micro-batch runs.
 
-_CROSS_ENTROPY_PARAMETERS = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-)
 CROSS_ENTROPY_FUNCTIONS = frozenset([functional.cross_entropy, functional.nll_loss])
 
 # Functions of one tensor, and perhaps a number, that scale or reshape it. A loss that has gone
@@ -237,7 +229,7 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
     if node is None or node.func not in CROSS_ENTROPY_FUNCTIONS or node.arg_template is None:
         return None
     args, kwargs = node.arg_template
-    arguments = {**dict(zip(_CROSS_ENTROPY_PARAMETERS, args, strict=False)), **kwargs}
+    arguments = inspect.signature(node.func).bind(*args, **kwargs).arguments
     if arguments.get("reduction", "mean") != "mean" or arguments.get("reduce") is not None:
         return None
     target, class_weights = arguments["target"], arguments.get("weight")
@@ -257,21 +249,18 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
 def _find_loss_node(trace: Trace) -> TraceNode | None:
     """Return the node that produces the model's loss.
 
-    The output is rebuilt with an empty tensor for each value, and the code that finds the loss in a
-    real output is applied to it. The tensor that it returns identifies the value.
+    The output is rebuilt with a tensor without memory for each value, and the code that finds the
+    loss in a real output is applied to it. The tensor that it returns identifies the value.
     """
     markers = {
-        index: torch.empty(0) for index, leaf in enumerate(trace.output.leaves) if _is_value(leaf)
+        index: trace.values[leaf.value].tensor_spec.allocate("meta")
+        for index, leaf in enumerate(trace.output.leaves)
+        if isinstance(leaf, ValueLeaf)
     }
     leaves = [markers.get(index, leaf) for index, leaf in enumerate(trace.output.leaves)]
-    loss = extract_model_loss(unflatten(leaves, trace.output.tree_spec))
-    loss = loss["loss"] if isinstance(loss, dict) and "loss" in loss else loss
+    loss = find_loss_tensor(unflatten(leaves, trace.output.tree_spec))
     for index, marker in markers.items():
         if marker is loss:
             producer = trace.values[trace.output.leaves[index].value].producer
             return None if producer is None else trace.nodes[producer]
     return None
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, ValueLeaf)

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock import torch_compat
-from penstock.model.traced.containers import ReboundHooks, rebind_function
-from penstock.nested_values import iter_tensors, map_tensors
+from penstock.model.traced.containers import NO_REBOUND_HOOKS, ReboundHooks, rebind_function
+from penstock.nested_values import iter_captured_values, iter_tensors, map_tensors
 from penstock.torch_compat import (
     TORCH_DIRECTORY,
     CallHandler,
@@ -44,6 +44,7 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
 
     # The arguments of the `torch.utils.checkpoint` that the forward is inside of, if any.
     checkpoint_options: dict[str, Any] | None = None
+    in_hook = False  # whether a forward hook of a unit on another stage is running
     # By unit: hooks that refer to a parent, rebound to the copy of that parent (see `containers`).
     unit_hooks: Mapping[str, ReboundHooks] = {}
 
@@ -74,23 +75,14 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
         finally:
             remove_call_handlers()
 
-    def handle_autograd_function(
-        self,
-        function: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[..., Any],
-    ) -> Any:
-        """Treat `function.apply` as one operation."""
-        with without_interception(self):
-            return self.intercept_op(function, args, kwargs, call)
-
     def handle_script_function(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Treat a scripted function as one operation."""
         with without_interception(self):
             return self.intercept_op(function, args, kwargs, call)
+
+    handle_autograd_function = handle_script_function  # `function.apply` is one operation, too
 
     def handle_vmap(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], vmap: Callable[..., Any]
@@ -111,20 +103,36 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
         with without_interception(self):
             return self.intercept_op(vmap, (captured, *args), kwargs, call)
 
-    def handle_checkpoint(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+    @contextmanager
+    def handle_checkpoint(self, options: dict[str, Any]) -> Iterator[None]:
         """Run the function as part of the forward, and remember its checkpoint options.
 
         Code that a parent checkpoints is checkpointed unit by unit, so it can be cut anywhere.
         """
-        return self._inside_checkpoint(options)
-
-    @contextmanager
-    def _inside_checkpoint(self, options: dict[str, Any]) -> Iterator[None]:
         before, self.checkpoint_options = self.checkpoint_options, options
         try:
             yield
         finally:
             self.checkpoint_options = before
+
+    def notify_hooks(
+        self, name: str, target: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Call the forward hooks of a unit that runs on another stage.
+
+        A hook that only collects values works here, too. A hook that computes is abandoned at its
+        first operation, by `HookSkipped`: it computes on the stage that runs the unit.
+        """
+        hooks = self.unit_hooks.get(name, NO_REBOUND_HOOKS).get_forward_hooks(target)
+        for key, hook in hooks.items():
+            hook_kwargs = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
+            self.in_hook = True
+            try:
+                hook(target, args, *hook_kwargs, output)
+            except HookSkipped:
+                pass
+            finally:
+                self.in_hook = False
 
 
 def get_current_interceptor() -> OpInterceptor | None:
@@ -191,17 +199,7 @@ def _iter_captured_tensors(func: Any) -> Iterator[Tensor]:
         elif isinstance(value, partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, FunctionType):
-            pending += [
-                cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)
-            ]
-
-
-def _has_contents(cell: Any) -> bool:
-    """Return whether a closure cell is filled. Reading an empty one raises ValueError."""
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+            pending += iter_captured_values(value)
 
 
 @dataclass(frozen=True)

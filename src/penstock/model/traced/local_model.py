@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -172,12 +173,10 @@ def build_local_model(
         local_members: The parts of the model that belong to this process.
         device: The device that remote tensors report.
     """
-    remote_tensors: dict[int, Tensor] = {}  # by the id of the real tensor: tied ones stay tied
 
+    @cache  # tied tensors stay tied
     def remote_tensor(tensor: Tensor) -> Tensor:
-        if id(tensor) not in remote_tensors:
-            remote_tensors[id(tensor)] = build_remote_tensor(tensor, device)
-        return remote_tensors[id(tensor)]
+        return build_remote_tensor(tensor, device)
 
     local_tensors = dict(_find_local_tensors(model, units, local_members))
     local_units: dict[str, nn.Module] = {}

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -168,21 +168,14 @@ class ProxyModel:
         model. On this stage it has to fill the list of this stage's copy.
         """
         replacements: dict[int, Any] = {
-            id(original): parent_copy for original, parent_copy in self.parent_copies.values()
+            address: container.stage_copy for address, container in self._containers.items()
         }
-        # Under torchrun the "original" is itself a copy, and a hook knows the user's own module.
-        user_modules = [
-            (get_remote_members(original).original_ref(), parent_copy)
-            for original, parent_copy in self.parent_copies.values()
-        ]
-        replacements.update(
-            (id(user_module), parent_copy)
-            for user_module, parent_copy in user_modules
-            if user_module is not None
-        )
-        replacements.update(
-            (address, container.stage_copy) for address, container in self._containers.items()
-        )
+        for original, parent_copy in self.parent_copies.values():
+            replacements[id(original)] = parent_copy
+            # Under torchrun the "original" is itself a copy, and a hook knows the user's module.
+            user_module = get_remote_members(original).original_ref()
+            if user_module is not None:
+                replacements[id(user_module)] = parent_copy
         hooks_by_unit = {
             proxy._unit: ReboundHooks.for_unit(proxy._target, replacements)
             for proxy in proxies
@@ -395,13 +388,8 @@ def copy_module_tree(module: nn.Module, transform: Callable[[Tensor], Tensor]) -
     A tensor or module that occurs twice (tied weights) is transformed and copied once, so the copy
     is tied in the same way.
     """
-    tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}
-
-    def map_once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in tensors:
-            tensors[id(tensor)] = transform(tensor)
-        return tensors[id(tensor)]
+    map_once = cache(transform)  # tied tensors stay tied
 
     def copy_module(module: nn.Module) -> nn.Module:
         if id(module) in modules:

@@ -30,8 +30,6 @@ from penstock.model.traced.containers import (
     OutputWithContainerUpdates,
     apply_container_updates,
     call_tracking_containers,
-    get_forward_hooks,
-    wrap_with_hooks,
 )
 from penstock.model.traced.dry_run import make_shape_placeholder
 from penstock.model.traced.interception import (
@@ -54,13 +52,7 @@ from penstock.model.traced.torch_functions import (
 )
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, TraceNode, ValueLeaf
 from penstock.model.traced.traced_partition import ForwardRequest
-from penstock.nested_values import (
-    flatten,
-    iter_tensors,
-    map_call_tensors,
-    map_tensors,
-    unflatten,
-)
+from penstock.nested_values import flatten, iter_tensors, map_call_tensors, map_tensors, unflatten
 from penstock.stage.recompute import is_recomputing
 from penstock.stage.stage import OUTSIDE
 
@@ -108,17 +100,10 @@ class StageInterpreter(OpInterceptor):
         inputs: Mapping[int, Tensor],
     ) -> None:
         super().__init__()
-        self._instructions, self._end, self._unit_modules = (
-            program.instructions,
-            program.end,
-            unit_modules,
-        )
-        self._device = program.device
-        self._original_values, self._received, self._is_last = (
-            program.original_values,
-            received,
-            program.is_last,
-        )
+        self._instructions, self._end = program.instructions, program.end
+        self._device, self._is_last = program.device, program.is_last
+        self._unit_modules, self._received = unit_modules, received
+        self._original_values = program.original_values
         for value in program.values_to_clone:
             received[value] = received[value].clone()
         # Tensors of this stage by value, as far as a later change in place has to find them.
@@ -127,7 +112,7 @@ class StageInterpreter(OpInterceptor):
         # received, replaces it from then on; by the id of the old tensor.
         self._replacements: dict[int, Tensor] = {}
         self.sent_values: dict[int, Tensor] = {}
-        self._node_index, self._is_finished, self._in_hook = 0, False, False
+        self._node_index, self._is_finished = 0, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -148,21 +133,14 @@ class StageInterpreter(OpInterceptor):
             # `StageFinished` unwinds the forward, and context managers of the model run on the way
             # out: leaving `no_grad` or `autocast` must still take effect.
             return call(*args, **kwargs)
-        if self._in_hook:
+        if self.in_hook:
             raise HookSkipped
         instruction = self._advance(func)
         node = instruction.node
         if not instruction.runs_here:
             if instruction.placeholder_is_static and not instruction.rebound_values:
                 return instruction.placeholder_result
-            tensors = list(iter_tensors((args, kwargs)))
-            if instruction.rebound_values:
-                self._rebind(instruction, tensors)
-            return (
-                instruction.placeholder_result
-                if instruction.placeholder_is_static
-                else self._fill_placeholder(instruction, tensors)
-            )
+            return self._fill_placeholder(instruction, list(iter_tensors((args, kwargs))))
         if node.kind is NodeKind.NON_TENSOR:
             return call(*args, **kwargs)
         # `torch.zeros_like(x)` needs the shape of `x` and not its values, so `x` was not sent.
@@ -191,27 +169,19 @@ class StageInterpreter(OpInterceptor):
         """
         if self._is_finished:
             raise StageFinished
-        if self._in_hook:
+        if self.in_hook:
             raise HookSkipped
         instruction = self._advance(name)
         if not instruction.runs_here:
             output = instruction.placeholder_result
             if instruction.rebound_values or not instruction.placeholder_is_static:
-                tensors = _find_tensors((args, kwargs))
-                if instruction.rebound_values:
-                    self._rebind(instruction, tensors)
-                output = (
-                    instruction.placeholder_result
-                    if instruction.placeholder_is_static
-                    else self._fill_placeholder(instruction, tensors)
-                )
+                output = self._fill_placeholder(instruction, _find_tensors((args, kwargs)))
                 output = apply_container_updates(output, args, kwargs)
-            self._notify_hooks(name, target, args, kwargs, output)
+            self.notify_hooks(name, target, args, kwargs, output)
             return output
         resolved_args, resolved_kwargs = map_call_tensors(args, kwargs, self._resolve)
-        run: Callable[..., Any] = wrap_with_hooks(
-            self._unit_modules[name], self.unit_hooks.get(name)
-        )
+        unit, hooks = self._unit_modules[name], self.unit_hooks.get(name)
+        run: Callable[..., Any] = unit if hooks is None else hooks.wrap(unit)
         # A parent called `torch.utils.checkpoint` on code around this unit. The region may span
         # several stages, so each unit in it is checkpointed by itself.
         if self.checkpoint_options is not None:
@@ -274,12 +244,9 @@ class StageInterpreter(OpInterceptor):
         traced = "its end"
         if index < len(self._instructions):
             node = self._instructions[index].node
-            is_unit = node.kind is NodeKind.UNIT
-            traced = (
-                f"unit '{node.func}'"
-                if is_unit
-                else f"{get_function_name(node.func)} ({node.location})"
-            )
+            traced = f"{get_function_name(node.func)} ({node.location})"
+            if node.kind is NodeKind.UNIT:
+                traced = f"unit '{node.func}'"
         return CutError(
             f"the forward took another path at node {index} of its trace: with inputs like these "
             f"it came to {traced}, and now to {actual} ({get_source_location()}). What a forward "
@@ -316,7 +283,14 @@ class StageInterpreter(OpInterceptor):
         return make_shape_placeholder(tensor) if type(tensor) is RemoteTensor else tensor
 
     def _fill_placeholder(self, instruction: Instruction, tensors: Sequence[Tensor]) -> Any:
-        """Return a placeholder in which arguments that the call passes through are this call's."""
+        """Return a placeholder in which arguments that the call passes through are this call's.
+
+        First rebind the tensors among the arguments that the node changes in place.
+        """
+        if instruction.rebound_values:
+            self._rebind(instruction, tensors)
+        if instruction.placeholder_is_static:
+            return instruction.placeholder_result
         assert instruction.node.output is not None
         leaves = [
             tensors[leaf.argument_index] if isinstance(leaf, ArgumentLeaf) else leaf
@@ -368,26 +342,6 @@ class StageInterpreter(OpInterceptor):
             self._live_values[value] = tensor
             if is_sent:
                 self.sent_values[value] = tensor.clone() if needs_copy else tensor
-
-    def _notify_hooks(
-        self, name: str, target: nn.Module, args: Any, kwargs: Any, result: Any
-    ) -> None:
-        """Call the forward hooks of a unit that runs on another stage.
-
-        A hook that only collects values works here, too. A hook that computes is abandoned at its
-        first operation, by `HookSkipped`: it computes on the stage that runs the unit.
-        """
-        for key, hook in get_forward_hooks(target, self.unit_hooks.get(name)).items():
-            self._in_hook = True
-            try:
-                if key in target._forward_hooks_with_kwargs:
-                    hook(target, args, kwargs, result)
-                else:
-                    hook(target, args, result)
-            except HookSkipped:
-                pass
-            finally:
-                self._in_hook = False
 
 
 def _check_unit_shapes(instruction: Instruction, result: Any) -> None:

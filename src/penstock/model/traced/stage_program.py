@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.model.traced.assignment import TraceAssignment, get_produced_values, locate_value
+from penstock.model.traced.assignment import TraceAssignment, locate_value
 from penstock.model.traced.containers import OutputWithContainerUpdates
 from penstock.model.traced.interception import NullHookHandle
 from penstock.model.traced.remote_tensor import RemoteTensor
@@ -110,47 +110,28 @@ def build_stage_program(
 ) -> StageProgram:
     """Return the program of one stage on a device."""
     trace, stage_assignment = assignment.trace, assignment.stage_assignments[stage]
-    remote_tensors: dict[int, RemoteTensor] = {}
-
-    # One placeholder per value, so that `a is b` gives the same answer as with the real tensors.
-    def remote_tensor(value: int) -> RemoteTensor:
-        if value not in remote_tensors:
-            remote_tensors[value] = RemoteTensor.from_spec(
-                trace.values[value].tensor_spec, device, value
-            )
-        return remote_tensors[value]
-
+    remote_tensor = trace.make_remote_tensors(device)
     inplace = _InplaceTracker(assignment, stage)
     shape_dependent = _find_shape_dependent_values(trace)
     instructions = []
     for node_index, node in enumerate(trace.nodes):
         # Nodes without tensors run on every stage: they switch modes such as `no_grad`.
-        runs_here = node_index in stage_assignment.nodes or node.kind is NodeKind.NON_TENSOR
-        if runs_here:
-            fills_container = (
-                node.output is not None
-                and node.output.tree_spec.context is OutputWithContainerUpdates
-            )
-            instructions.append(
-                Instruction(
-                    node,
-                    True,
-                    saved_values=inplace.find_saved_values(node),
-                    expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
-                    fills_container=fills_container,
-                )
-            )
-            continue
-        placeholder, is_static = _build_placeholder(node, remote_tensor)
-        instructions.append(
-            Instruction(
+        if node_index in stage_assignment.nodes or node.kind is NodeKind.NON_TENSOR:
+            output_context = None if node.output is None else node.output.tree_spec.context
+            instruction = Instruction(
                 node,
-                False,
-                placeholder,
-                is_static,
-                rebound_values=inplace.find_rebound_values(node),
+                True,
+                saved_values=inplace.find_saved_values(node),
+                expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
+                fills_container=output_context is OutputWithContainerUpdates,
             )
-        )
+        else:
+            placeholder, is_static = _build_placeholder(node, remote_tensor)
+            rebound_values = inplace.find_rebound_values(node)
+            instruction = Instruction(
+                node, False, placeholder, is_static, rebound_values=rebound_values
+            )
+        instructions.append(instruction)
     is_last = stage == len(assignment.stage_assignments) - 1
     return StageProgram(
         tuple(instructions),
@@ -180,7 +161,7 @@ def _find_shape_dependent_values(trace: Trace) -> set[int]:
     """
     values = set(trace.shape_read_values)
     for node in reversed(trace.nodes):
-        if node.kind is not NodeKind.UNIT and not values.isdisjoint(get_produced_values(node)):
+        if node.kind is not NodeKind.UNIT and not values.isdisjoint(node.produced_values):
             values.update(node.inputs)
     return values
 
@@ -238,11 +219,8 @@ class _InplaceTracker:
         for node_index, node in reversed(list(enumerate(nodes))):
             runs_here = node_index in self._assignment.nodes
             self._mutated_values.update(node.mutations if runs_here else ())
-            wanted = (
-                self._sent_values | self._tracked_values
-                if runs_here
-                else self._assignment.needed_values | self._tracked_values
-            )
+            needed = self._sent_values if runs_here else self._assignment.needed_values
+            wanted = needed | self._tracked_values
             self._tracked_values |= {
                 old
                 for old, new in node.mutations.items()
@@ -251,9 +229,6 @@ class _InplaceTracker:
 
     def find_saved_values(self, node: TraceNode) -> tuple[SavedValue, ...]:
         """Return the values of a node that the stage sends or tracks."""
-        produced = set(node.output.value_indices if node.output else ()) | set(
-            node.mutations.values()
-        )
         return tuple(
             SavedValue(
                 value,
@@ -261,7 +236,7 @@ class _InplaceTracker:
                 value in self._sent_values,
                 value in self._mutated_values,
             )
-            for value in sorted(produced & (self._sent_values | self._tracked_values))
+            for value in sorted(node.produced_values & (self._sent_values | self._tracked_values))
         )
 
     def find_rebound_values(self, node: TraceNode) -> tuple[tuple[int, int], ...]:

@@ -19,13 +19,16 @@ Values and nodes are referred to by their index in `Trace.values` and `Trace.nod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
+from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from penstock.model.traced.remote_tensor import RemoteTensor
 from penstock.model.traced.torch_functions import get_function_name
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import pytree
@@ -119,6 +122,11 @@ class TraceNode:
     arg_template: Any = None
     call: Any = None  # runs the operation; see `OpInterceptor.intercept_op`
 
+    @property
+    def produced_values(self) -> set[int]:
+        """The values that the node produces, by its result or by changing a tensor in place."""
+        return {*(self.output.value_indices if self.output else ()), *self.mutations.values()}
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the node for inspection, with function names for functions.
 
@@ -154,6 +162,15 @@ class Trace:
     # Contents of integer and boolean tensors that are passed to units (indices, lengths, masks).
     # The profiler calls the units with these, because a unit may not run with arbitrary indices.
     unit_integer_inputs: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def make_remote_tensors(self, device: torch.device) -> Callable[[int], RemoteTensor]:
+        """Return a function from values to remote tensors, with one tensor for each value.
+
+        So `a is b` gives the same answer as with the real tensors.
+        """
+        return cache(
+            lambda value: RemoteTensor.from_spec(self.values[value].tensor_spec, device, value)
+        )
 
     @property
     def unit_call_indices(self) -> list[int]:

@@ -22,17 +22,9 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.isolation import isolated
-from penstock.model.traced.containers import (
-    apply_container_updates,
-    find_shared_containers,
-    get_forward_hooks,
-)
+from penstock.model.traced.containers import apply_container_updates, find_shared_containers
 from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
-from penstock.model.traced.interception import (
-    HookSkipped,
-    NullHookHandle,
-    OpInterceptor,
-)
+from penstock.model.traced.interception import HookSkipped, NullHookHandle, OpInterceptor
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
 from penstock.model.traced.proxies import ProxyModel, build_unit_proxy
 from penstock.model.traced.remote_tensor import RemoteTensor
@@ -100,22 +92,15 @@ class _ConsistencyChecker(OpInterceptor):
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
         super().__init__()
-        self._trace, self._device = trace, device
-        self._remote_tensors: dict[int, RemoteTensor] = {}
-        self._node_index, self._in_hook = 0, False
+        self._trace = trace
+        self.get_remote_tensor = trace.make_remote_tensors(device)
+        self._node_index = 0
         self._unit_by_value = {
             value: str(node.func.unit)
             for node in trace.nodes
             if node.kind is NodeKind.UNIT and node.output is not None
             for value in node.output.value_indices
         }
-
-    def get_remote_tensor(self, value: int) -> RemoteTensor:
-        """Return the remote tensor that stands for a value."""
-        if value not in self._remote_tensors:
-            spec = self._trace.values[value].tensor_spec
-            self._remote_tensors[value] = RemoteTensor.from_spec(spec, self._device, value)
-        return self._remote_tensors[value]
 
     def check_unit_output(self, value: int, tensor: Tensor | None, location: str) -> None:
         """Raise `EscapedTensor` if a value is an output of a unit and the tensor is not.
@@ -153,22 +138,12 @@ class _ConsistencyChecker(OpInterceptor):
         node = self._next_node(name)
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         output = apply_container_updates(self._replay_output(node, tensors), args, kwargs)
-        # Hooks that collect outputs work on every stage. A hook that computes ends at its first
-        # operation: `_next_node` raises HookSkipped.
-        for key, hook in get_forward_hooks(target, self.unit_hooks.get(name)).items():
-            hook_kwargs = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
-            self._in_hook = True
-            try:
-                hook(target, args, *hook_kwargs, output)
-            except HookSkipped:
-                pass
-            finally:
-                self._in_hook = False
+        self.notify_hooks(name, target, args, kwargs, output)
         return output
 
     def _next_node(self, func: Any) -> TraceNode:
         """Return the next node of the trace. Raise if the forward calls something else."""
-        if self._in_hook:
+        if self.in_hook:
             raise HookSkipped
         if self._node_index >= len(self._trace.nodes):
             raise _PathDiverged

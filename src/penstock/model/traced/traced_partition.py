@@ -23,12 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
-from penstock.fingerprint import (
-    Fingerprinter,
-    ModelSettings,
-    ObjectIdentity,
-    read_model_settings,
-)
+from penstock.fingerprint import Fingerprinter, ModelSettings, ObjectIdentity, read_model_settings
 from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition
@@ -51,7 +46,7 @@ from penstock.model.traced.stage_program import StageProgram, build_stage_progra
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
-from penstock.nested_values import flatten
+from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
 from penstock.tensor_spec import TensorSpec
@@ -187,7 +182,8 @@ class TraceMemory:
     """
 
     cache: TraceCache = field(default_factory=OrderedDict)
-    # The parents' children, parameters and buffers at the first check; see `check_unchanged`.
+    # The children of the pipe and of the parents, their parameters and their buffers at the first
+    # check; see `check_unchanged`.
     initial_members: list[Any] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type[TraceMemory], tuple[()]]:
@@ -272,11 +268,10 @@ class TracedPartition(Partition):
                     "the Pipe after the change, or change what is inside the unit."
                 )
         # The first call, when the pipe is built, takes the members to compare with.
-        members = list(_iter_members(self.parents, self.ownership.buffer_writers))
+        around_units = _iter_members(self.parents, self.ownership.buffer_writers)
+        members = [*children.values(), *around_units]  # `pipe.head = layer` changes only the former
         initial = self._memory.initial_members = self._memory.initial_members or members
-        if len(members) == len(initial) and all(
-            a is b for a, b in zip(members, initial, strict=True)
-        ):
+        if are_same_objects(members, initial):
             return
         names = ", ".join(f"'{name}'" if name else "the model" for name in self.parents)
         raise RunError(

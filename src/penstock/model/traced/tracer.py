@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.traced.containers import (
+    NO_REBOUND_HOOKS,
     apply_container_updates,
-    install_hooks,
     track_container_changes,
 )
 from penstock.model.traced.dry_run import (
@@ -74,7 +74,7 @@ from penstock.model.traced.trace import (
     ValueLeaf,
     ValueRef,
 )
-from penstock.model.traced.value_table import EscapedTensor, RandomRange, ValueTable
+from penstock.model.traced.value_table import EscapedTensor, ValueTable
 from penstock.nested_values import (
     flatten,
     iter_hidden_tensors,
@@ -230,11 +230,9 @@ class Tracer(OpInterceptor):
         self.nodes: list[TraceNode] = []
         # By unit: lists, dicts and attributes through which a tensor could leave the unit.
         self.shared_containers: Mapping[str, Sequence[Any]] = {}
-        self._random_ranges, self._call_counts = dict[int, RandomRange](), Counter[str]()
-        self._packed_lengths, self._unit_integer_inputs = (
-            PackedSequenceLengths(fake_factory),
-            dict[int, Tensor](),
-        )
+        self._random_ranges, self._call_counts = dict[int, tuple[Any, Any]](), Counter[str]()
+        self._packed_lengths = PackedSequenceLengths(fake_factory)
+        self._unit_integer_inputs: dict[int, Tensor] = {}
 
     # ---- operations ---------------------------------------------------------------------------
 
@@ -329,10 +327,8 @@ class Tracer(OpInterceptor):
             depends on contents
             otherwise                   every stage that needs the result runs it
         """
-        versions, rng_state = (
-            get_versions(function_call.tensors),
-            get_rng_state(self.value_table.fake_factory.device),
-        )
+        versions = get_versions(function_call.tensors)
+        rng_state = get_rng_state(self.value_table.fake_factory.device)
         # Before the call: an in-place operation turns its arguments into other values.
         arg_template = self._build_arg_template(function_call)
         result = function_call.call(*function_call.args, **function_call.kwargs)
@@ -385,20 +381,14 @@ class Tracer(OpInterceptor):
         known_tensors = {
             id(fakes[id(t)]): t for t in function_call.tensors if self._is_input_only(t)
         }
-        request = (
-            self.value_table.fake_factory,
-            "",
-            function_call.call,
-            args,
-            kwargs,
-            known_tensors,
-        )
+        factory, request = self.value_table.fake_factory, (args, kwargs, known_tensors)
         try:
-            result, uses_rng = run_on_fakes(*request)
+            result, uses_rng = run_on_fakes(factory, "", function_call.call, *request)
         except DATA_DEPENDENT_ERRORS as error:
             if not self._is_decided_by_inputs(node, function_call):
                 raise build_host_read_error(node, self.nodes, self.value_table.values) from error
-            result, uses_rng = run_on_dummy_data(*request), False
+            uses_rng = False
+            result = run_on_dummy_data(factory, "", function_call.call, *request)
             node = self._add_shape_guard(node, function_call, result)
         mutated = find_mutated(node.func, fake_tensors, versions, args, kwargs)
         mutated = select_originals(function_call.tensors, fake_tensors, mutated)
@@ -471,7 +461,7 @@ class Tracer(OpInterceptor):
         if node.func in UNIFORM_RANDOM and isinstance(output, Tensor):
             largest = torch.nextafter(torch.ones_like(output), torch.zeros_like(output))
             value = self.value_table.value_of(output)
-            self._random_ranges[value] = RandomRange(torch.zeros_like(output), largest)
+            self._random_ranges[value] = torch.zeros_like(output), largest
         return output
 
     def _trace_random_comparison(
@@ -489,19 +479,19 @@ class Tracer(OpInterceptor):
         ):
             return None
 
-        def evaluate_at_bound(bound: str) -> Any:
+        def evaluate_at_bound(bound: int) -> Any:
             def replace_random(tensor: Tensor) -> Tensor:
                 random_range = self._random_ranges.get(value_of(tensor))
-                return tensor if random_range is None else getattr(random_range, bound)
+                return tensor if random_range is None else random_range[bound]
 
             return function_call.call_with_mapped_tensors(replace_random)[0]
 
-        least, largest = evaluate_at_bound("least"), evaluate_at_bound("largest")
+        least, largest = evaluate_at_bound(0), evaluate_at_bound(1)
         if isinstance(least, Tensor):
             result = self._append_node(
                 replace(node, has_side_effect=True), least.clone(), function_call.tensors
             )
-            self._random_ranges[value_of(result)] = RandomRange(least, largest)
+            self._random_ranges[value_of(result)] = least, largest
             return (result,)
         if least != largest:
             raise CutError(
@@ -553,15 +543,11 @@ class Tracer(OpInterceptor):
         self._unit_integer_inputs |= {
             value: t for value, t in known_inputs if t is not None and not t.is_floating_point()
         }
-        with install_hooks(target, self.unit_hooks.get(name)):
-            request = (
-                self.value_table.fake_factory,
-                name,
-                target,
-                *unflatten(fakes, spec),
-                known_tensors,
+        with self.unit_hooks.get(name, NO_REBOUND_HOOKS).install(target):
+            fake_args, fake_kwargs = unflatten(fakes, spec)
+            output, _ = run_on_fakes(
+                self.value_table.fake_factory, name, target, fake_args, fake_kwargs, known_tensors
             )
-            output, _ = run_on_fakes(*request)
         mutated = select_originals(
             tensors, fake_tensors, find_mutated(None, fake_tensors, versions)
         )

@@ -72,11 +72,7 @@ def _iter_units(
         yield name, module
         return
     # A module that contains no list of layers is a unit as a whole, if it has parameters.
-    if (
-        name
-        and name not in expanded
-        and (not _has_parameters(module) or not has_layer_list(module))
-    ):
+    if name and name not in expanded and not has_layer_list(module):
         if _has_parameters(module):
             yield name, module
         return

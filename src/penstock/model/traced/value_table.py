@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,14 +39,6 @@ class EscapedTensor(Exception):
     def __init__(self, unit: str, location: str) -> None:
         super().__init__(unit)
         self.unit, self.location = unit, location
-
-
-@dataclass(frozen=True)
-class RandomRange:
-    """The bounds of a random value: what it is for the smallest and for the largest draw."""
-
-    least: Any
-    largest: Any
 
 
 class ValueTable:

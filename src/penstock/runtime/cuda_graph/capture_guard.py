@@ -45,12 +45,6 @@ _HOST_SYNC_TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 # element. More elements than this are refused: they belong in a buffer.
 _MAX_CONSTANT_ELEMENTS = 64
 
-# The class of errors that CUDA itself reports.
-_DEVICE_ERRORS = (
-    ()
-    if (_accelerator_error := getattr(torch, "AcceleratorError", None)) is None
-    else (_accelerator_error,)
-)
 _TENSOR_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
@@ -132,7 +126,11 @@ class CaptureGuard(CompileFriendlyDispatchMode):
         self._check_rng(func, args, kwargs)
         self._check_host_tensors(func, host_tensors, bool(device_tensors), kwargs)
         # A recorded copy would read the host memory again at each replay, after it was freed.
-        if func is TO_COPY_OPERATOR and host_tensors and self._targets_captured_device(kwargs):
+        if (
+            func is TO_COPY_OPERATOR
+            and host_tensors
+            and _get_device_type(kwargs) in self._device_types
+        ):
             return fill_constant_on_device(args[0], **kwargs)
         out = func(*args, **kwargs)
         # All host inputs were constants, so the host outputs are constants, too.
@@ -140,10 +138,6 @@ class CaptureGuard(CompileFriendlyDispatchMode):
             if output.device.type not in self._device_types:
                 self._host_constants[output] = True
         return out
-
-    def _targets_captured_device(self, kwargs: Mapping[str, Any]) -> bool:
-        device = kwargs.get("device")
-        return device is not None and torch.device(device).type in self._device_types
 
     def _check_rng(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if the operation draws from a generator that the graph does not know."""
@@ -171,8 +165,7 @@ class CaptureGuard(CompileFriendlyDispatchMode):
                 f"it computes with a tensor in host memory ({_get_op_name(func)}). Keep the tensor "
                 "on the device, in a buffer"
             )
-        device = kwargs.get("device")
-        targets_host = device is not None and torch.device(device).type not in self._device_types
+        targets_host = _get_device_type(kwargs) not in (None, *self._device_types)
         if has_device_tensors and (
             targets_host or (host_tensors and func is torch.ops.aten.copy_.default)
         ):
@@ -201,7 +194,6 @@ class ConstantFillMode(TorchFunctionMode):
             like, *remaining_args = args
             func, args = torch.tensor, tuple(remaining_args)
             kwargs = {"device": like.device, "dtype": like.dtype} | kwargs
-        device = kwargs.get("device")
         if func not in _TENSOR_CONSTRUCTORS or (args and isinstance(args[0], Tensor)):
             return func(*args, **kwargs)
         # By name, for arrays and scalars alike: NumPy may not be installed.
@@ -210,10 +202,9 @@ class ConstantFillMode(TorchFunctionMode):
                 "it creates a tensor from a NumPy array in every step. Create it once, as a buffer "
                 "on the device"
             )
-        if device is None or torch.device(device).type not in self._device_types:
+        if _get_device_type(kwargs) not in self._device_types:
             return func(*args, **kwargs)
-        del kwargs["device"]
-        requires_grad = kwargs.pop("requires_grad", False)
+        device, requires_grad = kwargs.pop("device"), kwargs.pop("requires_grad", False)
         return fill_constant_on_device(
             func(*args, **kwargs, device="cpu"), device=device
         ).requires_grad_(requires_grad)
@@ -261,6 +252,12 @@ def _needs_host_sync(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if func is torch.ops.aten.one_hot.default:
         return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
     return True
+
+
+def _get_device_type(kwargs: Mapping[str, Any]) -> str | None:
+    """Return the type of the device in the arguments of a call, or None if they name none."""
+    device = kwargs.get("device")
+    return None if device is None else torch.device(device).type
 
 
 def _owns_its_memory(tensor: Tensor) -> bool:
@@ -321,7 +318,7 @@ def locate_capture_errors(get_layer_names: Callable[[], Mapping[nn.Module, str]]
 
 def _is_caused_by_capture(error: Exception, first_line: str) -> bool:
     """Return whether the error comes from the capture itself, and will come again."""
-    return isinstance(error, (*_DEVICE_ERRORS, MissingExtra)) or "captur" in first_line
+    return isinstance(error, torch.AcceleratorError | MissingExtra) or "captur" in first_line
 
 
 def _describe_error_location(
@@ -337,10 +334,7 @@ def _describe_error_location(
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and module in layer_names:
             layer, line = f"layer {layer_names[module]} ({type(module).__name__})", ""
-        if _is_user_module(frame.f_globals.get("__name__", "")):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "penstock", *sys.stdlib_module_names):
             line = f"{frame.f_code.co_filename}:{line_number}"
     return ", ".join(part for part in (layer, line) if part) + ": " * bool(layer or line)
-
-
-def _is_user_module(module_name: str) -> bool:
-    return module_name.partition(".")[0] not in ("torch", "penstock", *sys.stdlib_module_names)

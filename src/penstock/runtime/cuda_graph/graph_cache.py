@@ -68,7 +68,6 @@ from penstock.runtime.execution import CaptureOverrides, LaneExecutor, MeasuredR
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.step import StepResult
 from penstock.runtime.transport import Mailboxes
-from penstock.runtime.worker import TimedAction
 from penstock.schedules.timeline import Timeline
 from penstock.torch_compat import pytree
 
@@ -134,16 +133,12 @@ class _ReplayMeasurement:
                 return nanoseconds[moment.device][moment.slot] / 1e9
             return moment
 
-        program, lanes, origins = (
-            self.capture.program,
-            self.capture.timed_actions,
-            self.capture.time_origins,
-        )
         timed_actions = [
-            [TimedAction(m.bound_action, to_seconds(m.start), to_seconds(m.end)) for m in lane]
-            for lane in lanes
+            [(action, to_seconds(start), to_seconds(end)) for action, start, end in lane]
+            for lane in self.capture.timed_actions
         ]
-        return MeasuredRun(program, timed_actions, list(map(to_seconds, origins))).timeline
+        origins = list(map(to_seconds, self.capture.time_origins))
+        return MeasuredRun(self.capture.program, timed_actions, origins).timeline
 
 
 # ---- the cache ------------------------------------------------------------------------------
@@ -188,11 +183,8 @@ class GraphCache:
         self._partition, self._graph_factory = partition, graph_factory
         self._devices_and_placement = devices, placement
         self._device_types = frozenset(place.device.type for place in devices)
-        self._memory_pools, self._grad_buffers, self._reassigned_tensors = (
-            GraphMemoryPools(),
-            GradBufferPool(),
-            ReassignedTensors(),
-        )
+        self._memory_pools, self._grad_buffers = GraphMemoryPools(), GradBufferPool()
+        self._reassigned_tensors = ReassignedTensors()
         self._history = _CaptureHistory()
         self._step_modules: StepModules | None = None
         self._last_missed_key: GraphKey | None = None
@@ -257,11 +249,8 @@ class GraphCache:
         """Run the step eagerly, in this thread, and record what its capture needs to know."""
         self._count_miss(key)
         modules, optimizer = step_modules.modules, prepared.request.optimizer
-        rng_usage, grad_updates, host_rng = (
-            RngUsage(),
-            GradUpdateDetector(step_modules.parameters),
-            HostRngGuard(),
-        )
+        rng_usage, host_rng = RngUsage(), HostRngGuard()
+        grad_updates = GradUpdateDetector(step_modules.parameters)
         attributes, tensors = fingerprint_attributes(modules), collect_module_tensors(modules)
         optimizer_numbers = get_optimizer_numbers(optimizer)
         result = run_eagerly(
@@ -317,12 +306,9 @@ class GraphCache:
         step_modules: StepModules,
     ) -> CapturedStep:
         """Capture the step and store its graph. On an error, leave everything as it was."""
-        history, modules_before, host_rng = (
-            self._history,
-            # Without the values of tensors: a capture computes nothing.
-            StateSnapshot(step_modules.modules, copy_value=lambda _: False),
-            HostRngGuard(),
-        )
+        history, host_rng = self._history, HostRngGuard()
+        # Without the values of tensors: a capture computes nothing.
+        modules_before = StateSnapshot(step_modules.modules, copy_value=lambda _: False)
         # Old graphs go first, so that their memory is free for the new one.
         while len(history.graphs) >= MAX_GRAPHS:
             history.graphs.popitem(last=False)
@@ -413,16 +399,10 @@ class GraphCache:
         )
         generators.finish_capture()
         static_inputs.finish_capture()
-        assert isinstance(result.measured, MeasuredRun)
+        measured = result.measured
+        assert isinstance(measured, MeasuredRun)
         return CapturedStep(
-            graph,
-            static_inputs,
-            grad_buffers,
-            generators,
-            clocks,
-            result,
-            result.measured,
-            static_step,
+            graph, static_inputs, grad_buffers, generators, clocks, result, measured, static_step
         )
 
     def _record_failure(

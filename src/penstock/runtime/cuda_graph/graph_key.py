@@ -192,7 +192,8 @@ def build_graph_key(
         stage_inputs.graph,
         stage_inputs.has_target,
         stage_inputs.assignment_digest,
-        *_fingerprint_inputs(inputs, fingerprint),
+        (inputs.specs, inputs.tensor_indices, inputs.alias_indices, inputs.has_overlap),
+        (fingerprint(inputs.other_leaves), inputs.structure),
     )
     return GraphKey(
         CachedHash(request_facts),
@@ -210,17 +211,6 @@ def _get_kernel_flags() -> Hashable:
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic,
-    )
-
-
-def _fingerprint_inputs(inputs: FlatInputs, fingerprint: Fingerprinter) -> tuple[Hashable, ...]:
-    aliases = inputs.alias_indices, inputs.has_overlap
-    return (
-        inputs.specs,
-        inputs.tensor_indices,
-        aliases,
-        fingerprint(inputs.other_leaves),
-        inputs.structure,
     )
 
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -308,15 +309,14 @@ class GradBuffer:
 # as one more reference to its gradient.
 
 
-def _measure_grad_ref_count() -> int:
-    parameter = nn.Parameter(torch.empty(0))
+@cache
+def _count_unshared() -> tuple[int, int, int]:
+    """Return the references to a buffer, to its memory, and to a buffer that is a `.grad`."""
+    parameter, buffer = nn.Parameter(torch.empty(0)), GradBuffer(torch.empty(0))
     parameter.grad = torch.empty(0)
-    return GradBuffer(parameter.grad).ref_count
+    grad_references = GradBuffer(parameter.grad).ref_count
+    return buffer.ref_count, buffer._expected_storage_uses, grad_references
 
-
-_UNSHARED_REF_COUNT = GradBuffer(torch.empty(0)).ref_count
-_UNSHARED_STORAGE_USES = GradBuffer(torch.empty(0))._expected_storage_uses
-_GRAD_REF_COUNT = _measure_grad_ref_count()
 
 GradBufferMap = dict[nn.Parameter, GradBuffer]
 
@@ -379,10 +379,8 @@ def _adopt_existing_grad(parameter: nn.Parameter) -> GradBuffer | None:
     if parameter.grad is None or not is_replaceable_by(parameter.grad, parameter):
         return None
     buffer = GradBuffer(parameter.grad)
-    is_unshared = (
-        buffer.ref_count <= _GRAD_REF_COUNT
-        and buffer._expected_storage_uses <= _UNSHARED_STORAGE_USES
-    )
+    _, storage_uses, references = _count_unshared()
+    is_unshared = buffer.ref_count <= references and buffer._expected_storage_uses <= storage_uses
     return buffer if is_unshared and not _is_partial_view(buffer.tensor) else None
 
 
@@ -442,8 +440,9 @@ def redirect_grads_for_replay(grad_buffers: GradBufferMap) -> Iterator[None]:
     """Set `.grad` to the buffers for a replay, with the numbers that `.grad` had before."""
     redirected = [(p, buffer) for p, buffer in grad_buffers.items() if p.grad is not buffer.tensor]
     # Must come before any write: a caller who keeps the buffer's tensor sees its old numbers.
+    unshared_references, _, _ = _count_unshared()
     for _, buffer in redirected:
-        if buffer.ref_count > _UNSHARED_REF_COUNT:
+        if buffer.ref_count > unshared_references:
             buffer.detach_caller()
     caller_grads = [(p, p.grad, buffer.tensor) for p, buffer in redirected if p.grad is not None]
     _zero_tensors([buffer.tensor for p, buffer in redirected if p.grad is None])
@@ -504,17 +503,23 @@ TensorsByAttribute = dict[tuple[nn.Module, TensorAttribute], Tensor]
 
 def collect_module_tensors(modules: Sequence[nn.Module]) -> TensorsByAttribute:
     """Return all buffers of the modules, and all tensors that are plain attributes."""
-    return dict(_iter_module_tensors(modules))
+    return {
+        (module, TensorAttribute(is_buffer, name)): value
+        for module in modules
+        for is_buffer, table in ((True, module._buffers), (False, vars(module)))
+        for name, value in table.items()
+        if isinstance(value, Tensor)
+    }
 
 
-def _iter_module_tensors(
-    modules: Sequence[nn.Module],
-) -> Iterator[tuple[tuple[nn.Module, TensorAttribute], Tensor]]:
-    for module in modules:
-        for is_buffer, table in ((True, module._buffers), (False, vars(module))):
-            for name, value in table.items():
-                if isinstance(value, Tensor):
-                    yield (module, TensorAttribute(is_buffer, name)), value
+def _iter_reassigned(
+    before: TensorsByAttribute, modules: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, TensorAttribute, Tensor | None, Tensor]]:
+    """Yield the attributes that a step has reassigned, each with its old and its new value."""
+    for (module, attribute), value in collect_module_tensors(modules).items():
+        old_value = before.get((module, attribute))
+        if old_value is not value:
+            yield module, attribute, old_value, value
 
 
 class ReassignedTensors:
@@ -548,10 +553,7 @@ class ReassignedTensors:
         self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
     ) -> None:
         """Make static tensors for the attributes that an eager step has reassigned."""
-        for (module, attribute), value in collect_module_tensors(modules).items():
-            old_value = before.get((module, attribute))
-            if old_value is value:
-                continue
+        for module, attribute, old_value, value in _iter_reassigned(before, modules):
             if old_value is not None and not is_replaceable_by(value, old_value):
                 raise CaptureError(
                     _describe_reassignment(describe(module), attribute.name, old_value, value)
@@ -571,10 +573,7 @@ class ReassignedTensors:
         self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
     ) -> None:
         """Copy reassigned values into their static tensors, as the last part of a capture."""
-        for (module, attribute), value in collect_module_tensors(modules).items():
-            old_value = before.get((module, attribute))
-            if old_value is value:
-                continue
+        for module, attribute, old_value, value in _iter_reassigned(before, modules):
             if (
                 old_value is None
                 or attribute not in self._static_tensors.get(module, ())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.device.accelerator import list_autocast_types
 from penstock.errors import RunError
-from penstock.microbatch import Chunk, MicrobatchRows, NoChunk
+from penstock.microbatch import Chunk, MicrobatchRows, NoChunk, list_tensors, unwrap_chunk
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import (
     Cell,
@@ -34,6 +34,7 @@ from penstock.model.stage_inputs import (
 )
 from penstock.runtime.distributed.channels import CallCacheEntry, ProcessTransport
 from penstock.runtime.distributed.control_channel import (
+    Agreement,
     ControlChannel,
     RankFacts,
     check_ranks_agree,
@@ -92,9 +93,7 @@ def collect_batch_facts(request: Request) -> RankFacts:
 
 def collect_batch_tensors(request: Request) -> list[Tensor]:
     """Return all tensors of a batch: inputs, keyword inputs and targets."""
-    leaves = pytree.tree_leaves([request.inputs, dict(request.keyword_inputs), request.target])
-    unwrapped = (leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf for leaf in leaves)
-    return [leaf for leaf in unwrapped if isinstance(leaf, Tensor)]
+    return list_tensors([request.inputs, dict(request.keyword_inputs), request.target])
 
 
 def describe_batch_strides(request: Request) -> str:
@@ -153,8 +152,7 @@ class BatchAnnouncement:
 
     def to_json(self) -> str:
         """Return the announcement as JSON text."""
-        rows = [list(self.rows.counts), self.rows.dim]
-        return json.dumps([rows, self.chunks, list(self.input_stages), self.has_target])
+        return json.dumps(astuple(self))
 
     @staticmethod
     def from_json(text: str) -> BatchAnnouncement:
@@ -175,9 +173,8 @@ class AgreedCall:
     stage_inputs: StageInputs
     facts: RankFacts  # those that do not depend on the batch
     announcement: BatchAnnouncement
+    agreement: Agreement
     cache_entry: CallCacheEntry
-    seed: int
-    cache_key: str
     is_first_call: bool  # no call with this cache key has succeeded before
 
 
@@ -187,12 +184,8 @@ class CallSetup:
     def __init__(
         self, groups: ProcessGroups, placed_partition: PlacedPartition, data_policy: DataPolicy
     ) -> None:
-        self._groups, self._placed_partition, self._data_policy = (
-            groups,
-            placed_partition,
-            data_policy,
-        )
-        self._partition = placed_partition.partition
+        self._groups, self._data_policy = groups, data_policy
+        self._placed_partition, self._partition = placed_partition, placed_partition.partition
         self._data_rank = placed_partition.placement[0]
         # Inputs of remote stages are sent from host memory.
         self._input_devices = placed_partition.stage_devices
@@ -246,13 +239,7 @@ class CallSetup:
             stage_inputs, bool(request.target) or stage_inputs.target_count is not None
         )
         return AgreedCall(
-            stage_inputs,
-            general_facts,
-            announcement,
-            cache_entry,
-            agreement.seed,
-            agreement.cache_key,
-            is_first_call,
+            stage_inputs, general_facts, announcement, agreement, cache_entry, is_first_call
         )
 
     def _prepare_scattered_call(
@@ -282,15 +269,7 @@ class CallSetup:
         stage_inputs = stage_inputs or StageInputs(
             {}, announcement.rows, announcement.chunks, self._partition.graph
         )
-        return AgreedCall(
-            stage_inputs,
-            facts,
-            announcement,
-            cache_entry,
-            agreement.seed,
-            agreement.cache_key,
-            is_first_call,
-        )
+        return AgreedCall(stage_inputs, facts, announcement, agreement, cache_entry, is_first_call)
 
     def _find_cache_entry(self, cache_key: str) -> tuple[CallCacheEntry, bool]:
         """Return the cache entry of a key, and whether no call with this key has succeeded yet.
@@ -331,7 +310,7 @@ def broadcast_batch(
 
         def unwrap_leaf(leaf: Any) -> Any:
             markers.append(_get_chunk_marker(leaf))
-            value = leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
+            value = unwrap_chunk(leaf)
             requires_grad.append(isinstance(value, Tensor) and value.requires_grad)
             return value
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.runtime.distributed.control_channel import FIRST_MESSAGE_TAG, WaitObserver
+from penstock.runtime.distributed.control_channel import (
+    FIRST_MESSAGE_TAG,
+    ControlChannel,
+    WaitObserver,
+)
 from penstock.runtime.distributed.links import Links
 from penstock.runtime.distributed.payload_codec import PayloadSpec, decode_spec, encode_spec
 from penstock.runtime.worker import BoundAction
@@ -42,16 +45,6 @@ class CallCacheEntry:
     prefetch_order: tuple[Sequence[BoundAction], Sequence[BoundAction]] | None = None
 
 
-class TextChannel(Protocol):
-    """A channel for tagged texts between ranks."""
-
-    def send_text(self, rank: int, tag: int, text: str) -> None:
-        """Send a text to a rank."""
-
-    def recv_text(self, rank: int, tag: int, description: str) -> str:
-        """Return the next text from a rank under this tag. The description is for the watchdog."""
-
-
 class ProcessTransport:
     """The transport of one call on this rank.
 
@@ -65,7 +58,7 @@ class ProcessTransport:
         placement: Sequence[int],
         compute_tag: Callable[[Message], int],
         cache_entry: CallCacheEntry,
-        text_channel: TextChannel,
+        text_channel: ControlChannel,
         watchdog: WaitObserver,
     ) -> None:
         self._links, self._placement, self._compute_tag = links, placement, compute_tag

@@ -30,11 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from penstock.device.accelerator import (
-    COLLECTIVE_BACKENDS,
-    is_accelerator,
-    is_collective_available,
-)
+from penstock.device.accelerator import COLLECTIVE_BACKENDS, is_accelerator, is_collective_available
 from penstock.device.device import Device
 from penstock.runtime.distributed.payload_codec import flatten_dense
 from penstock.tensor_spec import TensorSpec
@@ -91,8 +87,8 @@ class Links(Protocol):
 class HostLinks:
     """Links between ranks on CPUs, over gloo."""
 
-    def __init__(self, group: PointToPointGroup) -> None:
-        self._group = group
+    def __init__(self, group: PointToPointGroup, pinned: bool = False) -> None:
+        self._group, self._pinned = group, pinned
         self._in_flight = _InFlightSends()
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> SendWait | None:
@@ -107,7 +103,7 @@ class HostLinks:
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive into new CPU tensors."""
-        buffers = [spec.allocate("cpu") for spec in tensor_specs]
+        buffers = [spec.allocate("cpu", self._pinned) for spec in tensor_specs]
         works = [
             self._group.recv([flatten_dense(buffer)], peer, tag)
             for buffer in buffers
@@ -143,8 +139,8 @@ class StagedLinks:
     """
 
     def __init__(self, group: PointToPointGroup, device: Device) -> None:
-        self._group, self._device = group, device
-        self._host_links = HostLinks(group)
+        self._device = device
+        self._host_links = HostLinks(group, pinned=device.has_streams)
         self._send_queue: SimpleQueue[tuple[torch.Event | None, int, int, list[Tensor]] | None] = (
             SimpleQueue()
         )
@@ -156,7 +152,8 @@ class StagedLinks:
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Copy to host memory beside the computation, and queue that for the sender thread."""
         self._free_slots.acquire()
-        staged = self._allocate(map(TensorSpec.of_packed, tensors))
+        pinned = self._device.has_streams
+        staged = [TensorSpec.of_packed(tensor).allocate("cpu", pinned) for tensor in tensors]
         copied = self._device.copy_to_host(tensors, staged)
         if self._sender_thread is None:
             self._sender_thread = Thread(target=self._run_sender, name="penstock-send", daemon=True)
@@ -179,23 +176,8 @@ class StagedLinks:
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive into host memory. The wait copies from there to the device."""
-        buffers = self._allocate(tensor_specs)
-        works = [
-            self._group.recv([flatten_dense(buffer)], peer, tag)
-            for buffer in buffers
-            if buffer.numel()
-        ]
-
-        def wait_for_tensors() -> list[Tensor]:
-            for work in works:
-                work.wait()
-            return self._device.copy_from_host(buffers)
-
-        return wait_for_tensors
-
-    def _allocate(self, tensor_specs: Iterable[TensorSpec]) -> list[Tensor]:
-        pinned = self._device.has_streams
-        return [spec.allocate("cpu", pinned=pinned) for spec in tensor_specs]
+        wait = self._host_links.recv(peer, tag, tensor_specs)
+        return lambda: self._device.copy_from_host(wait())
 
     def flush(self) -> None:
         """End the sender thread, raise its first error, and wait for all sends."""
@@ -234,10 +216,8 @@ class NcclLinks:
 
         This also releases the tensors of sends that have completed.
         """
-        group, in_flight = (
-            self._communicators[self._rank, peer],
-            self._in_flight.setdefault(peer, deque()),
-        )
+        group = self._communicators[self._rank, peer]
+        in_flight = self._in_flight.setdefault(peer, deque())
         while in_flight and in_flight[0][0].is_completed():
             in_flight.popleft()
         with self._device.activate():

@@ -281,17 +281,12 @@ class ProcessGroups:
             )
         if averaging_ranks:
             averaging_store = PrefixStore(f"averaging{min(averaging_ranks)}", store)
-            self.averaging_channel = (
-                self.replica_channel
-                if averaging_ranks == peers
-                else self._new_replica_channel(averaging_ranks, averaging_store)
-            )
-            assert self.averaging_channel is not None
-            group = (
-                self.averaging_channel.group
-                if self._link_backend is GLOO
-                else self._open_group(self._link_backend, averaging_ranks, averaging_store)
-            )
+            channel = self.replica_channel
+            if channel is None or averaging_ranks != peers:
+                channel = self._new_replica_channel(averaging_ranks, averaging_store)
+            self.averaging_channel, group = channel, channel.group
+            if self._link_backend is not GLOO:
+                group = self._open_group(self._link_backend, averaging_ranks, averaging_store)
             mark_waiting = partial(self._watch_subgroup(averaging_ranks).mark_waiting, peer=None)
             self.averaging_group = ReplicaGroup(group, frozenset(averaging_ranks), mark_waiting)
 
@@ -327,9 +322,7 @@ class ProcessGroups:
         store = PrefixStore(f"links{topology.replica_index}", self._store)
         return {
             (src, dst): self._open_group(
-                self._link_backend,
-                (members[src], members[dst]),
-                PrefixStore(f"{src}-{dst}", store),
+                self._link_backend, (members[src], members[dst]), PrefixStore(f"{src}-{dst}", store)
             )
             for src, dst in sorted(rank_pairs)
             if self.rank in (src, dst)

@@ -53,11 +53,7 @@ from penstock.runtime.distributed.channels import (
     ProcessTransport,
     assign_message_tags,
 )
-from penstock.runtime.distributed.control_channel import (
-    RankFacts,
-    WaitObserver,
-    check_ranks_agree,
-)
+from penstock.runtime.distributed.control_channel import RankFacts, WaitObserver, check_ranks_agree
 from penstock.runtime.distributed.links import HostLinks, Links
 from penstock.runtime.distributed.process_groups import (
     FIRST_CALL_TIMEOUT_FACTOR,
@@ -328,12 +324,10 @@ class DistributedCall:
         )
         # All ranks use the seed of the first rank. `_finish` advances the generator, once it is
         # known whether any rank drew random numbers.
-        rng_policy = RngPolicy(lambda: agreed_call.seed, lambda: None)
-        on_compute = (
-            partial(groups.watchdog.mark_computing, timeout_factor=FIRST_CALL_TIMEOUT_FACTOR)
-            if agreed_call.is_first_call
-            else groups.watchdog.mark_computing
-        )
+        rng_policy = RngPolicy(lambda: agreed_call.agreement.seed, lambda: None)
+        on_compute = groups.watchdog.mark_computing
+        if agreed_call.is_first_call:
+            on_compute = partial(on_compute, timeout_factor=FIRST_CALL_TIMEOUT_FACTOR)
         return Execution(
             stages,
             schedule,
@@ -446,7 +440,7 @@ class DistributedCall:
         self._groups.pipeline_channel.flush()
         agreed_call = self._agreed_call
         agreed_call.cache_entry.loss_is_weighted = self._transport.loss_is_weighted
-        self._groups.get_cache_entry(agreed_call.cache_key).is_complete = True
+        self._groups.get_cache_entry(agreed_call.agreement.cache_key).is_complete = True
 
     def build_result(
         self, execution: Execution, program: Program, totals: GlobalResult
@@ -472,7 +466,8 @@ class DistributedCall:
         outputs = None
         if self._last_stage in self._placed_partition.stage_devices:
             cells = [(self._last_stage, i) for i in range(self.inputs.chunks)]
-            values = [_unpack_output(execution.cell_io.outputs.pop(cell)) for cell in cells]
+            payloads = map(execution.cell_io.outputs.pop, cells)
+            values = [unflatten_values(p.tensors, p.layout)[0] for p in payloads]  # type: ignore[arg-type]
             outputs = self.inputs.merge_outputs(values)
         totals = all_gather_results(
             self._groups.pipeline_channel,
@@ -499,11 +494,6 @@ class _GpuWait:
 
     def __str__(self) -> str:
         return f"the messages that {self.action} needs on the GPU"
-
-
-def _unpack_output(payload: Payload) -> Any:
-    (value,) = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
-    return value
 
 
 def _to_facts(values: Mapping[str, object]) -> RankFacts:

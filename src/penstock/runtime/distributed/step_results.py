@@ -129,9 +129,9 @@ def all_gather_results(
         own_row[2] = float(rank_result.rescale_factor)
     own_row[3], own_row[4] = rank_result.used_rng, rank_result.has_outputs
     (worker,), (origin,) = execution.workers, execution.time_origins
-    for mark in worker.timed_actions:
-        offset = _HEADER_LENGTH + 2 * mark.bound_action.lane_index
-        own_row[offset], own_row[offset + 1] = compute_span_seconds(mark, origin)
+    for bound_action, start, end in worker.timed_actions:
+        offset = _HEADER_LENGTH + 2 * bound_action.lane_index
+        own_row[offset], own_row[offset + 1] = compute_span_seconds(start, end, origin)
     numbers = torch.tensor(own_row, dtype=torch.float64)
     rows = [row.tolist() for row in channel.all_gather(numbers, "the end of the step")]
     last_row = rows[program.schedule.placement[-1]]
@@ -154,7 +154,7 @@ def all_gather_results(
 #
 #     the number of its rows                    a plain mean
 #     the number of targets that are not ignored   cross-entropy with ignore_index
-#     the sum of the weights of loss_fn            loss_fn returns (loss, weight)
+#     the sum of the weights of loss_fn            loss_fn returns weights
 #
 # The ranks with the last stage exchange these numbers over the averaging channel: rows and target
 # counts before the step, weights and losses after it.
@@ -177,11 +177,8 @@ class ReplicaLosses:
         """
         leaves, spec = pytree.tree_flatten(metrics)
         scalar_indices = [i for i, leaf in enumerate(leaves) if _is_scalar_tensor(leaf)]
-        loss, aux_losses, weight = (
-            accumulator.compute_loss(),
-            accumulator.compute_aux_losses(),
-            accumulator.total_weight,
-        )
+        loss, weight = accumulator.compute_loss(), accumulator.total_weight
+        aux_losses = accumulator.compute_aux_losses()
         kind = (
             "a sum" if accumulator.is_sum else "a mean by rows" if weight is None else "by weights"
         )
@@ -279,12 +276,8 @@ class DistributedLossAccumulator:
         transport: ProcessTransport,
         cache_entry: CallCacheEntry,
     ) -> None:
-        self.accumulator, self._replica_losses, self._transport, self._cache_entry = (
-            accumulator,
-            replica_losses,
-            transport,
-            cache_entry,
-        )
+        self.accumulator, self._replica_losses = accumulator, replica_losses
+        self._transport, self._cache_entry = transport, cache_entry
         self._previous_gradients: PreviousGradients | None = None
         self.metrics = {}
 
@@ -296,11 +289,9 @@ class DistributedLossAccumulator:
         assert self.accumulator is not None
         seeds = self.accumulator.compute_output_gradients(microbatch, outputs)
         self._transport.loss_is_weighted = self.accumulator.needs_rescale
-        if (
-            self._cache_entry.is_complete
-            and self._transport.loss_is_weighted
-            and not self._cache_entry.loss_is_weighted
-        ):
+        entry = self._cache_entry
+        had_no_weight = entry.is_complete and not entry.loss_is_weighted
+        if had_no_weight and self._transport.loss_is_weighted:
             raise RunError(
                 "loss_fn returned a weight, but in the first step with such inputs it returned "
                 "none. Return one always or never, or create the pipe with shapes='sent'."

@@ -1,11 +1,10 @@
 """The named families of schedules. Each is a function of sizes that returns a `Schedule`.
 
-    common.py        placements, checks of sizes, phases that several families share
+    common.py        placements and checks of sizes
     gpipe.py         naive, gpipe, looped-bfs, forward-only
-    one_f_one_b.py   1f1b, eager-1f1b, interleaved
-    zero_bubble.py   zb-h1, zb-h2, interleaved-zb: backwards split into I and W
-    v_shape.py       zb-v, v-half, v-min: two stages per rank, placed like a V
-    dualpipe.py      dualpipe-v
+    one_f_one_b.py   1f1b, eager-1f1b, interleaved; with the backwards split into I and W: zb-h1,
+                     zb-h2, interleaved-zb
+    v_shape.py       zb-v, v-half, v-min, dualpipe-v: two stages per rank, placed like a V
 
 The docstring of each module shows its schedules as pictures. `FAMILIES`, below, is the table of
 all of them: a new family is a function in one of these modules and an entry here.
@@ -19,11 +18,16 @@ from difflib import get_close_matches
 
 from penstock.errors import ArgumentError
 from penstock.schedules.families.common import Placement, check_sizes, loop, vee
-from penstock.schedules.families.dualpipe import dualpipe_v
 from penstock.schedules.families.gpipe import clocked, forward_only, gpipe, looped_bfs, naive
-from penstock.schedules.families.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
-from penstock.schedules.families.v_shape import v_half, v_min, zb_v
-from penstock.schedules.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedules.families.one_f_one_b import (
+    eager_one_f_one_b,
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
+from penstock.schedules.families.v_shape import dualpipe_v, v_half, v_min, zb_v
 from penstock.schedules.ir import Schedule
 
 __all__ = [

@@ -1,15 +1,13 @@
-"""The parts that families of schedules share: placements, checks of sizes, common phases."""
+"""The parts that families of schedules share: placements, checks of sizes, lanes cut to a size."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from penstock.errors import ArgumentError
-from penstock.schedules.ir import Compute, Op, Schedule
+from penstock.schedules.ir import Compute, Schedule
 
 Placement = tuple[int, ...]
-Cell = tuple[int, int]  # a stage and a micro-batch
 
 
 def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
@@ -40,76 +38,3 @@ def schedule_from_lanes(
     """
     cut_lanes = (tuple(action for action in lane if action.microbatch < chunks) for lane in lanes)
     return Schedule(placement, chunks, tuple(cut_lanes))
-
-
-def alternate_forward_backward(
-    forwards: Sequence[Cell], backwards: Sequence[Cell], ahead: int, backward: Op
-) -> list[Compute]:
-    """Return a lane: `ahead` forwards, then forward and backward in turn, then only backwards."""
-    lane = [Compute(Op.F, *cell) for cell in forwards[:ahead]]
-    for turn, cell in enumerate(backwards):
-        if ahead + turn < len(forwards):
-            lane.append(Compute(Op.F, *forwards[ahead + turn]))
-        lane.append(Compute(backward, *cell))
-    return lane
-
-
-def one_f_one_b_lanes(
-    ranks: int, chunks: int, stages_per_rank: int, hops: int, backward: Op
-) -> tuple[tuple[Compute, ...], ...]:
-    """Return 1F1B lanes over a loop of p ranks with v stages each.
-
-    On rank r the forwards run ahead of the backwards by (v - 1) p + hops (p - r - 1). A micro-batch
-    comes back sooner to a later rank. With `hops` 1 it comes back just in time for its backward.
-    With 2, its messages have a turn of their own to travel.
-    """
-    lanes = []
-    for rank in range(ranks):
-        forwards, backwards = cell_order(rank, ranks, chunks, stages_per_rank)
-        ahead = (stages_per_rank - 1) * ranks + hops * (ranks - rank - 1)
-        lanes.append(alternate_forward_backward(forwards, backwards, ahead, backward))
-    return schedule_from_lanes(loop(ranks, stages_per_rank), chunks, lanes).lanes
-
-
-def cell_order(
-    rank: int, ranks: int, chunks: int, stages_per_rank: int
-) -> tuple[list[Cell], list[Cell]]:
-    """Return the order in which a rank of a loop runs its cells, forward and backward.
-
-    The order consists of rounds of `ranks` micro-batches, or of one micro-batch if each rank has a
-    single stage. A round goes through all stages of the rank: first to last in the forward, last
-    to first in the backward.
-    """
-    size = ranks if stages_per_rank > 1 else 1
-    owned = range(rank, ranks * stages_per_rank, ranks)
-    starts = range(0, chunks, size)
-    forwards = [(s, i) for start in starts for s in owned for i in range(start, start + size)]
-    backwards = [
-        (s, i) for start in starts for s in reversed(owned) for i in range(start, start + size)
-    ]
-    return forwards, backwards
-
-
-def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
-    """Return a lane of a V that is written in letters.
-
-    The letters f i b w are actions of the rank's first stage, F I B W those of its second. Each
-    letter takes the next micro-batch of its kind. A w or W takes the oldest W that is pending.
-
-    >>> " ".join(map(str, lane_from_letters("fFBb fFIi ww", rank=0, ranks=1)))
-    '0F0 1F0 1B0 0B0 0F1 1F1 1I1 0I1 1W1 0W1'
-    """
-    lane: list[Compute] = []
-    pending: deque[Compute] = deque()  # the Ws whose Is have run
-    done: Counter[tuple[int, bool]] = Counter()
-    for letter in letters.replace(" ", ""):
-        op = Op(letter.upper())
-        if op is Op.W:
-            lane.append(pending.popleft())
-            continue
-        stage = 2 * ranks - 1 - rank if letter.isupper() else rank
-        action = Compute(op, stage, done[stage, op is Op.F])
-        done[stage, op is Op.F] += 1
-        lane.append(action)
-        pending += [action._replace(op=Op.W)] if op is Op.I else []
-    return lane

@@ -7,18 +7,24 @@ zb-v, 2 ranks, 4 micro-batches (the first half of it):
 
 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 ...
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 ...
+
+DualPipeV puts forwards and backwards in pairs that may run at the same time. While one of a pair
+computes, the messages of the other travel. The pairs are neighbours in a lane; `Schedule.overlaps`
+names them.
+
+dualpipe-v, 2 ranks, 4 micro-batches, pairs joined by +:
+
+0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3+3B1 3F2+0B0 3B2 3F3+0B1 3B3 0I2 0W2 0I3 0W3
+1F0 2F0 1F1 2F1 1F2 2B0 2F2+1B0 1F3+2B1 2F3+1B1 2B2 1B2 2I3 1I3 2W3 1W3
 """
 
 from __future__ import annotations
 
-from itertools import product
+from collections import Counter, deque
+from dataclasses import replace
+from itertools import pairwise, product
 
-from penstock.schedules.families.common import (
-    check_sizes,
-    lane_from_letters,
-    schedule_from_lanes,
-    vee,
-)
+from penstock.schedules.families.common import check_sizes, schedule_from_lanes, vee
 from penstock.schedules.ir import Compute, Op, Schedule
 from penstock.schedules.list_scheduler import insert_weight_grads, never, when_full
 
@@ -39,8 +45,63 @@ def zb_v(ranks: int, chunks: int) -> Schedule:
         steady = "fiFI" * (whole - ranks - below + 1)  # while there are new micro-batches
         drain = "iFI" * (below - 1) + "iI" * rank + "i" * below
         orders.append(lane_from_letters(down + turn + steady + drain, rank, ranks))
-    lanes = schedule_from_lanes(vee(ranks), chunks, orders).lanes
-    return insert_weight_grads(vee(ranks), chunks, lanes, when_full, memory=ranks)
+    order = schedule_from_lanes(vee(ranks), chunks, orders)
+    return insert_weight_grads(order, when_full, memory=ranks)
+
+
+def dualpipe_v(ranks: int, chunks: int) -> Schedule:
+    """Return DualPipeV: messages overlap with compute; half a micro-batch more memory than 1F1B.
+
+    f b are a rank's first stage, F B its second. In the middle each rank pairs a forward of one
+    with a backward of the other. The first backwards and the last are split, to fill holes. Filling
+    both directions takes two micro-batches per rank, so a shorter schedule is cut from that one.
+    """
+    check_sizes(ranks, chunks)
+    whole = max(chunks, 2 * ranks)
+    lanes = []
+    pairs: set[tuple[Compute, Compute]] = set()
+    for rank in range(ranks):
+        ahead = ranks - rank - 1
+        filling = "f" * (2 * ahead) + "fF" * (rank + 1) + "IwF" * ahead
+        paired = "fBFb" * (whole - 2 * ranks + rank + 1) + "BFb" * ahead
+        last = "Bb" * (rank + 1)
+        draining = last[: rank + 1] + last[rank + 1 :].translate(_SPLIT) + "wi" * ahead
+        lane = lane_from_letters(filling + paired + draining + "w" * (rank + 1), rank, ranks)
+        lanes.append(lane)
+        # On the last rank the first forward of the middle is ready before its backward: no pair.
+        start = len(filling) + (2 if ahead == 0 else 0)
+        middle = lane[start : len(filling) + len(paired)]
+        pairs |= {(a, b) for a, b in pairwise(middle) if (a.op, b.op) == (Op.F, Op.B)}
+    overlaps = frozenset((a, b) for a, b in pairs if max(a.microbatch, b.microbatch) < chunks)
+    return replace(schedule_from_lanes(vee(ranks), chunks, lanes), overlaps=overlaps)
+
+
+_SPLIT = str.maketrans("Bb", "Ii")
+
+
+def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
+    """Return a lane of a V that is written in letters.
+
+    The letters f i b w are actions of the rank's first stage, F I B W those of its second. Each
+    letter takes the next micro-batch of its kind. A w or W takes the oldest W that is pending.
+
+    >>> " ".join(map(str, lane_from_letters("fFBb fFIi ww", rank=0, ranks=1)))
+    '0F0 1F0 1B0 0B0 0F1 1F1 1I1 0I1 1W1 0W1'
+    """
+    lane: list[Compute] = []
+    pending: deque[Compute] = deque()  # the Ws whose Is have run
+    done: Counter[tuple[int, bool]] = Counter()
+    for letter in letters.replace(" ", ""):
+        op = Op(letter.upper())
+        if op is Op.W:
+            lane.append(pending.popleft())
+            continue
+        stage = 2 * ranks - 1 - rank if letter.isupper() else rank
+        action = Compute(op, stage, done[stage, op is Op.F])
+        done[stage, op is Op.F] += 1
+        lane.append(action)
+        pending += [action._replace(op=Op.W)] if op is Op.I else []
+    return lane
 
 
 def v_half(ranks: int, chunks: int) -> Schedule:
@@ -80,8 +141,8 @@ def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
             for (op, stage), start in starts.items()
             for k in range(chunks)
         ]
-        orders.append([action for _, action in sorted(turns)])
-    return insert_weight_grads(vee(ranks), chunks, orders, never, memory)
+        orders.append(tuple(action for _, action in sorted(turns)))
+    return insert_weight_grads(Schedule(vee(ranks), chunks, tuple(orders)), never, memory)
 
 
 def _find_path(ranks: int, hops: _Times) -> list[_Times]:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -25,43 +24,11 @@ from penstock.runtime.distributed.failure.watchdog import _CONNECTION_ERROR, Hea
 from penstock.runtime.distributed.links import abort_gloo
 from penstock.runtime.distributed.store import open_shared_store
 from tests.distributed.fork_server import ENVIRONMENT, store
-from tests.faults.checks import SOON
+from tests.faults.checks import SOON, check_cause
 from tests.faults.disposable_ranks import RankContext as Stage
-from tests.faults.disposable_ranks import RankOutcome as Fate
 from tests.faults.disposable_ranks import run_cases as perform_all
 from tests.faults.disposable_ranks import run_ranks as perform
-from tests.faults.watchdog_step import (
-    HEARTBEAT,
-    PLACES,
-    At,
-    Burst,
-    burst,
-    kill,
-    leave,
-    run,
-    stall,
-    step,
-    watched,
-)
-
-
-def same_cause(fates: list[Fate], ranks: list[int], kind: str, rank: int, within: float) -> str:
-    """Check that these ranks raised the same RemoteError in time, and return its text."""
-    began = max(fate.facts.get("fault", 0) for fate in fates)
-    assert began
-    found = [fates[r].facts for r in ranks]
-    assert [facts.get("error") for facts in found] == ["RemoteError"] * len(ranks), fates
-    assert {(facts["fields"]["kind"], facts["fields"]["rank"]) for facts in found} == {(kind, rank)}
-    assert len({facts["text"] for facts in found}) == 1
-    assert all(facts["now"] - began < within for facts in found), fates
-    assert all(fates[r].code not in (0, None) for r in ranks)
-    return str(found[0]["text"])
-
-
-def on_each_of_two(place: str, fail: Callable[[], None]) -> Iterator[tuple[int, list[Fate]]]:
-    """Run the fault on each of two ranks; yield the failing rank and the fates of both."""
-    yield from perform_all({rank: (2, run, At(rank, place, fail)) for rank in (0, 1)}).items()
-
+from tests.faults.watchdog_step import HEARTBEAT, At, Burst, burst, kill, run, step, watched
 
 # ---- no failure ---------------------------------------------------------------------------
 
@@ -97,7 +64,7 @@ def served_by_the_first(stage: Stage, file: str) -> None:
 
 def test_watchdog_opens_a_tcp_store_for_a_group_without_one(tmp_path: Path) -> None:
     fates = perform(2, served_by_the_first, str(tmp_path / "meet"))
-    same_cause(fates, [0, 1], "raised", 1, within=SOON)
+    check_cause(fates, [0, 1], "raised", 1, within=SOON)
 
 
 # ---- a rank raises ------------------------------------------------------------------------
@@ -107,7 +74,7 @@ def test_watchdog_opens_a_tcp_store_for_a_group_without_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_watchdog_raises_the_error_of_one_rank_on_every_rank(rank: int, hosted: bool) -> None:
     fates = perform(3, run, At(rank, "forward", burst), hosted=hosted)
-    text = same_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
+    text = check_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
     assert f"rank {rank} failed, in step 1, in stage 1 (layers a to b: Linear)" in text
     assert "micro-batch 3, action 1F3: " in text
     assert "Burst: all wrong" in text
@@ -122,22 +89,18 @@ def test_watchdog_raises_the_error_of_one_rank_on_every_rank(rank: int, hosted: 
     )
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "between"])
-def test_watchdog_raises_an_error_from_each_place(place: str) -> None:
-    for rank, fates in on_each_of_two(place, burst):
-        same_cause(fates, [0, 1], "raised", rank, within=SOON)
-
-
 # ---- a rank dies --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("place", "fail"),
-    [*((place, kill) for place in PLACES), ("forward", leave), ("between", leave)],
-)
-def test_watchdog_reports_a_dead_rank(place: str, fail: Callable[[], None]) -> None:
-    for rank, fates in on_each_of_two(place, fail):
-        text = same_cause(fates, [1 - rank], "died", rank, within=HEARTBEAT + SOON)
+def test_watchdog_reports_a_dead_rank() -> None:
+    """Other places are those of a pipe's step, in tests/faults/test_every_fault.py."""
+    cases = {
+        (place, rank): (2, run, At(rank, place, kill))
+        for place in ("agreement", "end")
+        for rank in (0, 1)
+    }
+    for (_, rank), fates in perform_all(cases).items():
+        text = check_cause(fates, [1 - rank], "died", rank, within=HEARTBEAT + SOON)
         assert f"rank {rank} died: no heartbeat for " in text
         assert f"rank {1 - rank} was in step " in text
         assert "waiting for " in text
@@ -156,45 +119,10 @@ def looks_seldom(stage: Stage) -> None:
 
 
 def test_watchdog_that_runs_rarely_still_reports_a_dead_rank() -> None:
-    same_cause(perform(2, looks_seldom), [0], "died", 1, within=HEARTBEAT + SOON)
+    check_cause(perform(2, looks_seldom), [0], "died", 1, within=HEARTBEAT + SOON)
 
 
-# ---- a rank stalls ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["forward", "between"])
-def test_watchdog_reports_a_stalled_rank(place: str) -> None:
-    for rank, fates in on_each_of_two(place, stall):
-        text = same_cause(fates, [1 - rank], "stalled", rank, within=HEARTBEAT + SOON)
-        assert f"rank {rank} has stalled, " in text
-        assert "heartbeat= above 3 seconds" in text
-        assert fates[rank].code == 1
-        assert text.split(":")[0] in fates[rank].written
-        assert "in stall" in fates[rank].written
-
-
-# ---- a rank leaves, or receives a signal ---------------------------------------------------
-
-
-def leaves_early(stage: Stage, rank: int) -> None:
-    watchdog = watched(stage)
-    step(watchdog, stage, 0)
-    if stage.rank == rank:
-        watchdog.close()
-        stage.report(fault=time.monotonic())
-        time.sleep(3)  # alive, but done
-    else:
-        step(watchdog, stage, 1)
-
-
-def test_watchdog_reports_a_rank_that_left() -> None:
-    fates = perform(2, leaves_early, 1)
-    text = same_cause(fates, [0], "left", 1, within=SOON)
-    assert text == (
-        "rank 1 has left, after step 0: its program ended, or its pipe was deleted; rank 0 was in "
-        "step 1, waiting for step 1 from all ranks. Call the pipe equally often on every rank."
-    )
-    assert fates[1].code == 0
+# ---- a rank receives a signal ----------------------------------------------------------------
 
 
 def interrupted(
@@ -226,20 +154,13 @@ def test_watchdog_ctrl_c_on_several_ranks_ends_all(place: str) -> None:
     assert place == "forward" or fates[2].facts["fields"]["kind"] == "interrupted"
 
 
-def test_watchdog_ctrl_c_on_one_rank_ends_all() -> None:
-    fates = perform(2, interrupted, [0], "forward", signal.SIGINT)
-    assert fates[0].facts["error"] == "KeyboardInterrupt"
-    text = same_cause(fates, [1], "interrupted", 0, within=SOON)
-    assert "rank 0 was " in text
-    assert "in step 1, at 0F1" in text
-
-
 def test_watchdog_sigterm_on_a_waiting_rank() -> None:
     fates = perform(2, interrupted, [0], "wait", signal.SIGTERM, 1.5)
     assert [fate.code for fate in fates] == [-signal.SIGTERM, 0]  # it ends after its step
 
     fates = perform(2, receives_sigterm)
-    text = same_cause(fates, [0, 1], "interrupted", 0, within=SOON)
+    text = check_cause(fates, [1], "interrupted", 0, within=SOON)
+    assert fates[0].facts["text"] == text
     assert "rank 0 was terminated by SIGTERM, in step 1, waiting for step 1 from all ranks" in text
 
 
@@ -258,7 +179,7 @@ def receives_sigterm(stage: Stage) -> None:
 
 def test_watchdog_reports_the_death_of_the_store_host() -> None:
     fates = perform(3, run, At(0, "forward", kill), hosted=True)
-    text = same_cause(fates, [1, 2], "died", 0, within=HEARTBEAT + SOON)
+    text = check_cause(fates, [1, 2], "died", 0, within=HEARTBEAT + SOON)
     assert "is gone, with rank 0, which hosts it" in text or "rank 0 died" in text
 
 
@@ -274,7 +195,7 @@ def held_up(stage: Stage) -> None:
 
 def test_store_host_stays_until_all_ranks_have_the_failure() -> None:
     fates = perform(2, held_up, hosted=True)
-    same_cause(fates, [0, 1], "raised", 0, within=SOON)
+    check_cause(fates, [0, 1], "raised", 0, within=SOON)
 
 
 # ---- one rank is a call ahead --------------------------------------------------------------
@@ -295,7 +216,7 @@ def comes_through(stage: Stage) -> None:
 def test_failure_in_the_next_call_lets_others_finish_the_current_one() -> None:
     fates = perform(2, comes_through)
     assert [fate.facts.get("through") for fate in fates] == [True, True]
-    same_cause(fates, [0, 1], "raised", 0, within=SOON)
+    check_cause(fates, [0, 1], "raised", 0, within=SOON)
 
 
 # ---- after a failure -----------------------------------------------------------------------
@@ -334,7 +255,7 @@ def fails_as(rank: int) -> None:
 def test_simultaneous_failures_raise_the_same_error_on_all_ranks() -> None:
     fates = perform(3, all_at_once)
     rank = fates[0].facts["fields"]["rank"]
-    text = same_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
+    text = check_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
     assert f"Burst: on {rank}" in text
     assert [fate.facts["came_from"] for fate in fates] == ["Burst"] * 3
 
@@ -351,7 +272,7 @@ def hears_between_steps(stage: Stage) -> None:
 
 def test_rank_between_steps_prints_a_failure_at_once_and_raises_in_the_next_step() -> None:
     fates = perform(2, hears_between_steps)
-    same_cause(fates, [0, 1], "raised", 1, within=SOON)
+    check_cause(fates, [0, 1], "raised", 1, within=SOON)
     assert "penstock: rank 0 will stop at its next step: rank 1 failed" in fates[0].written
 
 

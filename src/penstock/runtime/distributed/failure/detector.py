@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from penstock.runtime.distributed.failure import report as causes
 from penstock.runtime.distributed.failure.report import Failure
@@ -69,16 +70,7 @@ class Heartbeat:
 
     def to_json(self) -> str:
         """Return the heartbeat as JSON text."""
-        fields = (
-            self.sequence_number,
-            self.progress,
-            self.state,
-            self.call_name,
-            self.description,
-            self.awaited_ranks,
-            self.timeout_factor,
-        )
-        return json.dumps(fields)
+        return json.dumps(astuple(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> Heartbeat:
@@ -90,8 +82,7 @@ class Heartbeat:
         )
 
 
-@dataclass(frozen=True)
-class PeerStatus:
+class PeerStatus(NamedTuple):
     """The last heartbeat of a rank, and for how long it has not changed."""
 
     heartbeat: Heartbeat
@@ -189,14 +180,16 @@ def diagnose(
     suspects = others if connection_lost or (may_wait_on_device and is_computing) else awaited
     # Died. The most silent rank comes first: on a busy machine the heartbeats of live ranks are
     # late as well.
-    for rank, (beat, silent, _) in sorted(_sort_statuses(suspects), key=lambda item: -item[1][1]):
+    for rank, (beat, silent, _) in sorted(
+        suspects.items(), key=lambda item: (-item[1].seconds_silent, item[0])
+    ):
         limit = timeouts.startup if beat.state is RankState.NOT_STARTED else timeouts.silence
         if connection_lost:  # the lost connection most likely led to an awaited rank
             limit = timeouts.after_lost_connection * (1 if rank in awaited else 2)
         if beat.state is not RankState.LEFT and silent > limit:
             return causes.describe_death(rank, str(beat), silent, waiter)
     # Left. Messages that it sent before it left may still be in transit.
-    for rank, (beat, _, stuck) in _sort_statuses(awaited):
+    for rank, (beat, _, stuck) in sorted(awaited.items()):
         if beat.state is RankState.LEFT and (
             connection_lost
             or min(stuck, own_status.seconds_without_progress) > 2 * timeouts.interval
@@ -204,35 +197,14 @@ def diagnose(
             return causes.describe_departure(rank, str(beat), waiter)
     # Stalled. The time counts from when this rank began to wait. A rank without recent heartbeats
     # may have died instead: that is decided later, by its silence.
-    for rank, (beat, silent, stuck) in _sort_statuses(awaited):
-        waited, is_alive = (
-            min(stuck, own_status.seconds_without_progress),
-            silent <= 3 * timeouts.interval,
-        )
+    for rank, (beat, silent, stuck) in sorted(awaited.items()):
+        waited = min(stuck, own_status.seconds_without_progress)
+        is_alive = silent <= 3 * timeouts.interval
+        is_running = beat.state in (RankState.OUTSIDE_CALL, RankState.COMPUTING)
         limit = timeouts.silence + (beat.timeout_factor - 1) * timeouts.heartbeat
-        if (
-            beat.state in (RankState.OUTSIDE_CALL, RankState.COMPUTING)
-            and is_alive
-            and waited > limit
-        ):
+        if is_running and is_alive and waited > limit:
             return causes.describe_stall(rank, str(beat), waited, waiter, timeouts.heartbeat)
     return _find_deadlock(own_rank, statuses, timeouts)
-
-
-def _sort_statuses(
-    statuses: Mapping[int, PeerStatus],
-) -> list[tuple[int, tuple[Heartbeat, float, float]]]:
-    return [
-        (
-            r,
-            (
-                statuses[r].heartbeat,
-                statuses[r].seconds_silent,
-                statuses[r].seconds_without_progress,
-            ),
-        )
-        for r in sorted(statuses)
-    ]
 
 
 def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dict[int, PeerStatus]:
@@ -245,20 +217,14 @@ def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dic
     if isinstance(heartbeat.awaited_ranks, int):
         return {rank: status for rank, status in others.items() if rank == heartbeat.awaited_ranks}
 
-    def is_waiting_too(other: Heartbeat) -> bool:
-        return (other.state, other.call_name, other.description) == (
-            heartbeat.state,
-            heartbeat.call_name,
-            heartbeat.description,
-        )
+    def get_position(beat: Heartbeat) -> tuple[RankState, str, str]:
+        return beat.state, beat.call_name, beat.description
 
-    awaited_ranks = (
-        others.keys()
-        if heartbeat.awaited_ranks is None
-        else others.keys() & set(heartbeat.awaited_ranks)
-    )
+    awaited = others.keys() if heartbeat.awaited_ranks is None else set(heartbeat.awaited_ranks)
     return {
-        rank: others[rank] for rank in awaited_ranks if not is_waiting_too(others[rank].heartbeat)
+        rank: status
+        for rank, status in others.items()
+        if rank in awaited and get_position(status.heartbeat) != get_position(heartbeat)
     }
 
 
@@ -273,20 +239,14 @@ def _find_deadlock(
     visited, pending = {own_rank}, [own_rank]
     while pending:
         rank = pending.pop()
-        status = statuses[rank]
-        limit = 2 * timeouts.heartbeat * status.heartbeat.timeout_factor
-        if (
-            status.heartbeat.state is not RankState.WAITING
-            or status.seconds_without_progress <= limit
-        ):
+        beat, _, stuck = statuses[rank]
+        limit = 2 * timeouts.heartbeat * beat.timeout_factor
+        if beat.state is not RankState.WAITING or stuck <= limit:
             return None
-        if (
-            isinstance(status.heartbeat.awaited_ranks, int)
-            and status.heartbeat.awaited_ranks not in statuses
-        ):
+        if isinstance(beat.awaited_ranks, int) and beat.awaited_ranks not in statuses:
             return None  # this rank does not monitor that one; other ranks do
         others = {r: s for r, s in statuses.items() if r != rank}
-        pending += (unvisited := set(_find_awaited(status.heartbeat, others)) - visited)
+        pending += (unvisited := set(_find_awaited(beat, others)) - visited)
         visited |= unvisited
     description = "; ".join(f"rank {rank} {statuses[rank].heartbeat}" for rank in sorted(visited))
     return causes.describe_deadlock(

@@ -27,12 +27,8 @@ class SignalHandler:
     """
 
     def __init__(self, wakeup_fd: int) -> None:
-        self._wakeup_fd, self._owns_wakeup_fd, self._owns_sigterm, self._sigterm_received = (
-            wakeup_fd,
-            False,
-            False,
-            False,
-        )
+        self._wakeup_fd = wakeup_fd
+        self._owns_wakeup_fd = self._owns_sigterm = self._sigterm_received = False
 
     def install(self) -> None:
         """Start to forward signals and to hold back SIGTERM."""

@@ -115,14 +115,10 @@ class HeartbeatMonitor:
         stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
         # The monitor must notice a store that hangs. The listener waits as long as it takes.
         stores[0].set_timeout(timedelta(seconds=max(timeouts.heartbeat, 1)))
+        targets = {"monitor": self._run_monitor, "listener": self._run_listener}
         self._threads = [
             threading.Thread(target=target, args=(client,), name=f"penstock-{name}", daemon=True)
-            for target, client, name in zip(
-                (self._run_monitor, self._run_listener),
-                stores,
-                ("monitor", "listener"),
-                strict=True,
-            )
+            for (name, target), client in zip(targets.items(), stores, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -132,15 +128,8 @@ class HeartbeatMonitor:
     def build_heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the current activity of the guarded thread."""
         state, description, awaited, factor = self.activity
-        return Heartbeat(
-            self._heartbeat_count,
-            self.progress,
-            state,
-            self.call_name,
-            str(description),
-            awaited,
-            factor,
-        )
+        counters = self._heartbeat_count, self.progress
+        return Heartbeat(*counters, state, self.call_name, str(description), awaited, factor)
 
     def publish_exception(self, error: BaseException, doing: str) -> Failure:
         """Publish an exception of this rank. Return the failure that all ranks raise.
@@ -239,15 +228,12 @@ class HeartbeatMonitor:
         self._started_ranks |= {
             r for r in keys.keys() - self._started_ranks if store.check([keys[r]])
         }
-        texts = (
-            store.multi_get([keys[rank] for rank in self._started_ranks])
-            if self._started_ranks
-            else []
-        )
-        heartbeats = dict(zip(self._started_ranks, map(Heartbeat.from_json, texts), strict=True))
-        heartbeats = {
-            rank: heartbeats.get(rank, Heartbeat(0, 0, RankState.NOT_STARTED)) for rank in keys
-        }
+        heartbeats = dict.fromkeys(keys, Heartbeat(0, 0, RankState.NOT_STARTED))
+        if self._started_ranks:
+            texts = store.multi_get([keys[rank] for rank in self._started_ranks])
+            heartbeats.update(
+                zip(self._started_ranks, map(Heartbeat.from_json, texts), strict=True)
+            )
         heartbeats[self.rank] = self.build_heartbeat()
         statuses = self._tracker.update(heartbeats, time.monotonic())
         return diagnose(
@@ -325,11 +311,9 @@ class HeartbeatMonitor:
         The store ends with the process of its host, and that may exit right after the error.
         """
         failure = self.failure
-        excluded = (
-            {self.rank}
-            if failure is None or failure.kind == "raised"
-            else {self.rank, failure.rank}  # the failed rank cannot answer
-        )
+        excluded = {self.rank}
+        if failure is not None and failure.kind != "raised" and failure.rank is not None:
+            excluded.add(failure.rank)  # the failed rank cannot answer
         keys = [f"seen/{rank}" for rank in range(self.size) if rank not in excluded]
         deadline = time.monotonic() + _ACKNOWLEDGE_TIMEOUT
         while self.host_rank == self.rank and keys and time.monotonic() < deadline:
@@ -466,15 +450,9 @@ class Watchdog:
         may_wait_on_device: bool = False,
     ) -> None:
         other_ranks = [other for other in monitored_ranks or range(size) if other != rank]
+        limits = Timeouts(heartbeat)
         self._monitor = HeartbeatMonitor(
-            store,
-            rank,
-            size,
-            Timeouts(heartbeat),
-            abort_groups,
-            host_rank,
-            other_ranks,
-            may_wait_on_device,
+            store, rank, size, limits, abort_groups, host_rank, other_ranks, may_wait_on_device
         )
         # The threads refer to the monitor and not to this object, so that it can be collected.
         self._finalizer = weakref.finalize(self, _close_monitor, self._monitor)
@@ -497,12 +475,8 @@ class Watchdog:
         """
         monitor = self._monitor
         monitor.progress += 1
-        monitor.activity = monitor.compute_activity = (
-            RankState.COMPUTING,
-            description,
-            None,
-            timeout_factor,
-        )
+        activity = RankState.COMPUTING, description, None, timeout_factor
+        monitor.activity = monitor.compute_activity = activity
         if monitor.failure is not None:
             raise monitor.failure.to_error()
 
@@ -513,12 +487,8 @@ class Watchdog:
         """
         monitor = self._monitor
         monitor.progress += 1
-        monitor.activity = (
-            RankState.WAITING,
-            description,
-            awaited_ranks,
-            monitor.compute_activity[3],
-        )
+        factor = monitor.compute_activity[3]
+        monitor.activity = RankState.WAITING, description, awaited_ranks, factor
         if monitor.failure is not None:
             raise monitor.failure.to_error()
 
@@ -559,11 +529,8 @@ class SubgroupWatchdog:
 
     def __init__(self, watchdog: Watchdog, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
-        self.mark_computing, self.mark_arrived, self._mark_waiting = (
-            watchdog.mark_computing,
-            watchdog.mark_arrived,
-            watchdog.mark_waiting,
-        )
+        self.mark_computing, self.mark_arrived = watchdog.mark_computing, watchdog.mark_arrived
+        self._mark_waiting = watchdog.mark_waiting
 
     def mark_waiting(self, description: object, peer: int | None = None) -> None:
         """Record that this rank is about to wait for a member, or for all of the subgroup."""
@@ -605,12 +572,8 @@ class FailureGuard:
         monitor.call_count += self._outer_thread is None
         self._signal_handler.install()
         monitor.progress += 1
-        monitor.activity = monitor.compute_activity = (
-            RankState.COMPUTING,
-            "its beginning",
-            None,
-            self._timeout_factor,
-        )
+        activity = RankState.COMPUTING, "its beginning", None, self._timeout_factor
+        monitor.activity = monitor.compute_activity = activity
 
     def __exit__(
         self,
