@@ -10,11 +10,11 @@ import socket
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from penstock import __version__
 from penstock.device.accelerator import (
     get_free_memory,
     get_model_name,
@@ -129,7 +129,7 @@ def collect_rank_info(rank_env: RankEnv) -> RankInfo:
 
 def _collect_versions() -> dict[str, str]:
     versions = {
-        "penstock": __version__,
+        "penstock": _find_penstock_version(),
         "python": platform.python_version(),
         "torch": TORCH_VERSION,
         "cuda": torch.version.cuda,
@@ -137,6 +137,13 @@ def _collect_versions() -> dict[str, str]:
         "driver": _find_driver_version(),
     }
     return {name: version for name, version in versions.items() if version}
+
+
+def _find_penstock_version() -> str:
+    try:
+        return version("torch-penstock")
+    except PackageNotFoundError:  # the package runs from its source tree
+        return "not installed"
 
 
 def _find_driver_version() -> str | None:
