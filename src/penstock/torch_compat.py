@@ -250,9 +250,10 @@ def mark_as_not_compilable(function: Any) -> None:
 def keep_fake_cuda_guard() -> None:
     """Let this thread own the device guard that PyTorch uses where it has CUDA but no GPU is here.
 
-    The compiler makes the guard when it first runs. Up to 2.14 the guard belongs to the thread that
-    made it, and when that thread ends, the next compilation in the process crashes. This thread
-    starts the workers and usually outlives them. Without the private function there is no guard.
+    The compiler makes the guard when it first runs. In 2.10 and 2.11 it belongs to the thread that
+    made it, and when that thread ends, the next compilation in the process crashes; 2.12 keeps it.
+    This thread starts the workers and usually outlives them. Without the private function there is
+    no guard.
     """
     ensure_guard = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure_guard is not None and not torch.cuda.is_available():
@@ -338,9 +339,9 @@ TORCH_CHECKPOINT_GLOBALS: dict[str, Any] = _torch_checkpoint.__dict__
 def close_failed_checkpoints(error: BaseException) -> None:
     """Take the hooks of the `torch.utils.checkpoint` calls that an error left off this thread.
 
-    Up to 2.12, PyTorch leaves them to the generator of the call, which the error keeps alive. The
+    PyTorch 2.10 to 2.12 leave them to the generator of the call, which the error keeps alive. The
     thread would go on with these hooks, and the thread that drops the error could not remove them.
-    Later releases have closed the generator, and nothing happens here.
+    2.13 has closed the generator by then, and nothing happens here.
     """
     generators = [
         frame.f_locals.get("gen")
@@ -866,8 +867,8 @@ def finish_fsdp_backward(state: Any) -> None:
 def reset_fsdp_after_error(state: Any) -> None:
     """Forget the forward or backward that failed, from the state of a root without gradients.
 
-    `reset_iter_state` does this since 2.13. Before, the end of a backward does it: with reduction
-    on and no gradients it communicates nothing.
+    `reset_iter_state` does this since 2.13. Before, the end of a backward does it: with
+    reduction on and no gradients it communicates nothing.
     """
     reset = getattr(state, "_reset_iter_state", None)
     if reset is not None:
@@ -881,8 +882,10 @@ def reset_fsdp_after_error(state: Any) -> None:
 
 def get_fsdp_params(state: Any) -> Iterator[Any]:
     """Yield the sharded parameters of a state that a forward has gathered before."""
-    groups = getattr(state, "_fsdp_param_groups", None)  # a list since 2.13
-    for group in groups or [_get(state, "_fsdp_param_group", FULLY_SHARD)]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # a list since 2.12
+    if groups is None:
+        groups = [_get(state, "_fsdp_param_group", FULLY_SHARD)]
+    for group in groups:
         for fsdp_param in () if group is None else group.fsdp_params:
             # A parameter that no forward has gathered lacks the attribute; its class declares it.
             if "_unsharded_param" not in type(fsdp_param).__annotations__:

@@ -122,7 +122,7 @@ def test_worker_pool_frees_finished_jobs() -> None:
 
 
 def test_worker_thread_is_clean_after_an_error_inside_torch_checkpoint() -> None:
-    """Up to 2.12, PyTorch left the hooks of the failed call to the thread that drops the error."""
+    """PyTorch 2.11 leaves the hooks of the failed call to the thread that drops the error."""
     hooks = []
 
     def fail(x: torch.Tensor) -> None:
