@@ -720,32 +720,33 @@ def _vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
     return handler.handle_vmap(func, args, kwargs, original)
 
 
-def _checkpoint_generator(
-    function: Any,
-    preserve_rng_state: bool,
-    context_fn: Any,
-    determinism_check: Any,
-    debug: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Iterator[None]:
+# The generator behind `torch.utils.checkpoint` with use_reentrant=False. Since 2.14 it has another
+# name, and its options are keywords; up to 2.13 they are its first arguments.
+_CHECKPOINT_OPTIONS = [
+    "preserve_rng_state",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+]
+_CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+_CHECKPOINT_TAKES_KEYWORDS = hasattr(_torch_checkpoint, f"{_CHECKPOINT_GENERATOR}_impl")
+if _CHECKPOINT_TAKES_KEYWORDS:
+    _CHECKPOINT_GENERATOR += "_impl"
+
+
+def _checkpoint_generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Surround a function of `torch.utils.checkpoint` with use_reentrant=False.
 
     PyTorch runs the function between the two halves of this generator.
     """
     handler = _find_handler()
     if handler is None:
-        original = _originals["_checkpoint_without_reentrant_generator"]
-        yield from original(
-            function, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs
-        )
+        yield from _originals[_CHECKPOINT_GENERATOR](function, *args, **kwargs)
         return
-    options = {
-        "preserve_rng_state": preserve_rng_state,
-        "context_fn": context_fn,
-        "determinism_check": determinism_check,
-        "debug": debug,
-    }
+    options = (
+        kwargs if _CHECKPOINT_TAKES_KEYWORDS else dict(zip(_CHECKPOINT_OPTIONS, args, strict=False))
+    )
     with handler.handle_checkpoint(options):
         yield
 
@@ -764,9 +765,9 @@ _PATCHES = (
     _find_patch("torch.jit.ScriptFunction.__call__", _call_script_function),
     _find_patch("torch._functorch.apis.vmap_impl", _vmap_impl, ["func"]),
     _find_patch(
-        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        f"torch.utils.checkpoint.{_CHECKPOINT_GENERATOR}",
         _checkpoint_generator,
-        ["fn", "preserve_rng_state", "context_fn", "determinism_check", "debug"],
+        ["fn", "args", "kwargs"] if _CHECKPOINT_TAKES_KEYWORDS else ["fn", *_CHECKPOINT_OPTIONS],
     ),
 )
 _MISSING_PATCHES = [patch for patch in _PATCHES if isinstance(patch[0], _StandIn)]

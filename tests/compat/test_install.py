@@ -25,7 +25,7 @@ def python(*arguments: str, path: Path | None = None) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, **extra},
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

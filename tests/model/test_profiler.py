@@ -265,7 +265,7 @@ def test_profile_call_keeps_the_identity_of_repeated_tensors() -> None:
 
 def scripted(module: nn.Module) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
         return torch.jit.script(module)
 
 

@@ -15,7 +15,7 @@ from tests.models.table import PAGE, listed
 torch.set_num_threads(1)
 
 pytestmark = [  # raised by transformers
-    pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated"),
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
 ]
 # The models that `make test` runs: each has something that the others do not have.

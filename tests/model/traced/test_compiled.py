@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.model.traced.splitting import assert_same, batches, piped
 
 # The warnings come from PyTorch.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")
 
 
 class Block(nn.Module):

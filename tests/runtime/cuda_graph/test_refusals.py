@@ -203,7 +203,7 @@ class Script(nn.Module):
         return x * float(self.count)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 def test_script_module_is_not_captured() -> None:
     pair = pipe_pair(stack(torch.jit.script(Script())), "auto")
     steps(pair, "tttt", r"layer 1 \(RecursiveScriptModule\) is a ScriptModule, whose changes")
