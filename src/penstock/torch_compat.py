@@ -255,9 +255,13 @@ def keep_fake_cuda_guard() -> None:
     This thread starts the workers and usually outlives them. Without the private function there is
     no guard.
     """
-    ensure_guard = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    if ensure_guard is not None and not torch.cuda.is_available():
-        ensure_guard()
+    if not torch.cuda.is_available():
+        _ensure_cuda_guard()
+
+
+_ensure_cuda_guard = _probe(
+    "torch._C._ensureCUDADeviceGuardSet", "torch.compile", fallback=lambda: None
+)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -875,9 +879,10 @@ def reset_fsdp_after_error(state: Any) -> None:
     if reset is not None:
         reset()
         return
-    state._state_ctx.iter_forward_root = None
-    for sharded in state._state_ctx.all_states:
-        sharded._modules_to_run_forward.clear()
+    context = _get(state, "_state_ctx", FULLY_SHARD)
+    context.iter_forward_root = None
+    for sharded in context.all_states:
+        _get(sharded, "_modules_to_run_forward", FULLY_SHARD).clear()
     finish_fsdp_backward(state)
 
 

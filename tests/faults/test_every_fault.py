@@ -65,7 +65,8 @@ def check_cell(place: str, rank: int, size: int, outcomes: list[RankOutcome]) ->
     """Check that the error names the cell."""
     share = LAYERS // size
     layers = tuple(map(str, range(rank * share, (rank + 1) * share)))
-    action = f"{rank}{'B' if place == 'backward' else 'F'}1"
+    # The loss of a recomputed micro-batch is computed in its recomputation.
+    action = f"{rank}{ {'backward': 'B', 'loss': 'R'}.get(place, 'F') }1"
     for outcome in outcomes:
         fields = outcome.facts["fields"]
         found = fields["stage"], fields["layers"], fields["microbatch"], fields["action"]

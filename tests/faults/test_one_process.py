@@ -157,7 +157,7 @@ def test_exception_in_the_loss_function(runtime: str) -> None:
 
     with pytest.raises(Burst, match="in the loss") as caught:
         pipe.step(numbered(CHUNKS), loss_fn=picky)
-    assert "stage 2 (layer 2: Traced), micro-batch 1, action 2F1" in caught.value.__notes__[0]
+    assert "stage 2 (layer 2: Traced), micro-batch 1, action 2R1" in caught.value.__notes__[0]
     assert works(fuse, pipe)
 
 

@@ -124,7 +124,7 @@ def test_step_after_an_error_is_exact(size: int, schedule: str, checkpoint: str)
         assert error.microbatch == 1
         assert error.layers
         assert error.action is not None
-        letters = {"forward": "F", "loss": "F", "hook": "FRB"}.get(place, "RBIW")
+        letters = {"forward": "F", "loss": "FR", "hook": "FRB"}.get(place, "RBIW")
         assert error.action[-2] in letters, (place, error.action)
 
 

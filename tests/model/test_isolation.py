@@ -285,7 +285,7 @@ def test_pipe_memory_leaves_no_trace(
     build: Callable[..., nn.Module], write: Callable[[Any, Tensor], object]
 ) -> None:
     model, x = build(write), torch.ones(4, 4)
-    pipe = Pipe(model, stages=2, chunks=2, devices=["cpu", "cpu"], example=x, loss_fn=nn.MSELoss())
+    pipe = Pipe(model, 2, "never", stages=2, devices=["cpu"] * 2, example=x, loss_fn=nn.MSELoss())
     before = everything(model)
     pipe.memory(x, target=x)
     assert everything(model) == before

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -70,20 +70,21 @@ class IntegerStageRunner:
         after = self._graph.after(self.stage.index) or (OUTSIDE,)
         return {stage: to_payload(total * weight(self.stage.index)) for stage in after}
 
-    def recompute(self, microbatch: int) -> None:
+    def recompute(self, microbatch: int) -> dict[int, Payload]:
         self._saved[microbatch] = self._inputs.pop(microbatch)
+        return {}
 
     def backward(
-        self, microbatch: int, gradients: Mapping[int, Sequence[Any]], retain: bool
-    ) -> dict[int, tuple[Any, ...]]:
-        total = sum(tensors[0] for tensors in gradients.values()) % PRIME
+        self, microbatch: int, gradients: Mapping[int, Payload], retain: bool
+    ) -> dict[int, Payload]:
+        total = sum(map(number, gradients.values())) % PRIME
         learned = self._saved.pop(microbatch) * total % PRIME
         if (self.stage.index, microbatch) in self._schedule.divided:
             self._later[microbatch] = learned
         else:
             self.gradient = (self.gradient + learned) % PRIME
         before = self._graph.before(self.stage.index) or (OUTSIDE,)
-        return {stage: (total * weight(self.stage.index) % PRIME,) for stage in before}
+        return {stage: to_payload(total * weight(self.stage.index)) for stage in before}
 
     def backward_weights(self, microbatch: int) -> None:
         self.gradient = (self.gradient + self._later.pop(microbatch)) % PRIME

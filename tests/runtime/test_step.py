@@ -99,7 +99,7 @@ def test_step_with_structured_targets(stages: int) -> None:
     ],
 )
 def test_step_refuses_a_loss_that_is_not_one_number(loss_fn: Any, message: str) -> None:
-    _, pipe = both(loss_fn=loss_fn)
+    _, pipe = both(loss_fn=loss_fn, checkpoint="never")
     x, target = batch(7)
     with pytest.raises(RuntimeError, match=message):
         pipe.step(x, target=None if loss_fn is None else target)

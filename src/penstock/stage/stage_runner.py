@@ -338,7 +338,7 @@ class StageRunner:
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
         buffers = snapshot_buffers(self._modules_with_buffers)
-        parameter_versions = self._parameter_versions or self._read_parameter_versions()
+        parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
         with mark_checkpointing:
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
