@@ -103,6 +103,28 @@ def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) ->
         check_checkpoint(tmp_path / f"{seconds}", outcomes)
 
 
+def computes_while_another_dies(context: RankContext) -> None:
+    """Kill rank 1, and send SIGTERM to rank 0 while it computes, as torchrun does."""
+
+    layers = iter(range(100))
+
+    def die_or_compute(place: str, microbatch: int = 1) -> None:
+        if place == "forward" and context.rank == 1:
+            kill()
+        if place == "forward" and microbatch == 1 and next(layers) == 0:
+            context.report(fault=time.monotonic())
+            sleep_and_hear(signal.SIGTERM, 3.0)
+
+    x, target = batch(1)
+    pipe_of(die_or_compute).step(x, target=target)
+
+
+def test_rank_that_is_told_to_end_because_another_died_names_that_rank() -> None:
+    outcome, _ = run_ranks(2, computes_while_another_dies)
+    fields = outcome.facts["fields"]
+    assert (fields["kind"], fields["rank"]) == ("died", 1), outcome
+
+
 # ---- ranks that do not arrive, or leave ----------------------------------------------------
 
 

@@ -110,9 +110,9 @@ def looks_seldom(stage: Stage) -> None:
     """Check the peers rarely, as on a busy machine; a rank must not be diagnosed unseen."""
     look = HeartbeatMonitor._check_peers
 
-    def slowly(self: HeartbeatMonitor, store: Store) -> Failure | None:
+    def slowly(self: HeartbeatMonitor, store: Store, has_symptom: bool) -> Failure | None:
         time.sleep(1.2)
-        return look(self, store)
+        return look(self, store, has_symptom)
 
     patch.object(HeartbeatMonitor, "_check_peers", slowly).start()
     run(stage, At(1, "forward", kill))

@@ -160,13 +160,14 @@ def diagnose(
     own_rank: int,
     statuses: Mapping[int, PeerStatus],
     timeouts: Timeouts,
-    connection_lost: bool,
+    has_symptom: bool,
     may_wait_on_device: bool = False,
 ) -> Failure | None:
     """Return the failure of a rank that this rank waits for, or None.
 
-    `connection_lost` says that an operation of this rank has failed with a transport error. Some
-    rank has then died or aborted, so the limits are shorter and all ranks are suspects.
+    `has_symptom` says that an operation of this rank has failed with a transport error, or that
+    it was told to end. Some rank has then most likely died or aborted, so the limits are shorter
+    and all ranks are suspects.
 
     `may_wait_on_device` says that the GPU of this rank waits for messages by itself. A layer that
     reads a value, such as `x.item()`, then waits for other ranks although this rank computes. Any
@@ -177,22 +178,21 @@ def diagnose(
     awaited = _find_awaited(own_status.heartbeat, others)
     waiter = f"rank {own_rank} was {own_status.heartbeat}"
     is_computing = own_status.heartbeat.state is RankState.COMPUTING
-    suspects = others if connection_lost or (may_wait_on_device and is_computing) else awaited
+    suspects = others if has_symptom or (may_wait_on_device and is_computing) else awaited
     # Died. The most silent rank comes first: on a busy machine the heartbeats of live ranks are
     # late as well.
     for rank, (beat, silent, _) in sorted(
         suspects.items(), key=lambda item: (-item[1].seconds_silent, item[0])
     ):
         limit = timeouts.startup if beat.state is RankState.NOT_STARTED else timeouts.silence
-        if connection_lost:  # the lost connection most likely led to an awaited rank
-            limit = timeouts.after_lost_connection * (1 if rank in awaited else 2)
+        if has_symptom:  # a lost connection most likely led to an awaited rank
+            limit = timeouts.after_lost_connection * (2 if awaited and rank not in awaited else 1)
         if beat.state is not RankState.LEFT and silent > limit:
             return causes.describe_death(rank, str(beat), silent, waiter)
     # Left. Messages that it sent before it left may still be in transit.
     for rank, (beat, _, stuck) in sorted(awaited.items()):
         if beat.state is RankState.LEFT and (
-            connection_lost
-            or min(stuck, own_status.seconds_without_progress) > 2 * timeouts.interval
+            has_symptom or min(stuck, own_status.seconds_without_progress) > 2 * timeouts.interval
         ):
             return causes.describe_departure(rank, str(beat), waiter)
     # Stalled. The time counts from when this rank began to wait. A rank without recent heartbeats

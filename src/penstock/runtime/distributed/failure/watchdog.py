@@ -65,9 +65,9 @@ from penstock.runtime.distributed.links import LINK_BACKENDS
 _MAIN_THREAD_GRACE = 2.0  # for the guarded thread to return once a failure is known
 # Python's own SIGINT handler gets this time. It cannot run while the main thread waits in C.
 _SIGINT_DELAY = 0.2
-# torchrun sends SIGTERM to all ranks when one has died. Within this time the death is usually
-# found, which explains more than the signal.
-_SIGTERM_DELAY = 1.5
+# torchrun sends SIGTERM to all ranks when one has died. Within this time the death is found (see
+# `Timeouts.after_lost_connection`), which explains more than the signal.
+_SIGTERM_DELAY = 2.0
 # The host of the store stays this long, so that the other ranks can read the failure.
 _ACKNOWLEDGE_TIMEOUT = 3.0
 
@@ -204,8 +204,11 @@ class HeartbeatMonitor:
         may_wait = state is RankState.WAITING or (
             self._may_wait_on_device and state is RankState.COMPUTING
         )
-        if failure is None and (may_wait or self._connection_lost):
-            failure = self._check_peers(store)
+        # A lost connection and SIGTERM are symptoms: another rank may have died, even if this one
+        # does not wait for it.
+        has_symptom = self._connection_lost or signal.SIGTERM in self._signal_times
+        if failure is None and (may_wait or has_symptom):
+            failure = self._check_peers(store, has_symptom)
         if failure is not None:
             self._publish_failure(store, failure)
 
@@ -219,7 +222,7 @@ class HeartbeatMonitor:
             store.set(f"wake/{rank}", "")
         self.failure_known.wait(_MAIN_THREAD_GRACE)  # the listener reads it back
 
-    def _check_peers(self, store: Store) -> Failure | None:
+    def _check_peers(self, store: Store, has_symptom: bool) -> Failure | None:
         """Read the heartbeats of the monitored ranks. Return a failure if there is one."""
         if store.check(["failure"]):  # its writer may have died before it set the wake keys
             return Failure.from_json(store.get("failure"))
@@ -236,9 +239,7 @@ class HeartbeatMonitor:
             )
         heartbeats[self.rank] = self.build_heartbeat()
         statuses = self._tracker.update(heartbeats, time.monotonic())
-        return diagnose(
-            self.rank, statuses, self.timeouts, self._connection_lost, self._may_wait_on_device
-        )
+        return diagnose(self.rank, statuses, self.timeouts, has_symptom, self._may_wait_on_device)
 
     def _sleep_until_wakeup(self) -> None:
         """Sleep until the next interval, or until a byte arrives on the wakeup socket.
