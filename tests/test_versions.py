@@ -40,6 +40,10 @@ class FakeRunner:
         if "-m venv" in text:
             packages = Path(command[-1]) / "lib/python3.11/site-packages"
             (packages / "transformers-5.22.2.dist-info").mkdir(parents=True)
+        if "--upgrade transformers" in text:
+            packages = Path(command[0]).parents[1] / "lib/python3.11/site-packages"
+            pinned = packages / "transformers-5.22.2.dist-info"
+            pinned.rename(packages / "transformers-5.99.0.dist-info")
         if "-m pytest" in text:
             results = next(word for word in command if word.startswith("--junitxml="))
             content = PASSED.format(more=FAILED if is_failure else "")
@@ -54,6 +58,7 @@ def test_page_is_written_if_all_releases_pass(
     assert main([], run, page) == 0
     lines = page.read_text().splitlines()
     assert f"| PyTorch | {' | '.join([*VERSIONS, VERSIONS[-1]])} |" in lines
+    assert lines[-len(AREAS) - 1].endswith("| 5.22.2 | 5.99.0 |")
     columns = len(VERSIONS) + 1
     for area, cell in {
         "recomputation": "1",
