@@ -17,9 +17,8 @@ import torch
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of `-n auto`: three for every two cores."""
-    cores = len(os.sched_getaffinity(0))
-    return cores + cores // 2
+    """Return the workers of `-n auto`: two for each core."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 # Files whose tests take several seconds each, most of them waiting. At the end of a run they would

@@ -464,6 +464,18 @@ def get_storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(_get_use_count(get_storage_address(storage)))
 
 
+_warn_about_storage = _probe("torch.storage._warn_typed_storage_removal", "", fallback=None)
+
+
+def silence_storage_warning() -> None:
+    """Let PyTorch 2.10 believe that it has warned about `Tensor.storage`, which it does once.
+
+    Its own writer of checkpoints calls that method. Later releases do not.
+    """
+    if TORCH_VERSION.startswith("2.10.") and _warn_about_storage is not None:
+        setattr(_warn_about_storage, "has_warned", True)  # noqa: B010
+
+
 # ---- tensor subclasses ---------------------------------------------------------------------------
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor"

@@ -42,6 +42,11 @@ def show_gpus(visible: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
+def without_gloo_notes(text: str) -> str:
+    """Return what a process has written, without the lines of gloo in PyTorch 2.10."""
+    return "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo] Rank "))
+
+
 def forked() -> ForkServerContext:
     """Return the context of the fork server. Preloading takes effect at the first fork."""
     context = multiprocessing.get_context("forkserver")

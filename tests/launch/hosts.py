@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.distributed.fork_server import without_gloo_notes
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG, an option of prctl
@@ -95,7 +97,10 @@ def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
     late = threading.Timer(LIMIT, kill, [started])
     late.start()
     try:
-        return [Ended(*(*process.communicate(), process.returncode)) for process in started]
+        return [
+            Ended(*map(without_gloo_notes, process.communicate()), process.returncode)
+            for process in started
+        ]
     finally:
         late.cancel()
         kill(started)

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from penstock.checkpoint.directory import commit_save, write_file_synced
 from penstock.checkpoint.save_group import SaveGroup
 from penstock.errors import RunError
+from penstock.torch_compat import silence_storage_warning
 
 EXTRA_FILE = "extra.pt"
 
@@ -95,6 +96,7 @@ def execute_save(
     save_group: SaveGroup, description: str, writer: StorageWriter, save_plan: AgreedSavePlan
 ) -> None:
     """Write on every rank. If all ranks succeeded, rank 0 commits the save."""
+    silence_storage_warning()
     planner = save_plan.planner
     results = save_group.run_and_gather(
         description, lambda: encode_records(writer.write_data(save_plan.local_plan, planner).wait())
