@@ -366,6 +366,11 @@ is_any_autocast_enabled: Callable[[], bool] = _probe(
 )
 
 
+# Whether autocast caches weights that it has cast without a graph, and uses them with one, where
+# they get no gradient. 2.11 has mended that.
+AUTOCAST_CACHE_LACKS_GRAPH = TORCH_VERSION.startswith("2.10.")
+
+
 def is_functorch_active() -> bool:
     """Return whether this thread runs a transform of `torch.func`, such as `vmap` or `grad`."""
     return peek_functorch_stack() is not None

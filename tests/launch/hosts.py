@@ -97,9 +97,10 @@ def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
     late = threading.Timer(LIMIT, kill, [started])
     late.start()
     try:
+        written = [tuple(map(without_gloo_notes, process.communicate())) for process in started]
         return [
-            Ended(*map(without_gloo_notes, process.communicate()), process.returncode)
-            for process in started
+            Ended(out, err, process.returncode)
+            for (out, err), process in zip(written, started, strict=True)
         ]
     finally:
         late.cancel()

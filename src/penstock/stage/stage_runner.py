@@ -76,6 +76,7 @@ from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
+from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH
 
 
 @dataclass(slots=True)
@@ -197,6 +198,8 @@ class StageRunner:
                 self._recompute_inputs[microbatch], outputs = self._forward_for_recompute(
                     microbatch, input_payloads
                 )
+            if AUTOCAST_CACHE_LACKS_GRAPH:
+                torch.clear_autocast_cache()
             # There is no graph yet to ask, so every floating-point output may need a gradient.
             needs_grad = is_differentiable
         else:
