@@ -98,18 +98,20 @@ class Environment:
         (packages_folder,) = folder.glob("lib/python*/site-packages")
         # In a folder of its own, because pip must never uninstall through a link.
         (packages_folder / "libraries.pth").write_text(str(libraries))
-        pending, linked = list(packages), set[str]()
+        pending, linked = [Requirement(package) for package in packages], set[str]()
         while pending:
-            package = distribution(pending.pop())
-            if package.name in linked:
+            requirement = pending.pop()
+            if str(requirement) in linked:
                 continue
-            linked.add(package.name)
+            linked.add(str(requirement))
+            package = distribution(requirement.name)
             for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
                 if not (libraries / top).exists():
                     (libraries / top).symlink_to(Path(str(package.locate_file(top))).resolve())
             for need in map(Requirement, package.requires or ()):
-                if need.marker is None or need.marker.evaluate({"extra": ""}):
-                    pending.append(need.name)
+                extras = ("", *requirement.extras)
+                if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in extras):
+                    pending.append(need)
 
     def run(self, program: str, *words: str, code: int = 0) -> str:
         """Return what a program of the environment prints, to stderr if it fails."""

@@ -74,7 +74,8 @@ def test_doctor_refuses_invalid_patience(
 
 
 def test_doctor_under_torchrun_prints_on_rank_0_only() -> None:
-    ended = run([*TORCHRUN, "--nproc-per-node", "2", *DOCTOR], environment(OMP_NUM_THREADS="1"))
+    words = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR]
+    ended = run(words, environment(OMP_NUM_THREADS="1"))
     assert ended.err == ""
     found = findings(ended)
     assert (found["size"], found["backend"], found["broken"]) == (2, "gloo", [])

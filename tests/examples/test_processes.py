@@ -59,7 +59,7 @@ def test_example_resumes_after_a_killed_worker_and_as_two_replicas(tmp_path: Pat
     (ended,) = end([process])
     assert re.search(r"rank \d  goes on after step \d", ended.out)
     assert ranks_equal(ended) == [0, 1]
-    four = [*TORCHRUN, "--nproc-per-node", "4", SCRIPT, *saving, "--dp", "2"]
+    four = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", SCRIPT, *saving, "--dp", "2"]
     ended = run([*four, "--schedule", "zb-h1", "--steps", "22"], environment(**ONE_THREAD))
     assert ended.err == ""
     assert ended.out.count("goes on after step 20") == 4

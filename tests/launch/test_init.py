@@ -40,7 +40,9 @@ def reports(*ended: Ended) -> dict[int, dict[str, Any]]:
 
 
 def test_init_under_torchrun_prints_nothing() -> None:
-    ended = run([*TORCHRUN, "--nproc-per-node", "2", SCRIPT], environment(OMP_NUM_THREADS="1"))
+    # Without a port, two of these commands at once would use the same one.
+    words = [*TORCHRUN, "--master-port", free_port(), "--nproc-per-node", "2", SCRIPT]
+    ended = run(words, environment(OMP_NUM_THREADS="1"))
     assert ended.err == ""
     found = reports(ended)
     assert sorted(found) == [0, 1]
