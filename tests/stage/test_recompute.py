@@ -90,7 +90,7 @@ class Codebook(nn.Module):
 
     def __init__(self, assigns: bool) -> None:
         super().__init__()
-        self.assigns = assigns
+        self.assigns, self.max_norm = assigns, 1.0  # only an embedding has the latter by itself
         self.code = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,9 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import RunError
 from penstock.microbatch import MicrobatchRows, gather
 from penstock.schedules.ir import StageGraph
-from penstock.stage.loss import LossReduction, TargetCounter, find_loss_tensor
+from penstock.stage.loss import (
+    LossReduction,
+    TargetCounter,
+    find_loss_tensor,
+    has_weighted_loss,
+)
 from penstock.stage.payload import Payload, flatten_values
 from penstock.torch_compat import pytree
 
@@ -88,6 +94,12 @@ class StageInputs:
         losses = [find_loss_tensor(output) for output in outputs]
         if not self.loss_shares or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
             return gather(outputs, self.rows)
+        if has_weighted_loss(outputs[0]):
+            raise RunError(
+                "the model returned a loss with a weight, by which pipe.step combines "
+                "micro-batches. pipe(x) does not use it. Call pipe.step, or return the loss "
+                "without the weight."
+            )
         weighted_losses = [
             _weight_loss(*pair) for pair in zip(losses, self.loss_shares, strict=True)
         ]

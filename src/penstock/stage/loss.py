@@ -262,6 +262,11 @@ def find_loss_tensor(output: Any) -> Any:
     return result.get("loss") if isinstance(result, Mapping) else result
 
 
+def has_weighted_loss(output: Any) -> bool:
+    """Return whether a model returned its loss with a weight."""
+    return isinstance(output, Weighted) or (isinstance(output, Mapping) and "weight" in output)
+
+
 def _find_loss_in_tuple(output: tuple[Any, ...]) -> Any:
     """Return the loss in a tuple, or the tuple itself if it is not clear which value is the loss.
 

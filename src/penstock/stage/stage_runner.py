@@ -323,7 +323,8 @@ class StageRunner:
                 if parameter is None:
                     continue
                 is_written = next(before, None) != (parameter.data_ptr(), parameter._version)
-                if is_written and getattr(module, "max_norm", None) is None:
+                is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+                if is_written and not (is_embedding and module.max_norm is not None):
                     raise RunError(
                         f"the forward of {type(module).__name__} changes its parameter '{name}', "
                         "and its recomputation would compute with the changed value. Make it a "

@@ -171,6 +171,7 @@ class Words(nn.Module):
             "attribute": Output(logits, loss),
             "accuracy first": (logits.detach().mean(), loss),
             "two losses": (logits, loss, 2 * loss),
+            "weighted": {"loss": loss, "weight": (labels != -100).sum()},
         }[self.kind]
 
 
@@ -216,6 +217,14 @@ def test_loss_of_the_model_that_is_not_clear_is_refused(kind: str, message: str)
     with pytest.raises(RunError, match=message):
         pipe.step(**batch)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_weight_that_the_model_returns_is_used_by_step_and_refused_by_a_call() -> None:
+    model, batch = Words("weighted").double(), words()
+    pipe = Pipe(model, 4, stages=2, example=batch, balance="parameters")
+    assert abs(pipe.step(**batch).loss - model(**batch)["loss"]) < 1e-12
+    with pytest.raises(RunError, match="the model returned a loss with a weight"):
+        pipe(**batch)
 
 
 @pytest.mark.parametrize("memory", ["1GB", -1, [1e9, "a"], True])
