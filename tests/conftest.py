@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock import Pipe
+
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the workers of `-n auto`: two for each core."""
@@ -46,6 +48,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not str(item.path.relative_to(folder)).startswith(LONG)
 
     items.sort(key=lambda item: item.path.is_relative_to(folder) and is_short(item))
+
+
+# Tests in which pipes audit their first step, as they do for users. Other tests count the calls of
+# layers, watch the memory or need the time.
+AUDITED = tuple(
+    f"tests/{name}"
+    for name in (
+        "exactness/",
+        "models/",
+        "features/",
+        "properties/",
+        "hugging_face/",
+        "runtime/test_audit.py",
+        "gpu/test_audit_on_gpu.py",
+        "test_docs.py",
+        "test_public_surface.py",
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def audit_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn the audit off by default, except in the tests above."""
+    if not request.node.nodeid.startswith(AUDITED):
+        defaults = Pipe.__init__.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "audit", "off")
 
 
 # Tests that see the machine's GPUs. The code blocks of the documentation must run on any machine.

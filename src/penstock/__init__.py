@@ -20,6 +20,7 @@ import typing as _typing
 from penstock import draw, schedules
 from penstock.errors import (
     ArgumentError,
+    AuditError,
     BatchShapeError,
     CutError,
     FormatError,
@@ -73,6 +74,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "ArgumentError",
+    "AuditError",
     "BatchShapeError",
     "Chunk",
     "Compute",

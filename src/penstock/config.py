@@ -38,6 +38,15 @@ def check_choices(**options: Any) -> None:
             raise ArgumentError(f"{name} must be one of {listed}, not {value!r}")
 
 
+def check_audit(audit: Any) -> None:
+    """Raise if `audit` is not "first", "off" or a positive number of steps."""
+    is_count = isinstance(audit, int) and not isinstance(audit, bool) and audit > 0
+    if audit not in ("first", "off") and not is_count:
+        raise ArgumentError(
+            f"audit must be 'first', 'off' or a positive number of steps, not {audit!r}"
+        )
+
+
 def check_loss_fn(loss_fn: Any) -> None:
     """Raise if `loss_fn` is neither None nor a callable object.
 

@@ -6,6 +6,7 @@
     ├── PenstockTypeError      (TypeError)      an argument has the wrong type
     ├── RunError               (RuntimeError)   a pipe cannot continue; the message says why
     │   ├── CutError                            a model's forward cannot be cut into these stages
+    │   ├── AuditError                          a step and the unsplit model compute other numbers
     │   ├── CaptureError                        a step cannot be captured as a CUDA graph
     │   └── RemoteError                         a rank failed; every rank raises the same error
     ├── FormatError            (ValueError)     a text is not a schedule
@@ -55,6 +56,13 @@ class RunError(PenstockError, RuntimeError):
 
 class CutError(RunError):
     """Raised if the forward of a model cannot be cut into these stages."""
+
+
+class AuditError(RunError):
+    """Raised if the audit of a step finds that the pipe and the unsplit model differ.
+
+    The optimizer has not stepped yet.
+    """
 
 
 @dataclass(frozen=True)

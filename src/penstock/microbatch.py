@@ -225,6 +225,27 @@ def scatter(
     return [pytree.tree_unflatten(pieces, spec) for pieces in microbatches], rows
 
 
+def take_rows(values: Any, rows: MicrobatchRows, start: int, stop: int) -> Any:
+    """Return the values of a batch for some of its rows, as `scatter` would split them.
+
+    >>> take_rows((torch.arange(5), "same"), MicrobatchRows((2, 2, 1)), 1, 3)
+    (tensor([1, 2]), 'same')
+    """
+    pieces: dict[tuple[int, int], Tensor] = {}  # by id of the tensor, and dim
+    total = sum(rows.counts)
+
+    def take_from(leaf: Any) -> Any:
+        dim, tensor = _row_dim(leaf), unwrap_chunk(leaf)
+        if dim is None or not total:
+            return tensor
+        if (id(tensor), dim) not in pieces:
+            times = tensor.size(dim) // total
+            pieces[id(tensor), dim] = tensor.narrow(dim, start * times, (stop - start) * times)
+        return pieces[id(tensor), dim]
+
+    return pytree.tree_map(take_from, values)
+
+
 def have_equal_rows(values: tuple[Any, ...]) -> bool:
     """Return whether all values are tensors with the same number of rows on dim 0."""
     plain = all(isinstance(value, Tensor) and value.dim() for value in values)

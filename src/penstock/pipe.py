@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.saver import PendingSave, SaveHandle
-from penstock.config import check_choices, check_chunks, check_loss_fn
+from penstock.config import check_audit, check_choices, check_chunks, check_loss_fn
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
@@ -123,6 +123,9 @@ class Pipe(nn.Module):
         outputs: With processes, which ranks receive outputs: "last", or "all".
         shapes: With processes, whether shapes of messages are "learned" in the first call with
             inputs of certain shapes, or "sent" with every message.
+        audit: Which training steps are compared with the unsplit model: "first" compares one
+            micro-batch of the first step of each kind of batch, an integer n also of every n-th
+            step, "off" none. If the numbers differ, the step raises an AuditError.
         heartbeat: With processes, the seconds without progress after which a rank is considered
             dead.
 
@@ -165,6 +168,7 @@ class Pipe(nn.Module):
         outputs: str = "last",
         shapes: str = "learned",
         heartbeat: float = 10.0,
+        audit: str | int = "first",
     ) -> None:
         super().__init__()
         topology = resolve_topology(mesh, group)
@@ -181,8 +185,9 @@ class Pipe(nn.Module):
             check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
+            check_audit(audit)
             self.chunks, self.checkpoint = chunks, checkpoint
-            self.reduction, self.runtime = reduction, runtime
+            self.reduction, self.runtime, self.audit = reduction, runtime, audit
             # `nn.Module.__setattr__` would register a loss that is a module as a child.
             self.__dict__["loss_fn"] = loss_fn
             if deferred_batch_norm:
@@ -276,6 +281,7 @@ class Pipe(nn.Module):
             training=self.training,
             runtime=self.runtime,
             reduction=self.reduction,
+            audit=self.audit,
             **arguments,
         )
 

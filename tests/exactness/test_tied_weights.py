@@ -133,7 +133,7 @@ def test_tied_weight_is_copied_once_per_device_and_call(
         )
     block = nn.Linear(6, 6).requires_grad_(not frozen)
     model = nn.Sequential(Sees(block), nn.Linear(6, 6), Sees(block), Sees(block))
-    pipe = Pipe(model, 2, stages=4, devices=["cpu", "cpu"], runtime=runtime)
+    pipe = Pipe(model, 2, stages=4, devices=["cpu", "cpu"], runtime=runtime, audit="off")
     pipe(torch.randn(4, 6))  # stage 0 and 2 on the first rank, stage 3 on the second
     owners = block.weight.data_ptr()
     assert len(seen) == 6
@@ -189,7 +189,7 @@ def test_hooks_of_tied_weights_in_a_step_see_the_other_ranks_as_one_part(runtime
 
 def test_hooks_of_a_shared_module_run_on_every_stage() -> None:
     model = one_block()
-    pipe = Pipe(model, 2, stages=[4, 4], runtime="inline")
+    pipe = Pipe(model, 2, stages=[4, 4], runtime="inline", audit="off")
     calls: list[type[nn.Module]] = []
     model.get_submodule("0.block").register_forward_hook(
         lambda m, given, made: calls.append(type(m))

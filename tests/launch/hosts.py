@@ -22,7 +22,7 @@ from tests.distributed.fork_server import without_gloo_notes
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG, an option of prctl
-LIMIT = 150.0  # seconds for everything that a test starts at once
+LIMIT = 300.0  # seconds for everything that a test starts at once
 
 
 class Ended(NamedTuple):

@@ -199,6 +199,7 @@ class CheckedModel:
             loss_fn=self.loss_fn,
             reduction=self.reduction,
             runtime=runtime,
+            audit="off",
         )
 
     def run_step(self, pipe: Pipe, arguments: StepArguments) -> StepResult:

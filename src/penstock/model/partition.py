@@ -23,6 +23,9 @@ from penstock.model_summary import ModelSummary
 from penstock.schedules.ir import StageGraph
 from penstock.stage.stage import Stage
 
+# The units with the stages of their calls, and the stages of operations between units by function.
+StageMap = tuple[list[tuple[nn.Module, list[int]]], Mapping[Any, Sequence[int | None]]]
+
 
 @dataclass(frozen=True, eq=False)
 class Partition(ABC):
@@ -179,6 +182,19 @@ class Partition(ABC):
 
         None stands for an operation that every stage runs.
         """
+
+    @abstractmethod
+    def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the user's own forward, without any cut, for a micro-batch."""
+
+    def map_stages(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StageMap:
+        """Return the stages of the units, and of the operations between them, for a micro-batch.
+
+        Both are in the order of the calls, as in `find_unit_stages` and `find_function_stages`.
+        """
+        units = dict(self.named_roots())
+        by_unit = [(units[name], stages) for name, stages in self.find_unit_stages().items()]
+        return by_unit, self.find_function_stages()
 
     @abstractmethod
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -35,7 +35,14 @@ from penstock.model.sequential_stage import (
 )
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.schedules.ir import StageGraph
-from penstock.stage.skip import SkipKey, popped_keys, stashed_keys, verify_skippables
+from penstock.stage.skip import (
+    SkipKey,
+    Skips,
+    popped_keys,
+    stashed_keys,
+    use_skips,
+    verify_skippables,
+)
 from penstock.stage.stage import Stage
 
 
@@ -358,6 +365,16 @@ class SequentialPartition(Partition):
     def find_function_stages(self) -> dict[Any, list[int | None]]:
         """Return nothing: all operations are in layers."""
         return {}
+
+    def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run all layers one after the other."""
+        value: Any = None
+        with use_skips(Skips()):
+            for stage in self.stages:
+                compute: Any = stage.compute  # a `SequentialStage`
+                values = (value,) if stage.index else args
+                value = compute.module.run_layers(*values, **kwargs)
+        return value
 
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Return None: a layer that computes a loss does not show how it counts."""

@@ -53,6 +53,8 @@ class AutogradCall:
             t for payload in self.execution.cell_io.inputs.values() for t in payload.tensors
         ]
         self.execution.run(self._forward_phase)
+        if self.execution.audit is not None:
+            self.execution.audit.check_outputs()
         self.execution.cell_io.inputs.clear()
         propagate_version_bumps(self.inputs, payload_tensors)
         payloads = [
@@ -102,8 +104,12 @@ class AutogradCall:
             cell_io.output_gradients[self._last_stage, microbatch] = Payload(tuple(piece))
         for runner in self.execution.stage_runners:
             runner.start_collecting_grads()
+        audit = self.execution.audit
         try:
             self.execution.run(self._backward_phase, retain_graph)
+            if audit is not None:
+                cell = self._last_stage, audit.microbatch
+                audit.check_backward(cell_io.output_gradients[cell].tensors)
         except BaseException:
             # Some cells have run their backward and some have not. There is no state to resume.
             self.execution.clear()

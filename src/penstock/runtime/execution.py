@@ -67,6 +67,18 @@ class TiedWeights(Protocol):
         """Add the gradients of the proxies to those of the original parameters."""
 
 
+class CallAudit(Protocol):
+    """The interface of an audit that compares `pipe(x)` with the unsplit model."""
+
+    microbatch: int  # the one that is compared
+
+    def check_outputs(self) -> None:
+        """Raise if the outputs of the micro-batch differ."""
+
+    def check_backward(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise if the gradients of the micro-batch differ."""
+
+
 class RngPolicy(NamedTuple):
     """The source of the random numbers of a call."""
 
@@ -127,6 +139,7 @@ class Execution:
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
+        self.audit: CallAudit | None = None
         self.executor = executor
         self._devices, self._placement = devices, placement
         if any(device.has_streams for device in devices.values()):

@@ -246,7 +246,9 @@ class LocalEngine:
         modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
         batch = request.inputs, dict(request.keyword_inputs), request.target
         with self.step_lock, isolated_step(modules, batch) as (args, kwargs, target):
-            isolated_request = replace(request, inputs=args, keyword_inputs=kwargs, target=target)
+            isolated_request = replace(
+                request, inputs=args, keyword_inputs=kwargs, target=target, audit="off"
+            )
             devices = self.placed_partition.stage_devices
             inputs = partition.build_stage_inputs(isolated_request, devices)
             program, _ = self._prepared_pipe.select_step_program(request, inputs)
@@ -336,6 +338,7 @@ class LocalCall:
     With an `executor`, the call runs in it. Otherwise the call chooses its runtime.
     """
 
+    is_local = True
     has_target: bool
     replica_group = None  # only the wrappers of the stages reduce gradients
 

@@ -25,6 +25,7 @@ class Request(Batch):
         return_outputs: Whether a step returns the outputs of the model.
         scaler: The scaler of the gradients of a step.
         optimizer: The optimizer whose `step()` is called after the backwards.
+        audit: Which calls are compared with the unsplit model: "first", "off", or every n-th.
     """
 
     checkpoint: str = "except_last"
@@ -36,6 +37,7 @@ class Request(Batch):
     return_outputs: bool = False
     scaler: torch.amp.GradScaler | None = None
     optimizer: torch.optim.Optimizer | None = None
+    audit: str | int = "off"
 
     def describe_options(self) -> dict[str, str | int | bool | None]:
         """Return the options that decide what is computed, by name.

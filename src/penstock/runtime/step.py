@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,6 +39,7 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
+from penstock.runtime.audit import Auditor, start_audit
 from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
@@ -126,6 +127,7 @@ class PreparedPipe:
     program_cache: ProgramCache
     replicas: Replicas
     layers: Mapping[str, nn.Module | None]
+    auditor: Auditor = field(default_factory=Auditor)
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
@@ -190,6 +192,10 @@ class Call(Protocol):
     @property
     def inputs(self) -> StageInputs:
         """The batch, split into micro-batches."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are in this process."""
 
     @property
     def has_target(self) -> bool:
@@ -310,6 +316,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     execution = call.build_execution(program, stages, None, False)
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
     cell_io = execution.cell_io
+    audit = start_audit(pipe, call, execution, program, reduction)
     loss = cell_io.loss = call.build_loss(execution, reduction)
     # Gradients of replicas are reduced once, when this context ends. They must have their final
     # scale by then.
@@ -320,6 +327,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
             totals = call.combine(execution, program)
+            if audit is not None:
+                audit.check_step()
         except BaseException:
             loss.restore_gradients()
             raise
@@ -348,6 +357,7 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         aux_sink = select_forward_sink()
         stages = pipe.placed_partition.partition.stages
         execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
+        execution.audit = start_audit(pipe, call, execution, program, None)
         return call.forward(execution, program, (phases[0], phases[1]))
 
 

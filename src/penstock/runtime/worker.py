@@ -98,6 +98,18 @@ class StepLoss(Protocol):
         """Restore the gradients of earlier steps after the step has failed."""
 
 
+class CellObserver(Protocol):
+    """The interface of an audit, which watches the computations of a call."""
+
+    def before_compute(self, stage_runner: StageRunner, action: Compute) -> None:
+        """Note the state before a computation, in the thread of its rank."""
+
+    def after_compute(
+        self, stage_runner: StageRunner, action: Compute, payloads: Mapping[int, Payload]
+    ) -> None:
+        """Note what a computation has changed and returned."""
+
+
 class CellIO:
     """The payloads that enter cells from the caller and leave them for the caller.
 
@@ -140,6 +152,7 @@ class Worker:
         self._posted_recvs: dict[Message, Callable[[], Payload]] = {}
         self.retain_graph = False
         self.forward_lock: AbstractContextManager[object] = nullcontext()  # held by F and R
+        self.observer: CellObserver | None = None
 
     def execute(self, bound_action: BoundAction) -> None:
         """Run one action and record its start and its end."""
@@ -153,7 +166,12 @@ class Worker:
             op, stage, microbatch = action
             stage_runner = self.stage_runners[stage]
             try:
-                payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                if self.observer is None:
+                    payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                else:
+                    self.observer.before_compute(stage_runner, action)
+                    payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                    self.observer.after_compute(stage_runner, action, payloads)
             except BaseException as error:
                 # The error keeps its type and its traceback. The location is added as an
                 # attribute, for `RemoteError`, and as a note, for people.

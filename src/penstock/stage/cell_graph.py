@@ -117,6 +117,22 @@ def _find_node_owner(tensor: Tensor) -> Any:
 # ---- backward ----------------------------------------------------------------------------------
 
 
+def find_graph_leaves(roots: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves of a graph, each once, from the autograd nodes of its outputs."""
+    todo = list(roots)
+    visited = set(todo)
+    leaves = []
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
+        if leaf is not None:
+            leaves.append(leaf)
+        new = {n for n, _ in node.next_functions if n is not None} - visited
+        visited |= new
+        todo += new
+    return leaves
+
+
 @dataclass(slots=True)
 class CellGraph:
     """The two ends of a cell's graph: output edges by destination, inputs by source.
@@ -156,18 +172,8 @@ class CellGraph:
     def find_leaves(self) -> list[Tensor]:
         """Return all leaves of the graph except its inputs: parameters, registered or not."""
         inner = {id(leaf) for leaf in (*self.inputs, GRAPH_ANCHOR)}
-        todo = [root.node for roots in self.roots.values() for root in roots if root is not None]
-        visited = set(todo)
-        leaves = []
-        while todo:
-            node = todo.pop()
-            leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
-            if leaf is not None and id(leaf) not in inner:
-                leaves.append(leaf)
-            new = {n for n, _ in node.next_functions if n is not None} - visited
-            visited |= new
-            todo += new
-        return leaves
+        roots = [root.node for roots in self.roots.values() for root in roots if root is not None]
+        return [leaf for leaf in find_graph_leaves(roots) if id(leaf) not in inner]
 
     def check_leaves_are_parameters(self, parameters: Collection[Tensor]) -> None:
         """Raise if a leaf is neither an input nor one of the parameters."""

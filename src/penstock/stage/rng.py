@@ -77,7 +77,7 @@ def peek_seed() -> int:
     A pipe that is a layer of another pipe draws its seed from the cell of the other pipe, so that
     it is recomputed with the same seed.
     """
-    if _is_inside_cell():
+    if is_inside_cell():
         return int(torch.randint(2**62, (), device="cpu"))
     peek = torch.Generator()
     peek.set_state(torch.default_generator.get_state())
@@ -86,11 +86,12 @@ def peek_seed() -> int:
 
 def advance_caller_rng() -> None:
     """Advance the caller's default generator past the seed that `peek_seed` returned."""
-    if not _is_inside_cell():
+    if not is_inside_cell():
         _draw_seed(torch.default_generator)
 
 
-def _is_inside_cell() -> bool:
+def is_inside_cell() -> bool:
+    """Return whether this thread computes a cell of a pipe, with random numbers of its own."""
     return isinstance(get_innermost_dispatch_mode(), CellRngMode)
 
 
@@ -205,7 +206,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
     def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A pipe that is a layer of another pipe runs under the modes of both. The inner cell
         # handles the draw, so the mode of the outer cell must not see it.
-        if _is_inside_cell():
+        if is_inside_cell():
             with without_innermost_dispatch_mode():
                 return self._run_random_op(func, args, kwargs)
         if kwargs.get("generator") is not None:

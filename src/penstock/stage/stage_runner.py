@@ -19,7 +19,7 @@ that does none of this runs without any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -517,6 +517,14 @@ class StageRunner:
         if self._proxies is None:
             return self.parameters
         return [self._proxies.get_proxy(parameter) for parameter in self.parameters]
+
+    def iter_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield each parameter with the gradient that the backwards have summed so far."""
+        if self.collected_grads is not None:
+            yield from zip(self.parameters, self.collected_grads, strict=True)
+        else:
+            used = zip(self.parameters, self._used_parameters(), strict=True)
+            yield from ((parameter, proxy.grad) for parameter, proxy in used)
 
     def start_collecting_grads(self) -> None:
         """Let the next backwards sum parameter gradients in `collected_grads`, not in `.grad`."""

@@ -26,7 +26,7 @@ from penstock.errors import ArgumentError, CutError, RunError
 from penstock.fingerprint import Fingerprinter, ModelSettings, ObjectIdentity, read_model_settings
 from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
-from penstock.model.partition import Partition
+from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.model.traced.assignment import (
     OwnerStages,
@@ -519,13 +519,23 @@ class TracedPartition(Partition):
 
     def find_function_stages(self) -> dict[Any, list[int | None]]:
         """Return the stages of the operations between units, by function."""
-        function_stages: dict[Any, list[int | None]] = {}
-        assignment = self.summary.assignment
-        for index, node in enumerate(assignment.trace.nodes):
-            if node.kind is not NodeKind.UNIT:
-                stage = assignment.node_stages.get(index)
-                function_stages.setdefault(node.func, []).append(stage)
-        return function_stages
+        return _find_function_stages(self.summary.assignment)
+
+    def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def map_stages(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StageMap:
+        """Return the stages of the units and operations of this micro-batch's own trace."""
+        defaults = build_default_kwargs(self.model, kwargs)
+        plan = self.trace_microbatch(args, {**defaults, **kwargs}, self.read_settings())
+        assignment = plan.compiled.assignment
+        by_unit: dict[str, list[int]] = {}
+        for index in assignment.trace.unit_call_indices:
+            unit = assignment.trace.nodes[index].func.unit
+            by_unit.setdefault(unit, []).append(assignment.node_stages[index])
+        units = [(self.units[name], stages) for name, stages in by_unit.items()]
+        return units, _find_function_stages(assignment)
 
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return how many targets count in the model's own loss, or None if that is not known."""
@@ -569,6 +579,16 @@ class TracedMicrobatch:
         return ForwardRequest(
             self.compiled.programs, plain_leaves, positions, self.tree_spec, settings, destinations
         )
+
+
+def _find_function_stages(assignment: TraceAssignment) -> dict[Any, list[int | None]]:
+    """Return the stages of the operations between units, by function in the order of calls."""
+    function_stages: dict[Any, list[int | None]] = {}
+    for index, node in enumerate(assignment.trace.nodes):
+        if node.kind is not NodeKind.UNIT:
+            stage = assignment.node_stages.get(index)
+            function_stages.setdefault(node.func, []).append(stage)
+    return function_stages
 
 
 def _compute_loss_shares(

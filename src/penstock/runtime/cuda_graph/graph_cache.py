@@ -355,7 +355,7 @@ class GraphCache:
         static_inputs.copy_from(inputs.tensors)
         bound_inputs, loss_scale = static_inputs.bind(prepared.stage_inputs, inputs)
         # Without the batch of the first capture, which the graph would keep alive.
-        request = replace(prepared.request, inputs=(), keyword_inputs={}, target=())
+        request = replace(prepared.request, inputs=(), keyword_inputs={}, target=(), audit="off")
         static_step = PreparedStep(request, bound_inputs, loss_scale)
         modules = step_modules.modules
         # Parameters without a gradient in the first step have no buffer. If the capture gives them

@@ -286,6 +286,8 @@ class DistributedCall:
     _loss: DistributedLossAccumulator
     _transport: ProcessTransport
 
+    is_local = False
+
     def __init__(
         self, engine: DistributedEngine, request: Request, agreed_call: AgreedCall
     ) -> None:

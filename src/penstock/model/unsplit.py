@@ -1,0 +1,155 @@
+"""Run a model that is cut into stages as the unsplit model, with the numbers of the pipe.
+
+The audit of a step compares the pipe with the user's own forward. That forward runs on the modules
+where they are: stages may be on several devices, and in a pipe each cell (a stage on a micro-batch)
+draws from a random generator of its own. So whenever the forward reaches code of another stage, it
+switches to the generator and the device of that stage:
+
+    in a unit        a forward pre-hook switches to the stage of this call of the unit, and moves
+                     the arguments
+    between units    a function mode switches to the stage that the trace gives the operation
+    anywhere         if operands are on several devices, the function mode moves them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.microbatch import move_to_device
+from penstock.model.traced.torch_functions import is_metadata_only
+from penstock.stage.rng import CellRngMode, derive_cell_seed
+from penstock.torch_compat import pytree
+
+# By function, the stages of its calls between units in order. None: it runs on every stage.
+FunctionStages = Mapping[Any, Sequence[int | None]]
+
+
+class UnsplitCells:
+    """The cells of one micro-batch, for a forward of the unsplit model.
+
+    Args:
+        seed: The seed of the call of the pipe.
+        num_stages: The number of stages.
+        unit_stages: The units, each with the stages of its calls in order.
+        function_stages: The stages of the operations between units.
+        devices: The devices of the stages; empty if everything is on one device.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        num_stages: int,
+        unit_stages: Sequence[tuple[nn.Module, Sequence[int]]],
+        function_stages: FunctionStages,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        self._seed, self._num_stages = seed, num_stages
+        self._unit_stages, self._function_stages = unit_stages, function_stages
+        self._devices = devices if len(set(devices)) > 1 else ()
+        self.has_drawn = False  # whether any cell has drawn random numbers
+
+    @contextmanager
+    def emulate(self, microbatch: int) -> Iterator[None]:
+        """Run the unsplit model on a micro-batch in this context."""
+        cells = [
+            CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
+            for stage in range(self._num_stages)
+        ]
+        with ExitStack() as hooks, ExitStack() as current_cell:
+
+            def enter_stage(stage: int) -> None:
+                current_cell.close()
+                current_cell.enter_context(cells[stage])
+                mode.current_device = self._devices[stage] if self._devices else None
+
+            mode = _StageSwitchMode(self._function_stages, enter_stage)
+            call_counts: Counter[int] = Counter()  # calls of each unit so far
+
+            def enter_unit(
+                index: int, call_stages: Sequence[int], args: Any, kwargs: Any
+            ) -> tuple[Any, Any] | None:
+                mode.unit_depth += 1
+                enter_stage(call_stages[min(call_counts[index], len(call_stages) - 1)])
+                call_counts[index] += 1
+                device = mode.current_device
+                return None if device is None else move_to_device((args, kwargs), device)
+
+            def exit_unit() -> None:
+                mode.unit_depth -= 1
+
+            for index, (unit, call_stages) in enumerate(self._unit_stages):
+                # First of all hooks: a hook of the user's may draw, too.
+                pre_hook = unit.register_forward_pre_hook(
+                    lambda _, args, kwargs, index=index, stages=call_stages: enter_unit(
+                        index, stages, args, kwargs
+                    ),
+                    prepend=True,
+                    with_kwargs=True,
+                )
+                post_hook = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
+                hooks.callback(pre_hook.remove)
+                hooks.callback(post_hook.remove)
+            if self._function_stages or self._devices:
+                hooks.enter_context(mode)
+            enter_stage(0)
+            yield
+        self.has_drawn |= any(cell.has_drawn for cell in cells)
+
+
+class _StageSwitchMode(TorchFunctionMode):
+    """Lets an operation draw and compute where the stage that would run it does."""
+
+    def __init__(self, function_stages: FunctionStages, enter_stage: Callable[[int], None]) -> None:
+        super().__init__()
+        self._stage_iterators = {func: iter(stages) for func, stages in function_stages.items()}
+        self._enter_stage = enter_stage
+        self.unit_depth = 0  # how many units are running, one inside another
+        self.current_device: torch.device | None = None  # None: all stages are on one device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Switch to the stage of this call, and run the function."""
+        kwargs = kwargs or {}
+        if (
+            not self.unit_depth
+            and func in self._stage_iterators
+            and not is_metadata_only(func, args)
+        ):
+            stage = next(self._stage_iterators[func], None)
+            if stage is not None:
+                self._enter_stage(stage)
+        if self.current_device is not None:
+            args, kwargs = _gather_operands(func, args, kwargs, self.current_device)
+        return func(*args, **kwargs)
+
+
+def _gather_operands(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move operands that are on several devices to one of them.
+
+    An operation in place cannot move its first operand. PyTorch itself accepts a tensor without
+    dims on another device.
+    """
+    operands = [
+        leaf
+        for leaf in pytree.tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    if len({operand.device for operand in operands}) < 2:
+        return args, kwargs
+    name = getattr(func, "__name__", "")
+    in_place = name in ("__setitem__", "copy_") or (name.endswith("_") and name[:1] != "_")
+    target = operands[0].device if in_place else device
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        Tensor, lambda t: t.to(target) if t.dim() else t, (args, kwargs)
+    )
+    return moved

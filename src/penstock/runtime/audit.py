@@ -1,0 +1,653 @@
+"""The audit: one micro-batch of a call also goes through the unsplit model.
+
+In the first step of each kind of batch, the user's own forward runs on one micro-batch before the
+pipe does: on the same modules and devices, with the same random numbers, and with nothing left
+behind (audit_reference.py). While the pipe runs, the audit watches the cells of that micro-batch.
+Then it compares:
+
+    the loss         of the micro-batch, or the outputs of `pipe(x)`
+    the gradients    that the micro-batch adds to each parameter, and those of the inputs
+    the buffers      after the forward of the micro-batch
+    the split        the loss, or the outputs, of the micro-batch with those of its two halves
+
+A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
+of one forward and backward, and one or two more forwards for the halves.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from penstock.data_parallel.dtensor import is_dtensor
+from penstock.data_parallel.sync import Replicas
+from penstock.errors import AuditError
+from penstock.microbatch import MicrobatchRows
+from penstock.model.isolation import HostRngState
+from penstock.model.placement import PlacedPartition
+from penstock.model.stage_inputs import StageInputs
+from penstock.runtime.audit_reference import BufferKey, Reference, ReferenceForward, running
+from penstock.runtime.digest import Digest, Digester, find_rounding
+from penstock.runtime.execution import Execution
+from penstock.runtime.loss_accumulator import LossAccumulator
+from penstock.runtime.request import Request
+from penstock.schedules.ir import Compute, Op, Program
+from penstock.stage.loss import LossReduction
+from penstock.stage.payload import Payload, flatten_values, unflatten_values
+from penstock.stage.rng import is_inside_cell, peek_seed
+from penstock.stage.stage import OUTSIDE
+from penstock.stage.stage_runner import StageRunner
+from penstock.torch_compat import (
+    are_checkpoint_hooks,
+    close_failed_checkpoints,
+    get_saved_tensor_hooks,
+    pytree,
+)
+
+_log = logging.getLogger("penstock")
+
+# ---- which calls are audited ---------------------------------------------------------------------
+
+
+@dataclass
+class Auditor:
+    """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
+
+    _audited_kinds: set[Any] = field(default_factory=set)
+    _call_count: int = 0
+    _told: set[str] = field(default_factory=set)
+
+    def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
+        return Auditor, ()
+
+    def select(self, request: Request, inputs: StageInputs) -> Any:
+        """Return the kind of the call if it should be audited, or else None."""
+        if request.audit == "off" or running.is_running:
+            return None
+        if request.is_step and not torch.is_grad_enabled():
+            return None
+        self._call_count += 1
+        batch = *request.inputs, *request.keyword_inputs.values(), *request.target
+        kind = (
+            request.is_step,
+            request.training,
+            torch.is_grad_enabled(),
+            request.checkpoint,
+            request.loss_fn,
+            inputs.chunks > 1,
+            tuple(request.keyword_inputs),
+            # The shapes are left out: batches of many lengths are of one kind. A forward that
+            # takes another path for a shape has another digest.
+            tuple([(type(v), getattr(v, "dtype", None), getattr(v, "ndim", 0)) for v in batch]),
+            inputs.assignment_digest,
+        )
+        is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
+        if kind in self._audited_kinds and not is_due:
+            return None
+        return kind
+
+    def note_audited(self, kind: Any) -> None:
+        """Remember that a call of this kind was audited."""
+        self._audited_kinds.add(kind)
+
+    def tell_once(self, reason: str) -> None:
+        """Log why a call was not audited, unless that was said before."""
+        if reason not in self._told:
+            self._told.add(reason)
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                _log.warning(
+                    "penstock: the first step was not compared with the unsplit model, because %s. "
+                    "Compare them with `penstock check`, or penstock.check. (audit='off' hides "
+                    "this note.)",
+                    reason,
+                )
+
+
+def find_obstacle(placed: PlacedPartition, has_replicas: bool) -> str | None:
+    """Return why a call cannot be audited, or None if it can."""
+    if has_replicas:
+        return "its stages are in DistributedDataParallel or fully_shard"
+    modules = placed.partition.modules()
+    if any(is_dtensor(p) for module in modules for p in module.parameters(recurse=False)):
+        return "its parameters are sharded"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        return "a layer is a ScriptModule, which cannot be run without a trace"
+    return None
+
+
+# ---- one audited call ----------------------------------------------------------------------------
+
+
+@dataclass
+class CellRecord:
+    """What the cells of the audited micro-batch did in the pipe."""
+
+    gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
+    buffers: dict[BufferKey, Digest] = field(default_factory=dict)
+    outputs: dict[int, dict[str, Digest]] = field(default_factory=dict)  # of `pipe(x)`, by path
+
+
+class Audit:
+    """The audit of one call. It is the observer of its workers."""
+
+    def __init__(
+        self,
+        placed: PlacedPartition,
+        request: Request,
+        inputs: StageInputs,
+        execution: Execution,
+        program: Program,
+        reduction: LossReduction | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._placed, self._request, self._inputs = placed, request, inputs
+        self._tell = tell  # says why a call was not audited
+        # Not the execution, whose workers refer to the audit: the cycle would keep its tensors.
+        self._cell_io, self._reduction = execution.cell_io, reduction
+        self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
+        self._grads_before: dict[tuple[int, int], dict[int, Digest]] = {}
+        forwards = [
+            action
+            for lane in program.lanes
+            for action in lane
+            if isinstance(action, Compute) and action.op is Op.F
+        ]
+        first_forwards: dict[int, int] = {}
+        for action in forwards:
+            first_forwards.setdefault(action.stage, action.microbatch)
+        order = [a.microbatch for a in forwards if a.stage == 0]
+        self.microbatch = order[0]
+        self.next_microbatch = order[1] if len(order) > 1 else None
+        # Where another micro-batch comes first, it has changed the buffers.
+        self._stages_with_buffers = {
+            stage for stage, first in first_forwards.items() if first == self.microbatch
+        }
+        devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
+        self._reference = Reference(
+            placed.partition, devices, request, inputs.rows, peek_seed(), reduction, self._digester
+        )
+        autocast = execution.context.autocast_dtypes
+        self._rounding = find_rounding(
+            [dtype for _, dtype in autocast] + self._reference.list_dtypes()
+        )
+        self._forward: ReferenceForward | None = None
+        self._reference_grads: dict[int, Digest] = {}
+        self._roots: list[Tensor] = []
+        self._reference_seed = 1.0
+        self._reference_loss: Digest | None = None
+        self._reference_outputs: dict[str, Digest] = {}
+        self._split_problem: str | None = None
+        self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
+        self._used_host_rng: list[str] = []
+        self._uses_shared_rng = False  # the forward has seeded torch's generator, or drawn from it
+        self._failure: Exception | None = None  # an error of the unsplit model
+
+    # ---- before the call -----------------------------------------------------------------------
+
+    def run_reference(self, loss: LossAccumulator | None) -> None:
+        """Run the unsplit model on the micro-batch; in a step with its backward.
+
+        `loss` is an accumulator like that of the step. It gives the gradient of the loss.
+        """
+        try:
+            with self._reference.isolate():
+                host_rng, torch_state = HostRngState(), torch.get_rng_state()
+                batch = self._reference.take_batch(*self._find_rows(self.microbatch))
+                counted = self._get_counted_targets(self.microbatch)
+                forward = self._reference.run_forward(batch, self.microbatch, counted)
+                self._used_host_rng = host_rng.find_used()
+                self._uses_shared_rng = not torch.equal(torch_state, torch.get_rng_state())
+                self._note_outputs(forward.values, loss)
+                if forward.changed_state and self.next_microbatch is not None:
+                    self._run_next_microbatch()
+            self._compare_halves(forward)
+            self._forward = forward
+        except Exception as error:  # the pipe shows whether it is an error of the model
+            close_failed_checkpoints(error)
+            self._failure = error
+
+    def _run_next_microbatch(self) -> None:
+        """Run the forward of the next micro-batch, with the state that the first one has left."""
+        assert self.next_microbatch is not None
+        with torch.no_grad():
+            values = self._reference.run_forward(
+                self._reference.take_batch(*self._find_rows(self.next_microbatch)),
+                self.next_microbatch,
+                self._get_counted_targets(self.next_microbatch),
+            ).values
+        value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
+        self._next_outputs = self._digest_by_path(value)
+
+    def _find_rows(self, microbatch: int) -> tuple[int, int]:
+        counts = self._inputs.rows.counts
+        start = sum(counts[:microbatch])
+        return start, start + (counts[microbatch] if counts else 0)
+
+    def _get_counted_targets(self, microbatch: int) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts, if it is known how it does."""
+        if self._reduction is None or self._request.target or not self._inputs.has_target:
+            return None
+        return self._inputs.targets[microbatch]
+
+    def _note_outputs(self, values: tuple[Any, ...], loss: LossAccumulator | None) -> None:
+        tensors, layout = flatten_values(values)
+        if loss is None:
+            self._reference_outputs = self._digest_by_path(values[0])
+            self._roots = tensors
+            return
+        self._reference_loss = self._digester.digest(tensors[0])
+        gradients = loss.compute_output_gradients(
+            self.microbatch, Payload(tuple(tensors), layout)
+        ).tensors
+        assert gradients[0] is not None
+        self._reference_seed = float(gradients[0])
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(tensors, gradients, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        if pairs:
+            self._reference_grads = self._reference.run_backward(*zip(*pairs, strict=True))
+
+    def _digest_by_path(self, value: Any) -> dict[str, Digest]:
+        return {
+            pytree.keystr(path): self._digester.digest(leaf)
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]
+            if isinstance(leaf, Tensor)
+        }
+
+    # ---- while the pipe runs -------------------------------------------------------------------
+
+    def before_compute(self, stage_runner: StageRunner, action: Compute) -> None:
+        """Note the gradients before a backward of the micro-batch."""
+        if action.microbatch != self.microbatch or action.op in (Op.F, Op.R):
+            return
+        loss = self._cell_io.loss
+        if loss is not None and action.op is not Op.W:
+            # It sets gradients of earlier steps aside, if it has to.
+            loss.before_backward(stage_runner, action.microbatch)
+        self._grads_before[action.stage, action.microbatch] = self._digest_gradients(stage_runner)
+
+    def after_compute(
+        self, stage_runner: StageRunner, action: Compute, payloads: Mapping[int, Payload]
+    ) -> None:
+        """Note what the cell has added to the gradients, or written to its buffers."""
+        record = self._record
+        is_output = self._reduction is None and action.op is Op.F and OUTSIDE in payloads
+        if is_output and action.microbatch in (self.microbatch, self.next_microbatch):
+            payload = payloads[OUTSIDE]
+            values = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
+            record.outputs[action.microbatch] = self._digest_by_path(values[0])
+        if action.microbatch != self.microbatch:
+            return
+        if action.op is Op.F:
+            if action.stage in self._stages_with_buffers:
+                record.buffers.update(
+                    ((module, name), self._digester.digest(buffer))
+                    for module in stage_runner.stage.modules()
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None
+                )
+        elif action.op is not Op.R:
+            before = self._grads_before.pop((action.stage, action.microbatch))
+            after = self._digest_gradients(stage_runner)
+            with self._lock:  # a tied parameter is on several ranks
+                for key, digest in after.items():
+                    added = digest.minus(before.get(key))
+                    record.gradients[key] = added.plus(record.gradients.get(key))
+
+    def _digest_gradients(self, stage_runner: StageRunner) -> dict[int, Digest]:
+        return {
+            id(parameter): self._digester.digest(gradient)
+            for parameter, gradient in stage_runner.iter_gradients()
+            if gradient is not None
+        }
+
+    # ---- after the call ------------------------------------------------------------------------
+
+    def _has_reference(self) -> bool:
+        """Return whether there is a reference. Say so if it failed where the pipe did not."""
+        if self._failure is not None:
+            self._tell(f"the unsplit model raised {self._failure!r}")
+        return self._forward is not None
+
+    def check_step(self) -> None:
+        """Compare the step with the reference. Raise an AuditError if they differ."""
+        if not self._has_reference():
+            return
+        loss = self._cell_io.loss
+        assert isinstance(loss, LossAccumulator)
+        losses = [self._digester.digest(item.loss) for item in loss.microbatch_losses]
+        assert self._reference_loss is not None
+        self._compare("the loss", losses[self.microbatch], self._reference_loss, is_forward=True)
+        for expected in self._next_outputs.values():
+            assert self.next_microbatch is not None
+            self._compare("the loss", losses[self.next_microbatch], expected, is_next=True)
+        self._check_state()
+        last_cell = len(self._placed.partition.stages) - 1, self.microbatch
+        seed = self._cell_io.output_gradients[last_cell].tensors[0]
+        assert seed is not None
+        scale = float(seed) / self._reference_seed if self._reference_seed else 1.0
+        self._check_gradients(self._reference_grads, scale)
+        self._raise_split_problem()
+
+    def check_outputs(self) -> None:
+        """Compare the outputs of `pipe(x)` with those of the reference."""
+        if not self._has_reference():
+            return
+        outputs = self._record.outputs
+        self._compare_outputs(outputs[self.microbatch], self._reference_outputs)
+        if self._next_outputs and self.next_microbatch is not None:
+            self._compare_outputs(outputs[self.next_microbatch], self._next_outputs, is_next=True)
+        self._check_state()
+        self._raise_split_problem()
+
+    def _compare_outputs(
+        self, actual: Mapping[str, Digest], expected: Mapping[str, Digest], is_next: bool = False
+    ) -> None:
+        for path, digest in expected.items():
+            if path in actual:
+                what = f"the output{path and ' at ' + path}"
+                self._compare(what, actual[path], digest, is_forward=True, is_next=is_next)
+
+    def check_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
+        """Compare the gradients of `pipe(x)` with those of the reference.
+
+        Args:
+            output_gradients: The gradients of the outputs of the micro-batch.
+        """
+        roots, self._roots = self._roots, []
+        if len(roots) != len(output_gradients):
+            return  # it has run before, or the unsplit model returns more than a stage does
+        pairs = [
+            (root, gradient.to(root.device))
+            for root, gradient in zip(roots, output_gradients, strict=True)
+            if gradient is not None and root.requires_grad
+        ]
+        if pairs:
+            self._check_gradients(self._reference.run_backward(*zip(*pairs, strict=True)), 1.0)
+
+    def _check_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
+        actual, names = self._record.gradients, self._name_parameters()
+        zero = Digest(0.0, 0.0)
+        for key, name in names.items():
+            if key in self._reference.hooked_parameters:
+                continue
+            pair = actual.get(key, zero), expected.get(key, zero)
+            if pair[0] is not zero or pair[1] is not zero:
+                what = f"the gradient of '{name}'"
+                self._compare(what, *pair, is_forward=False, scale=scale)
+
+    def _name_parameters(self) -> dict[int, str]:
+        return {
+            id(parameter): f"{prefix}.{name}".lstrip(".")
+            for module, prefix in self._placed.partition.names().items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def _check_state(self) -> None:
+        """Compare buffers, and look for draws that the pipe does not see."""
+        assert self._forward is not None
+        if self._uses_shared_rng:
+            raise AuditError(
+                "the forward seeds torch's default generator (torch.manual_seed), or draws from it "
+                "in a way that the pipe does not see. In a pipe each stage draws from a generator "
+                "of its own, so the seed would have no effect. Seed before the step, or draw from "
+                "a torch.Generator that the layer keeps."
+            )
+        names = self._placed.partition.names()
+        for (module, name), actual in self._record.buffers.items():
+            expected = self._forward.buffers.get((module, name))
+            if expected is not None:
+                what = f"the buffer '{names.get(module, '')}.{name}'".replace("'.", "'")
+                self._compare(what, actual, expected, is_forward=True)
+
+    def _compare(
+        self,
+        what: str,
+        actual: Digest,
+        expected: Digest,
+        *,
+        is_forward: bool = True,
+        is_next: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        difference = actual.find_difference(expected, self._rounding, scale)
+        if not difference:
+            return
+        size = "" if math.isinf(difference) else f" by {difference:.2g} of its size"
+        microbatch = self.next_microbatch if is_next else self.microbatch
+        raise AuditError(
+            f"the audit of this {'step' if self._request.is_step else 'call'} found that the pipe "
+            f"does not compute what the model computes: in micro-batch {microbatch}, {what} "
+            f"differs{size} from that of the unsplit model. "
+            f"{self._find_likely_cause(is_forward)} The optimizer has not stepped. "
+            "penstock.check compares more and names the layer. (audit='off' turns the audit off.)"
+        )
+
+    def _find_likely_cause(self, is_forward: bool) -> str:
+        """Return a sentence about the likely cause and its cure."""
+        if self._used_host_rng:
+            return (
+                f"The forward draws from {' and '.join(self._used_host_rng)}, whose numbers differ "
+                "each time. Draw with torch."
+            )
+        if not is_forward:
+            return (
+                "The forward is right, so a layer computes something else when it is recomputed, "
+                "or its gradient depends on more than its inputs. Keep state in buffers, and try "
+                "checkpoint='never'."
+            )
+        return (
+            "A layer may read something that changes between micro-batches or threads: an "
+            "attribute, a global, a thread-local or context variable, a clock, or a setting that "
+            "was changed after the Pipe was made. Pass such values as inputs, and make the Pipe "
+            "after the change."
+        )
+
+    # ---- halves of the micro-batch -------------------------------------------------------------
+
+    def _compare_halves(self, whole: ReferenceForward) -> None:
+        """Find out whether the results of two halves combine to that of the micro-batch."""
+        start, stop = self._find_rows(self.microbatch)
+        if self._inputs.chunks < 2 or stop - start < 2:
+            return
+        middle = (start + stop) // 2
+        # Random numbers and statistics of the batch differ between whole and halves on purpose.
+        needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
+        ranges = [(start, middle), (middle, stop), *[(start, stop)] * needs_eval]
+        try:
+            with torch.no_grad():
+                forwards = [self._run_rows(*rows, needs_eval) for rows in ranges]
+                if any(forward.has_drawn for forward in forwards):
+                    return
+                halves = MicrobatchRows((middle - start, stop - middle), self._inputs.rows.dim)
+                self._split_problem = self._find_split_problem(
+                    forwards[:2], forwards[2] if needs_eval else whole, halves
+                )
+        except Exception as error:  # not every model runs on so few rows, or in eval mode
+            close_failed_checkpoints(error)
+
+    def _run_rows(self, start: int, stop: int, in_eval_mode: bool) -> ReferenceForward:
+        with self._reference.isolate():  # each forward begins with the same state
+            if in_eval_mode:
+                for module in self._reference.modules:
+                    module.training = False
+            return self._reference.run_forward(
+                self._reference.take_batch(start, stop),
+                self.microbatch,
+                self._split_targets(start, stop),
+            )
+
+    def _split_targets(self, start: int, stop: int) -> tuple[Any, ...] | None:
+        counted = self._get_counted_targets(self.microbatch)
+        if counted is None:
+            return None
+        first, last = self._find_rows(self.microbatch)
+        (target,) = counted
+        times = len(target) // (last - first)
+        return (target[(start - first) * times : (stop - first) * times],)
+
+    def _find_split_problem(
+        self, halves: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
+    ) -> str | None:
+        """Return how the combined results of the halves differ from that of the micro-batch."""
+        if self._reduction is not None:
+            parts = [self._combine_losses([half], MicrobatchRows((1,))) for half in halves]
+            total = self._combine_losses([whole], MicrobatchRows((1,)))
+            combined = self._combine_losses(halves, rows)
+            distance = abs(float(combined - total))
+            size = max(abs(float(x)) for x in (*parts, total) if math.isfinite(x))
+            tolerance = _SPLIT_ROUNDING.get(total.dtype, 1e-8)
+            if not math.isfinite(distance) or distance <= tolerance * size:
+                return None
+            return (
+                f"the losses of the two halves of micro-batch {self.microbatch}, "
+                f"{float(parts[0]):.6g} and {float(parts[1]):.6g}, combine to "
+                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
+                "the loss of a batch depends on how it is split. It is not a mean over rows: it "
+                "mixes rows, divides by a number that is given, or does not count all targets. "
+                "Return penstock.Weighted(loss, weight) if it is a mean over something else, or "
+                "pass reduction='sum' if it is a sum. A loss that mixes rows needs chunks=1."
+            )
+        shares = rows.fractions() if self._inputs.loss_shares else ()
+        merged = replace(self._inputs, rows=rows, loss_shares=shares).merge_outputs(
+            [half.values[0] for half in halves]
+        )
+        expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
+        is_counted = any(isinstance(share, Tensor) for share in self._inputs.loss_shares)
+        for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
+            other = expected.get(path)
+            if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+                continue  # the pipe returns a list, with an entry for each micro-batch
+            if not leaf.dim() and is_counted:
+                continue  # weighted by labels; not by the rows of the halves
+            if leaf.shape == other.shape and _is_close(leaf, other):
+                continue
+            return (
+                f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
+                f"two halves, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
+                f"a whole, which has shape {tuple(other.shape)}. So the output depends on how the "
+                "batch is split: it has no rows on dim 0, is a number other than a mean over "
+                "rows, or mixes rows. Return what has rows, or use chunks=1."
+            )
+        return None
+
+    def _combine_losses(self, parts: Sequence[ReferenceForward], rows: MicrobatchRows) -> Tensor:
+        assert self._reduction is not None
+        accumulator = LossAccumulator(self._reduction, rows.fractions(), [()] * len(parts))
+        for index, part in enumerate(parts):
+            tensors, layout = flatten_values(part.values)
+            accumulator.compute_output_gradients(index, Payload(tuple(tensors), layout))
+        return accumulator.compute_total_loss()
+
+    def _raise_split_problem(self) -> None:
+        if self._split_problem is not None:
+            raise AuditError(
+                f"the audit of this {'step' if self._request.is_step else 'call'} found that "
+                f"{self._split_problem} The optimizer has not stepped. (audit='off' turns the "
+                "audit off.)"
+            )
+
+
+# Kernels for other shapes round differently, so halves agree less exactly than equal micro-batches.
+_SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return True  # an index of a maximum may differ by rounding
+    size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
+    distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
+    tolerance = _SPLIT_ROUNDING.get(expected.dtype, 1e-8)
+    return not expected.numel() or float(distance.max()) <= tolerance * size
+
+
+class AuditedPipe(Protocol):
+    """The part of a pipe that an audit needs."""
+
+    @property
+    def placed_partition(self) -> PlacedPartition:
+        """The model, cut and placed."""
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the stages."""
+
+    @property
+    def auditor(self) -> Auditor:
+        """The record of audited calls."""
+
+
+class AuditedCall(Protocol):
+    """The part of a call that an audit needs."""
+
+    @property
+    def request(self) -> Request:
+        """The arguments and options of the call."""
+
+    @property
+    def inputs(self) -> StageInputs:
+        """The batch, split into micro-batches."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are in this process."""
+
+    def build_loss(self, execution: Execution, reduction: LossReduction) -> Any:
+        """Return an accumulator of losses."""
+
+
+def start_audit(
+    pipe: AuditedPipe,
+    call: AuditedCall,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+) -> Audit | None:
+    """Run the reference of a call if it should be audited, and watch the call from now on.
+
+    `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
+    """
+    kind = pipe.auditor.select(call.request, call.inputs)
+    # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a call
+    # counts the tensors that it saves, and would find more in the audited call.
+    in_another = is_inside_cell() or are_checkpoint_hooks(get_saved_tensor_hooks())
+    if kind is None or in_another:
+        return None
+    placed = pipe.placed_partition
+    modules = placed.partition.modules()
+    parameters = [p for module in modules for p in module.parameters(recurse=False)]
+    # The first step creates lazy parameters, and the second one is audited. Tensors on `meta` have
+    # no numbers to compare.
+    if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
+        return None
+    pipe.auditor.note_audited(kind)
+    obstacle = find_obstacle(placed, not pipe.replicas.is_empty)
+    if not call.is_local:
+        obstacle = "its stages are in processes"
+    if obstacle is not None:
+        pipe.auditor.tell_once(obstacle)
+        return None
+    audit = Audit(
+        placed,
+        call.request,
+        call.inputs,
+        execution,
+        program,
+        reduction,
+        pipe.auditor.tell_once,
+    )
+    audit.run_reference(None if reduction is None else call.build_loss(execution, reduction))
+    for worker in execution.workers:
+        worker.observer = audit
+    return audit

@@ -1,0 +1,350 @@
+"""The reference of an audit: the user's own forward on some rows of a batch, leaving no trace.
+
+The forward runs on the modules of the pipe themselves, without a copy of their parameters. What it
+could change is put aside first: attributes and buffers are exchanged for copies, gradients and
+hooks on them are taken away, and a parameter is copied when something is about to write to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.microbatch import MicrobatchRows, list_tensors, take_rows
+from penstock.model.isolation import (
+    StateSnapshot,
+    StructureCopier,
+    isolated,
+    iter_module_tensors,
+    preserve_gradients,
+)
+from penstock.model.partition import Partition, StageMap
+from penstock.model.traced.containers import is_state_object
+from penstock.model.unsplit import UnsplitCells
+from penstock.nested_values import iter_captured_values, iter_hidden_tensors
+from penstock.runtime.digest import Digest, Digester
+from penstock.runtime.request import Request
+from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
+from penstock.stage.caller_context import no_autocast
+from penstock.stage.cell_graph import find_graph_leaves
+from penstock.stage.compile_support import run_uncompiled
+from penstock.stage.loss import LossFn, LossReduction, LossStageFunction
+from penstock.stage.stage import OUTSIDE
+from penstock.torch_compat import BatchNormBase, CompileFriendlyDispatchMode
+
+BufferKey = tuple[nn.Module, str]
+
+_MAX_CAPTURED_VALUES = 10_000  # a loss function may reach a whole data set
+
+
+class _RunningReferences(threading.local):
+    """Whether this thread runs the forward of a reference: pipes inside it are not audited."""
+
+    is_running = False
+
+
+running = _RunningReferences()
+
+
+class ReferenceForward(NamedTuple):
+    """What a forward of the unsplit model has computed.
+
+    Attributes:
+        values: The output of the model; in a step the loss, with its extras and auxiliary losses.
+        inputs: The copies of the inputs that require grad, in the order of the caller's tensors.
+        has_drawn: Whether it drew random numbers.
+        buffers: The digests of the buffers after it.
+        changed_state: Whether it changed a buffer.
+    """
+
+    values: tuple[Any, ...]
+    inputs: list[Tensor]
+    has_drawn: bool
+    buffers: dict[BufferKey, Digest]
+    changed_state: bool
+
+
+class Reference:
+    """The unsplit model of one call of a pipe.
+
+    Args:
+        partition: The model, cut.
+        devices: The devices of the stages.
+        request: The call.
+        rows: How its batch is split.
+        seed: The seed of its random numbers.
+        reduction: How the losses are combined; None for `pipe(x)`.
+        digester: Makes the digests.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        devices: Sequence[torch.device],
+        request: Request,
+        rows: MicrobatchRows,
+        seed: int,
+        reduction: LossReduction | None,
+        digester: Digester,
+    ) -> None:
+        self._partition, self._devices = partition, devices
+        self._request, self._rows, self._seed = request, rows, seed
+        self._reduction, self._digester = reduction, digester
+        self._stage_map: StageMap | None = None
+        self._write_log = _WriteLog([])  # of the running isolation
+        stage_modules = (module for stage in partition.stages for module in stage.modules())
+        self.modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
+        self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
+        parameters = [p for module in self.modules for p in module.parameters(False)]
+        # Hooks may change the gradient of these, so it is not compared.
+        self.hooked_parameters = {id(p) for p in parameters if p._backward_hooks}
+
+    def take_batch(self, start: int, stop: int) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Return copies of some rows: the inputs, the inputs by name and the target."""
+        request = self._request
+        batch = request.inputs, dict(request.keyword_inputs), request.target
+        pieces = take_rows(batch, self._rows, start, stop)
+        device = self._devices[-1]
+
+        def copy_tensor(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        args, kwargs, target = StructureCopier(copy_tensor)(pieces)
+        return (
+            args,
+            kwargs,
+            tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
+        )
+
+    @contextmanager
+    def isolate(self) -> Iterator[None]:
+        """Leave everything as it was, whatever the model and the loss do in this context."""
+        loss_modules, loss_values = _find_captured_state(self._request.loss_fn)
+        own = set(self.modules)
+        loss_state = StateSnapshot(
+            [module for module in loss_modules if module not in own],
+            lambda tensor: not isinstance(tensor, nn.Parameter),
+        )
+        for value in loss_values:
+            loss_state.record(value)
+        loss_parameters = [p for module in loss_modules for p in module.parameters(False)]
+        parameters = [p for module in self.modules for p in module.parameters(False)]
+
+        def exchange_tensor(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if type(tensor) is not nn.Parameter:  # only its class knows how to copy it
+                return tensor
+            # Another leaf in the same memory: hooks of the parameter, or of a wrapper such as DDP,
+            # do not see its gradient.
+            alias = nn.Parameter(tensor.detach(), tensor.requires_grad)
+            alias.__dict__.update(tensor.__dict__)
+            self._aliases[alias] = tensor
+            return alias
+
+        write_log = self._write_log = _WriteLog([*parameters, *loss_parameters])
+        was_running = running.is_running
+        with (
+            isolated(self.modules, map_tensor=exchange_tensor),
+            preserve_gradients(loss_parameters),
+            write_log,
+            run_uncompiled(),
+        ):
+            running.is_running = True
+            try:
+                yield
+            finally:
+                running.is_running = was_running
+                loss_state.restore()
+                # Autocast would reuse weights that it has cast here, whose graph is gone.
+                torch.clear_autocast_cache()
+
+    def run_forward(
+        self,
+        batch: tuple[Any, Any, tuple[Any, ...]],
+        microbatch: int,
+        counted_targets: tuple[Any, ...] | None = None,
+    ) -> ReferenceForward:
+        """Run the model, and in a step the loss, on a batch that `take_batch` returned.
+
+        `counted_targets` are the targets by which the loss is weighted, if those are not the target
+        of the batch.
+        """
+        args, kwargs, target = batch
+        # Of the first micro-batch. Others are traced in vain: their units are on the same stages.
+        self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
+        num_stages = len(self._partition.stages)
+        cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
+        before = self._digest_buffers()
+        with cells.emulate(microbatch):
+            values = self._compute(args, kwargs, counted_targets or target)
+        buffers = self._digest_buffers()
+        changed = any(key not in before or digest != before[key] for key, digest in buffers.items())
+        inputs = [t for t in dict.fromkeys(iter_hidden_tensors(batch[:2])) if t.requires_grad]
+        has_drawn = cells.has_drawn or bool(self._write_log.generators)
+        return ReferenceForward(values, inputs, has_drawn, buffers, changed)
+
+    def _compute(
+        self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        def run_model(_: object) -> dict[int, tuple[Any, ...]]:
+            return {OUTSIDE: (self._partition.run_unsplit(args, kwargs),)}
+
+        if self._reduction is None:
+            return run_model(None)[OUTSIDE]
+        compute = LossStageFunction(
+            run_model,
+            self._request.loss_fn,
+            self._reduction.target_counter,
+            bool(targets),
+            return_outputs=False,
+        )
+        losses = CollectedLosses()
+        previous_sink, thread_state.sink = thread_state.sink, losses
+        try:
+            outputs = compute({OUTSIDE: targets})
+        finally:
+            thread_state.sink = previous_sink
+        return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
+
+    def _digest_buffers(self) -> dict[BufferKey, Digest]:
+        return {
+            (module, name): self._digester.digest(buffer)
+            for module in self.modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        }
+
+    def list_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of the parameters, buffers and inputs."""
+        tensors = [t for module in self.modules for t in iter_module_tensors(module)]
+        request = self._request
+        return [t.dtype for t in (*tensors, *list_tensors((request.inputs, request.target)))]
+
+    def uses_batch_norm(self) -> bool:
+        """Return whether a BatchNorm computes with the statistics of its rows."""
+        return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
+
+    def run_backward(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> dict[int, Digest]:
+        """Run the backward, and return the digests of the gradients by id of their parameter."""
+        digests: dict[int, Digest] = {}
+
+        def note_gradient(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            key = id(self._aliases.get(leaf, leaf))
+            digests[key] = self._digester.digest(leaf.grad).plus(digests.get(key))
+            leaf.grad = None  # one gradient at a time is in memory
+
+        # A reentrant `torch.utils.checkpoint` hides its parameters from the graph.
+        leaves = dict.fromkeys(leaf for leaf in self._aliases if leaf.requires_grad)
+        leaves.update(
+            dict.fromkeys(find_graph_leaves(t.grad_fn for t in tensors if t.grad_fn is not None))
+        )
+        with preserve_gradients(leaves), ExitStack() as hooks:
+            for leaf in leaves:
+                hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
+            # As in a worker: gradients do not depend on the caller's autocast.
+            with no_autocast():
+                torch.autograd.backward(list(tensors), list(gradients))
+        return digests
+
+
+class _WriteLog(CompileFriendlyDispatchMode):
+    """Restores parameters that an operation writes to, and generators that it draws from.
+
+    A copy is made at the first write, so a model that writes to none costs no memory.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._by_storage = {_get_storage_address(p): p for p in parameters}
+        self._copies: dict[int, Tensor] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Copy the parameters that an operation is about to write to."""
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self.generators.setdefault(generator, generator.get_state())
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for index, argument in enumerate(schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    self._copy_before_write(tensor)
+        return func(*args, **kwargs)
+
+    def _copy_before_write(self, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        address = _get_storage_address(tensor)
+        if address in self._by_storage and address not in self._copies:
+            self._copies[address] = self._by_storage[address].detach().clone()
+
+    def __exit__(self, *exc: object) -> None:
+        """Restore the parameters."""
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+        with torch.no_grad():
+            for address, copy in self._copies.items():
+                self._by_storage[address].copy_(copy)
+
+
+def _get_storage_address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+        return id(tensor)
+
+
+def _find_captured_state(loss_fn: LossFn | None) -> tuple[list[nn.Module], list[Any]]:
+    """Return the modules and the other objects that a loss function can reach and change.
+
+    It may update a metric or a counter, which must not see the rows of the reference.
+    """
+    modules: dict[nn.Module, None] = {}
+    values: list[Any] = []
+    todo: list[Any] = [loss_fn]
+    visited: set[int] = set()
+    while todo and len(visited) < _MAX_CAPTURED_VALUES:
+        value = todo.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, nn.Module):
+            modules.update(dict.fromkeys(value.modules()))
+        elif isinstance(value, partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            todo += [value.__self__, value.__func__]
+        elif isinstance(value, FunctionType):
+            names = value.__code__.co_names
+            todo += [value.__globals__[name] for name in names if name in value.__globals__]
+            todo += iter_captured_values(value)
+        elif isinstance(value, list | dict | set | deque):
+            if len(value) < _MAX_CAPTURED_VALUES:
+                values.append(value)
+        elif isinstance(value, Tensor | torch.Generator) or is_state_object(value):
+            values.append(value)
+        elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
+            values.append(vars(value))
+            todo += vars(value).values()
+    return list(modules), values

@@ -1,0 +1,99 @@
+"""Digests of tensors: two numbers that tell whether a pipe and the unsplit model agree.
+
+A digest is small, so an audit can keep those of all gradients without a second copy of them. It is
+linear in its first number, so the digest of what a cell adds to `.grad` is the digest after it
+minus the digest before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.data_parallel.dtensor import to_local
+
+_BLOCK = 1 << 20  # the length of the fixed vector; longer tensors use it block by block
+
+
+class Digest(NamedTuple):
+    """The digest of a tensor: its product with a fixed vector, and its norm or a bound of it."""
+
+    product: float
+    norm: float
+
+    def minus(self, before: Digest | None) -> Digest:
+        """Return the digest of the difference of two tensors."""
+        if before is None:
+            return self
+        return Digest(self.product - before.product, self.norm + before.norm)
+
+    def plus(self, other: Digest | None) -> Digest:
+        """Return the digest of the sum of two tensors."""
+        if other is None:
+            return self
+        return Digest(self.product + other.product, self.norm + other.norm)
+
+    def find_difference(self, expected: Digest, tolerance: float, scale: float = 1.0) -> float:
+        """Return the relative difference from `expected` times a scale; 0 if it is rounding.
+
+        A number that is not finite equals any other such number.
+        """
+        product, other = self.product, expected.product * scale
+        if not (math.isfinite(product) and math.isfinite(other)):
+            return math.inf if math.isfinite(product) or math.isfinite(other) else 0.0
+        # The product with a vector of cosines is about the norm of the tensor.
+        size = max(self.norm, expected.norm * abs(scale), abs(product), abs(other))
+        difference = abs(product - other) / size if size else 0.0
+        return difference if difference > tolerance else 0.0
+
+
+class Digester:
+    """Makes digests. It keeps the fixed vector of each device."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    @torch.no_grad()
+    def digest(self, tensor: Tensor) -> Digest:
+        """Return the digest of a tensor.
+
+        >>> Digester().digest(torch.zeros(3))
+        Digest(product=0.0, norm=0.0)
+        """
+        values = to_local(tensor.detach())
+        if values.layout is not torch.strided:
+            values = values.to_dense()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        # Double precision takes longer, and Apple's GPUs have none.
+        is_double = values.dtype in (torch.float64, torch.int64) and values.device.type != "mps"
+        flat = values.reshape(-1).to(torch.float64 if is_double else torch.float32)
+        if not len(flat):
+            return Digest(0.0, 0.0)
+        vector = self._get_vector(flat.device, flat.dtype)
+        pieces = [
+            torch.stack([block @ vector[: len(block)] * (1 + index % 89 / 89), block @ block])
+            for index, block in enumerate(flat.split(_BLOCK))
+        ]
+        product, square = torch.stack(pieces).cpu().double().sum(0).tolist()
+        return Digest(product, math.sqrt(square))
+
+    def _get_vector(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        key = device, dtype
+        if key not in self._vectors:
+            self._vectors[key] = torch.arange(_BLOCK, dtype=dtype, device=device).mul_(0.7).cos_()
+        return self._vectors[key]
+
+
+# The relative difference that rounding may cause. Pipe and reference run the same operations on
+# the same shapes, but a kernel may add in another order.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def find_rounding(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the relative difference that counts as rounding, for numbers of these dtypes."""
+    return max((_ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0) or 1e-9

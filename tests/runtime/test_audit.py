@@ -1,0 +1,314 @@
+"""The audit of the first step: what it finds, what it leaves alone, and which calls it audits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import ArgumentError, AuditError, Pipe
+from penstock.runtime.audit import Audit
+from penstock.runtime.digest import Digester
+from penstock.stage.stage_runner import StageRunner
+
+WIDTH = 4
+LOCAL = threading.local()
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, WIDTH, dtype=torch.float64)
+
+
+class Does(nn.Module):
+    """A layer that computes a function of its input and of itself."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = linear(), function
+        self.register_buffer("state", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.linear(x))
+
+
+class Blocks(nn.Module):
+    """A model that is traced: three layers, and a function between the last two."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.function = nn.ModuleList(linear() for _ in range(3)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](torch.tanh(self.blocks[0](x)))
+        return self.blocks[2](self.function(self, x))
+
+
+def piped(layer: nn.Module, **options: Any) -> Pipe:
+    torch.manual_seed(0)
+    given = {"chunks": 4, "stages": 2, "schedule": "1f1b", "loss_fn": mean_square, **options}
+    if isinstance(layer, Blocks):
+        given |= {"example": (rows(),), "balance": "parameters"}
+        return Pipe(layer, devices=["cpu"] * 2, **given)
+    return Pipe(nn.Sequential(linear(), layer, linear()), devices=["cpu"] * 2, **given)
+
+
+def mean_square(output: Tensor, *target: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+# ---- what it finds ---------------------------------------------------------------------------
+
+
+def scale_of_thread(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * getattr(LOCAL, "scale", 1.0)
+
+
+def clock(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * next(layer.__dict__.setdefault("ticks", iter(range(1, 99))))
+
+
+@pytest.mark.parametrize("kind", [Does, Blocks])
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_value_of_the_callers_thread_is_found(door: str, kind: type[nn.Module]) -> None:
+    LOCAL.scale = 3.0
+    try:
+        pipe = piped(kind(scale_of_thread))
+        with pytest.raises(AuditError, match="does not compute what the model computes"):
+            if door == "step":
+                pipe.step(rows())
+            else:
+                pipe(rows())
+    finally:
+        del LOCAL.scale
+
+
+def contrast(output: Tensor) -> Tensor:
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [contrast, lambda y: y.square().sum() / (8 * WIDTH), lambda y: y.sum()]
+)
+def test_loss_that_is_no_mean_over_rows_is_found(loss_fn: Callable[..., Tensor]) -> None:
+    pipe = piped(linear(), loss_fn=loss_fn)
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(rows())
+
+
+def test_sum_is_right_with_its_reduction() -> None:
+    assert piped(linear(), loss_fn=lambda y: y.sum(), reduction="sum").step(rows()).loss
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(WIDTH, dtype=torch.float64)])
+def test_loss_that_mixes_rows_is_found_behind_dropout_and_batch_norm(layer: nn.Module) -> None:
+    pipe = piped(layer, loss_fn=contrast)
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(rows(16))
+
+
+@pytest.mark.parametrize("number", [Tensor.sum, Tensor.amax, torch.count_nonzero])
+def test_output_that_is_one_number_for_the_batch_is_found(number: Callable[..., Tensor]) -> None:
+    class Number(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return number(super().forward(x))
+
+    pipe = piped(Number(lambda _, x: x))
+    if number is torch.count_nonzero:
+        assert pipe(rows()) is not None  # a count has no gradient and no floating-point error
+        return
+    with pytest.raises(AuditError, match="depends on how the batch is split"):
+        pipe(rows())
+
+
+@pytest.mark.filterwarnings("ignore:random numbers were drawn")
+def test_seed_inside_a_layer_is_found() -> None:
+    def seeds(layer: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x * torch.rand_like(x)
+
+    with pytest.raises(AuditError, match=r"seeds torch's default generator"):
+        piped(Does(seeds)).step(rows())
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [("forward", "gpipe"), ("backward", "1f1b"), ("backward_weights", "zb-h1")],
+)
+@pytest.mark.parametrize("runtime", ["threads", "inline"])
+def test_wrong_cell_is_found(
+    runtime: str, method: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a cell gets wrong: its output, a gradient, or a deferred gradient of a weight."""
+    original = getattr(StageRunner, method)
+
+    def wrong(self: StageRunner, microbatch: int, *args: Any) -> Any:
+        result = original(self, microbatch, *args)
+        if method == "forward":
+            for payload in result.values():
+                payload.tensors[0].mul_(1.01)
+        elif self.parameters[0].grad is not None:
+            self.parameters[0].grad.mul_(1.01)
+        return result
+
+    monkeypatch.setattr(StageRunner, method, wrong)
+    pipe = piped(linear(), schedule=schedule, checkpoint="never", runtime=runtime)
+    with pytest.raises(AuditError, match="differs by"):
+        pipe.step(rows())
+
+
+def test_error_names_the_parameter_and_leaves_gradients_of_earlier_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = piped(linear(), audit=2)
+    pipe.step(rows())
+    monkeypatch.setattr(
+        Digester, "digest", lambda self, t, f=Digester.digest: f(self, t * (1 + random.random()))
+    )
+    with pytest.raises(AuditError, match="The optimizer has not stepped"):
+        pipe.step(rows())
+
+
+# ---- what it leaves alone --------------------------------------------------------------------
+
+
+def draws(layer: nn.Module, x: Tensor) -> Tensor:
+    return functional.dropout(x, 0.3) + torch.rand_like(x)
+
+
+def counts(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1  # type: ignore[assignment]
+    return x
+
+
+def writes(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.get_parameter("linear.bias").mul_(0.9)
+    return x
+
+
+def remembers(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.get_buffer("state").add_(x.detach().mean())
+    return x
+
+
+GENERATOR = torch.Generator()
+
+
+def draws_alone(layer: nn.Module, x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=GENERATOR, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Does(draws),
+        Does(counts),
+        Does(writes),
+        Does(remembers),
+        Does(draws_alone),
+        nn.BatchNorm1d(WIDTH, dtype=torch.float64),
+        Blocks(draws),
+    ],
+    ids=lambda layer: getattr(getattr(layer, "function", layer), "__name__", "norm"),
+)
+def test_audit_leaves_no_trace(layer: nn.Module, door: str) -> None:
+    found = []
+    for audit in ("off", "first"):
+        pipe = piped(copy.deepcopy(layer), checkpoint="never", runtime="inline", audit=audit)
+        x, parameters = rows().requires_grad_(), list(pipe.parameters())
+        parameters[0].grad = torch.ones_like(parameters[0])
+        GENERATOR.manual_seed(5)
+        if door == "step":
+            loss = pipe.step(x).loss
+        else:
+            loss = pipe(x).square().mean()
+            loss.backward()
+        assert x.grad is not None
+        state = [loss.detach(), x.grad, torch.get_rng_state(), GENERATOR.get_state()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        attributes = [vars(module).get("calls") for module in pipe.modules()]
+        found.append(([*state, *gradients, *pipe.state_dict().values()], attributes))
+    (plain, plain_attributes), (audited, audited_attributes) = found
+    assert all(map(torch.equal, plain, audited))
+    assert plain_attributes == audited_attributes
+
+
+def test_state_and_hooks_outside_of_the_model_see_the_step_once() -> None:
+    """What a loss function counts, hooks on parameters, and the generators of Python."""
+    pipe = piped(linear(), checkpoint="never")
+    seen: list[int] = []
+    hooks: list[Tensor] = []
+
+    def loss_fn(output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return mean_square(output)
+
+    next(pipe.parameters()).register_hook(hooks.append)
+    state = random.getstate()
+    pipe.step(rows(), loss_fn=loss_fn)
+    assert (seen, len(hooks)) == ([2, 2, 2, 2], 4)
+    assert random.getstate() == state
+
+
+def test_unsplit_model_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def only_in_a_worker(layer: nn.Module, x: Tensor) -> Tensor:
+        if threading.current_thread() is threading.main_thread():
+            raise ValueError("not here")
+        return x
+
+    pipe = piped(Does(only_in_a_worker))
+    with caplog.at_level(logging.WARNING, "penstock"):
+        pipe.step(rows())
+        pipe.step(rows(), loss_fn=lambda y: y.mean())
+    assert [record.getMessage().count("not here") for record in caplog.records] == [1]
+
+
+# ---- which calls it audits -------------------------------------------------------------------
+
+
+def test_first_step_of_each_kind_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    audited: list[int] = []
+    original = Audit.run_reference
+    monkeypatch.setattr(
+        Audit, "run_reference", lambda self, loss: (audited.append(1), original(self, loss))
+    )
+
+    def count(call: Callable[[], object]) -> int:
+        audited.clear()
+        call()
+        return len(audited)
+
+    pipe = piped(linear())
+    assert count(lambda: pipe.step(rows())) == 1
+    assert count(lambda: pipe.step(rows(12))) == 0  # another size is no other kind
+    assert count(lambda: pipe.step(rows(), target=rows())) == 1
+    assert count(lambda: pipe(rows())) == 1
+    assert count(pipe.eval) == 0
+    assert count(lambda: pipe.step(rows())) == 1
+    with torch.no_grad():
+        assert count(lambda: pipe.step(rows())) == 0
+    copied = copy.deepcopy(pipe).train()
+    assert count(lambda: copied.step(rows())) == 1
+    every_third = piped(linear(), audit=3)
+    assert [count(lambda: every_third.step(rows())) for _ in range(6)] == [1, 0, 1, 0, 0, 1]
+    off = piped(linear(), audit="off")
+    assert count(lambda: off.step(rows())) == 0
+
+
+@pytest.mark.parametrize("audit", ["always", 0, True, None])
+def test_unknown_audit_is_refused(audit: Any) -> None:
+    with pytest.raises(ArgumentError, match="audit must be 'first', 'off' or a positive number"):
+        piped(linear(), audit=audit)
