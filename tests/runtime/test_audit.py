@@ -86,10 +86,7 @@ def test_value_of_the_callers_thread_is_found(door: str, kind: type[nn.Module]) 
     try:
         pipe = piped(kind(scale_of_thread))
         with pytest.raises(AuditError, match="does not compute what the model computes"):
-            if door == "step":
-                pipe.step(rows())
-            else:
-                pipe(rows())
+            (pipe.step if door == "step" else pipe)(rows())
     finally:
         del LOCAL.scale
 
