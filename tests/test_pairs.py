@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pairs import pairs
 from tests.support import CHECKPOINTS, DOORS, RUNTIMES, SCHEDULES
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_pairs_cover_every_two_values(lengths: list[int]) -> None:
     axes = {f"axis{at}": list(range(length)) for at, length in enumerate(lengths)}
