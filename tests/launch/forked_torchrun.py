@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import elastic_launch
 
 from tests.distributed.fork_server import forked
 
@@ -74,15 +76,13 @@ def _launch(words: list[str], env: dict[str, str], namespace: str | None, files:
         with open(f"/run/netns/{namespace}") as place:
             assert ctypes.CDLL(None).setns(place.fileno(), _CLONE_NEWNET) == 0
 
-    elastic_launch = torchrun.elastic_launch
-
     def launch_forks(config: Any, entrypoint: str) -> Any:
         assert entrypoint == sys.executable
         config.start_method = "fork"
         return elastic_launch(config=config, entrypoint=_run_script)
 
-    torchrun.elastic_launch = launch_forks  # type: ignore[assignment,misc]
-    torchrun.main(words)
+    with patch.object(torchrun, "elastic_launch", launch_forks):
+        torchrun.main(words)
 
 
 def _run_script(unbuffered: str, *words: str) -> None:
