@@ -20,12 +20,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test lint fuzz busy soak surroundings docs features zoo versions bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
 
-test: lint $(READY)
+# Two jobs: while mypy needs one core, the tests use the others.
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 lint suite
+
+suite: $(READY)
 	$(BIN)/pytest -n auto --dist worksteal
 
 lint: $(READY)

@@ -68,9 +68,7 @@ def cross_entropy(output: Any, target: Tensor) -> Tensor:
     ("chance", "inputs", "options"),
     [
         (0.3, {"ids": IDS, "labels": IDS}, {}),  # the loss is inside the model
-        (0.0, IDS, {"scale": 2.0, "labels": IDS}),
-        (0.0, {"ids": IDS}, {"scale": 2.0, "labels": IDS}),
-        (0.0, {"ids": IDS, "labels": IGNORED}, {}),
+        (0.0, {"ids": IDS}, {"scale": 2.0, "labels": IGNORED}),
         (0.3, {"ids": IDS, "labels": IGNORED}, {}),
         (0.3, IDS, {"target": IDS, "loss_fn": cross_entropy}),
         (0.3, IDS, {}),  # no loss

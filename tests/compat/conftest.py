@@ -15,7 +15,8 @@ collect_ignore_glob = ["scripts/*"]  # test_install.py runs them in separate pro
 @pytest.fixture(scope="session")
 def rpc_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store: Path = tmp_path_factory.mktemp("rpc") / "store"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    # The default transport polls shared memory, and keeps a core busy until the session ends.
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns about its own use of a process group
         rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)

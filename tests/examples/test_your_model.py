@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import penstock
 from penstock import cli
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -46,11 +45,3 @@ def test_your_model_example_passes_penstock_check(
     out = capsys.readouterr().out
     assert end.value.code in (0, None), out
     assert "equal in all 2 runs, to 1e-10" in out
-
-
-def test_your_model_example_is_split_by_parameters() -> None:
-    for name in MODELS:
-        module = importlib.import_module(f"your_model.{name}")
-        model, batch = module.make()[:2]
-        partition = penstock.split(model, 2, batch, chunks=2, balance="parameters")
-        assert partition.counts == penstock.split(model, partition.counts, batch, chunks=2).counts

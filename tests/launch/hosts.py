@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -18,10 +17,11 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.fork_server import without_gloo_notes
+from tests.launch.forked_torchrun import ForkedTorchrun, end_with_parent
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG, an option of prctl
+Command = subprocess.Popen[str] | ForkedTorchrun
 LIMIT = 300.0  # seconds for everything that a test starts at once
 
 
@@ -76,12 +76,8 @@ def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
 
 
 def children(pid: int) -> list[int]:
@@ -92,14 +88,14 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+def end(started: Sequence[Command]) -> list[Ended]:
     """Wait for all commands up to the time limit, and kill whatever is left of them."""
     late = threading.Timer(LIMIT, kill, [started])
     late.start()
     try:
         written = [tuple(map(without_gloo_notes, process.communicate())) for process in started]
         return [
-            Ended(out, err, process.returncode)
+            Ended(out, err, process.returncode or 0)
             for (out, err), process in zip(written, started, strict=True)
         ]
     finally:
@@ -107,7 +103,7 @@ def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
         kill(started)
 
 
-def kill(started: Sequence[subprocess.Popen[str]]) -> None:
+def kill(started: Sequence[Command]) -> None:
     """Kill the commands with their workers, which have sessions of their own."""
     todo = [process.pid for process in started if process.poll() is None]
     while todo:
@@ -177,19 +173,18 @@ def kill_all_on(host: Host) -> None:
 def start_on(
     hosts: Sequence[Host],
     words: Sequence[str],
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str],
     nodes: str = "2",
     conf: str = "timeout=60",
     restarts: int = 2,
-) -> list[subprocess.Popen[str]]:
+) -> list[ForkedTorchrun]:
     """Start `torchrun` on each host, with one rank per host."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29517"]
     common = ["--nnodes", nodes, "--nproc-per-node", "1", *where]
     common += ["--max-restarts", str(restarts)]
     started = []
     for host in hosts:
-        inside = ["ip", "netns", "exec", host.name, *TORCHRUN, *common]
         mine = ["--local-addr", host.address]
         mine += ["--rdzv-conf", f"is_host={host is hosts[0]},{conf}"]
-        started.append(start([*inside, *mine, *words], env))
+        started.append(ForkedTorchrun([*common, *mine, *words], env, host.name))
     return started

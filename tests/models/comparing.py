@@ -42,12 +42,11 @@ class Trial:
 
 
 def trials(number: int) -> list[Trial]:
-    """Return the trials of the model with that number: 2, 3 and 4 stages, both schedules."""
+    """Return the trials of the model with that number: 2 stages, then 3 or 4, both schedules."""
     one, other = ("1f1b", "zb-h1") if number % 2 else ("zb-h1", "1f1b")
     return [
         Trial(2, one, "inline", checkpoint="never"),
-        Trial(3, other, "threads", chunks=2 + number % 2),
-        Trial(4, one, "threads" if number % 2 else "inline"),
+        Trial(3 + number // 2 % 2, other, "threads", chunks=2 + number % 2),
     ]
 
 

@@ -15,15 +15,17 @@ from penstock import Pipe, is_recomputing
 from penstock.errors import RunError
 from penstock.schedules.ir import Op
 from tests.features.more import attending
+from tests.pairs import each_pair
 from tests.schedules.texts import schedule
 from tests.support import (
+    CHECKPOINTS,
+    RUNTIMES,
     SCHEDULES,
     Doubled,
     Fails,
     batch,
     closely,
     differences,
-    each_checkpoint,
     each_runtime,
     same_gradients,
     trained,
@@ -50,9 +52,7 @@ class Counted(nn.Module):
         return y
 
 
-@each_runtime
-@each_checkpoint
-@each_zero_bubble
+@each_pair(schedule=ZERO_BUBBLE, checkpoint=CHECKPOINTS, runtime=RUNTIMES)
 def test_split_backward_recomputes_each_cell_once(
     schedule: str, checkpoint: str, runtime: str
 ) -> None:
@@ -181,9 +181,7 @@ class Spoils(nn.Module):
         return y
 
 
-@each_runtime
-@each_zero_bubble
-@pytest.mark.parametrize("op", ["I", "W"])
+@each_pair(schedule=ZERO_BUBBLE, op=["I", "W"], runtime=RUNTIMES)
 def test_error_in_i_or_w_has_its_location_and_the_pipe_remains_usable(
     op: str, schedule: str, runtime: str
 ) -> None:

@@ -198,6 +198,16 @@ def test_recompute_mode_refuses_an_unknown_mode() -> None:
     )
 
 
+def test_order_of_a_program_is_that_of_its_lanes_with_each_send_before_its_receive() -> None:
+    program = lower(schedules.make("zb-v", 3, 5, 2))
+    remaining = [iter(lane) for lane in program.lanes]
+    actions = [next(remaining[rank]) for rank in program.order]
+    assert not any(list(lane) for lane in remaining)
+    for index, action in enumerate(actions):
+        if isinstance(action, Recv):
+            assert Send(action.message) in actions[:index]
+
+
 # ---- passes for pipe(x) -------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 from penstock import Pipe
 from penstock.model.stage_wrapping import StageFn
 from penstock.stage.compile_support import find_compiled_modules, make_forward_lock
+from tests.pairs import each_pair
 from tests.support import RUNTIMES, batch, closely, each_runtime, same_gradients
 
 pytestmark = [  # warnings that the compiler itself causes
@@ -242,7 +243,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("by", "checkpoint", "rows"), KINDS)
+@each_pair(by=["block", "stage"], checkpoint=["never", "always"], rows=[16, 14])
 def test_no_recompilation_after_the_first_step(by: str, checkpoint: str, rows: int) -> None:
     """Each of `by`, `checkpoint` and `rows` runs in both runtimes."""
     alike = (by == "block") ^ (checkpoint == "never") ^ (rows == 16)

@@ -150,7 +150,8 @@ def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, .
             message.src, message.dst
         ]
 
-    for action in (program.lanes[rank][index] for rank, index in program.order):
+    remaining = [iter(lane) for lane in program.lanes]
+    for action in (next(remaining[rank]) for rank in program.order):
         if not isinstance(action, Compute):
             continue
         op, stage, microbatch = action

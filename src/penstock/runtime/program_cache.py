@@ -48,7 +48,8 @@ class Phase(NamedTuple):
 def bind_program(program: Program) -> Phase:
     """Return a phase with all actions of a program that `lower` made."""
     lanes = tuple(bind_lane(program, rank) for rank in range(program.schedule.ranks))
-    return Phase(lanes, tuple((rank, lanes[rank][index]) for rank, index in program.order))
+    remaining = [iter(lane) for lane in lanes]
+    return Phase(lanes, tuple((rank, next(remaining[rank])) for rank in program.order))
 
 
 # ---- the cache -----------------------------------------------------------------------------------

@@ -98,11 +98,9 @@ class Cost:
 
     @cached_property
     def _seconds_by_op(self) -> dict[Op, tuple[float, ...]]:
+        columns = {"F": self.F, "I": self.I, "W": self.W}
         return {
-            op: tuple(
-                sum(getattr(self, column)[stage] for column in rule.cost)
-                for stage in range(len(self.F))
-            )
+            op: tuple(map(sum, zip(*[columns[name] for name in rule.cost], strict=True)))
             for op, rule in OP_RULES.items()
         }
 

@@ -321,14 +321,14 @@ class Program:
         schedule: The schedule that was lowered.
         graph: The stage graph that says which messages there are.
         lanes: The compute, send and receive actions of each rank, in order.
-        order: An order in which one thread can run all actions, as pairs (rank, index in its
-            lane). `lower` writes it; a program that was read from a text has none.
+        order: An order in which one thread can run all actions, as the ranks whose turn it is.
+            `lower` writes it; a program that was read from a text has none.
     """
 
     schedule: Schedule
     graph: StageGraph
     lanes: tuple[tuple[Action, ...], ...]
-    order: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
+    order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.lanes) != self.schedule.ranks:

@@ -158,26 +158,27 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
     # earliest event that is not done yet can be done. If it is a compute action, everything it
     # needs is there. If it is a message, both of its ranks have reached it.
     graph = graph or StageGraph.chain(schedule.stages)
+    placement = schedule.placement
     lanes: list[list[Action]] = [[] for _ in schedule.lanes]
     messages: list[tuple[float, int, Message]] = []  # a heap of (time made, order, message)
     sequence = count()  # keeps messages of one time in the order in which they were made
-    order: list[tuple[int, int]] = []
-
-    def write(rank: int, action: Action) -> None:
-        order.append((rank, len(lanes[rank])))
-        lanes[rank].append(action)
+    order: list[int] = []
 
     def write_messages(until: float) -> None:
         while messages and messages[0][0] <= until:
             message = heappop(messages)[2]
-            write(schedule.placement[message.src], Send(message))
-            write(schedule.placement[message.dst], Recv(message))
+            src, dst = placement[message.src], placement[message.dst]
+            lanes[src].append(Send(message))
+            lanes[dst].append(Recv(message))
+            order.extend((src, dst))
 
-    for span in play(schedule, graph):
-        assert isinstance(span.action, Compute)
-        write_messages(until=span.start)
-        write(span.rank, span.action)
-        for message in filter(schedule.crosses, produces(span.action, graph)):
-            heappush(messages, (span.end, next(sequence), message))
+    for rank, _, action, start, end in play(schedule, graph):
+        assert isinstance(action, Compute)
+        write_messages(until=start)
+        lanes[rank].append(action)
+        order.append(rank)
+        for message in produces(action, graph):
+            if schedule.crosses(message):
+                heappush(messages, (end, next(sequence), message))
     write_messages(until=float("inf"))
     return Program(schedule, graph, tuple(map(tuple, lanes)), tuple(order))

@@ -149,6 +149,7 @@ class _TransitionTable:
         self, work: Schedule | Program, graph: StageGraph, cost: Cost, sends: Sends
     ) -> None:
         self._schedule = schedule_of(work)
+        self._optional_ops = self._schedule.optional_ops
         self._has_messages = isinstance(work, Program)
         self._blocking = sends is Sends.RENDEZVOUS
         self._graph, self._cost = graph, cost
@@ -165,7 +166,7 @@ class _TransitionTable:
         """
         if isinstance(action, Compute):
             op, stage, microbatch = action
-            optional = self._schedule.optional_ops.get((stage, microbatch), ())
+            optional = self._optional_ops.get((stage, microbatch), ())
             transitions = self._transition_cache.get((op, stage, optional))
             if transitions is None:
                 transitions = (self._compute_transition(Compute(op, stage, 0), optional),)

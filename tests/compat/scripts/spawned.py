@@ -29,7 +29,8 @@ def run_worker(rank, world_size, folder):
         rank=0,
         world_size=1,
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=f"file://{folder}/rpc{rank}"
+            init_method=f"file://{folder}/rpc{rank}",
+            _transports=["uv"],  # the default one polls, and keeps a core busy
         ),
     )
     dist.init_process_group(

@@ -20,6 +20,7 @@ from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.schedules import FAMILIES
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from tests.gpu.support import Bottom, Top
+from tests.pairs import each_pair
 from tests.runtime.cuda_graph.support import emulate, recordings
 from tests.runtime.cuda_graph.test_graph_cache import SCHEDULES
 from tests.runtime.cuda_graph.test_lifetimes import Computed
@@ -57,9 +58,7 @@ def layers() -> list[nn.Module]:
     return [Top(8), *norms, Adds(8, 8), nn.ReLU(), nn.Linear(8, 8), Bottom()]
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@each_pair(schedule=["gpipe", "1f1b", "zb-h1"], loss=LOSSES, checkpoint=["never", "always"])
 def test_captured_step_on_the_meta_device(schedule: str, loss: str, checkpoint: str) -> None:
     model = nn.Sequential(*layers(), nn.Linear(8, 4))
     pipe = pipe_of(model, schedule, LOSSES[loss], checkpoint)
