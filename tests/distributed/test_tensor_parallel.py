@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from penstock import Pipe
 from tests.data_parallel.replicas import check_on_ranks, differing, wrong_loss
+from tests.distributed.ranks import ranks
 from tests.support import closely
 
 MESHES = {4: {"pp": 2, "tp": 2}, 8: {"pp": 2, "dp": 2, "tp": 2}}
@@ -111,3 +112,17 @@ def test_measured_cut_of_tensor_parallel_blocks(size: int, is_traced: bool, bala
 
 def test_measured_cut_without_a_mesh_is_the_same_on_tensor_parallel_peers() -> None:
     check_on_ranks(4, compare, 4, True, {"balance": "time"}, True)
+
+
+def send_dtensor() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
+    model = build_sequential()
+    for block in model.children():
+        parallelize_module(block, mesh["tp"], plan)
+    Pipe(model, 2, mesh=mesh["pp"]).step(torch.zeros(4, 6).double(), loss_fn=torch.sum)
+
+
+def test_dtensor_between_processes_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a stage sends a DTensor of shape"):
+        ranks(4).run(send_dtensor)

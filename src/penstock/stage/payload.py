@@ -133,7 +133,7 @@ def _storage_address(tensor: Tensor) -> int:
     For a sparse tensor it is the address of the values, for a DTensor that of the local shard.
     """
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        tensor = to_local(tensor)
+        tensor = wait_for_collective(to_local(tensor))
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:
