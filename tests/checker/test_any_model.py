@@ -114,8 +114,9 @@ def test_check_names_the_line_that_prevents_a_cut() -> None:
         checked(Decides(), torch.randn(6, 6))
 
 
-def test_check_finds_a_stage_with_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check reports a stage that changes the values it sends."""
+@pytest.fixture
+def wrong_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every stage change the values that it sends."""
     from penstock.model.traced.stage_forward import StageForward
 
     computed = StageForward.__call__
@@ -128,8 +129,19 @@ def test_check_finds_a_stage_with_wrong_values(monkeypatch: pytest.MonkeyPatch) 
         }
 
     monkeypatch.setattr(StageForward, "__call__", losing)
+
+
+@pytest.mark.usefixtures("wrong_stages")
+def test_check_finds_a_stage_with_wrong_values() -> None:
     report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, schedules=["1f1b"])
     assert not report.ok
+
+
+@pytest.mark.usefixtures("wrong_stages")
+def test_check_blames_the_pipe_if_a_model_draws_in_eval_mode_too() -> None:
+    report = penstock.check(Autoencoder(), torch.randn(4, 6), stages=2, quick=True, quiet=True)
+    assert not report.ok
+    assert any("the pipe is wrong" in hint for hint in report.hints), report.hints
 
 
 def test_check_refuses_only_the_schedules_that_do_not_fit() -> None:
