@@ -558,6 +558,15 @@ def test_check_of_a_module_that_is_not_sequential(run: Run, given: str) -> None:
     assert "equal in all 4 runs, to 1e-10\n" in answer.out
 
 
+def test_quick_check_says_what_it_left_out(run: Run, given: str) -> None:
+    answer = run(f"check {given}:anything --quick --chunks 2 --stages 2")
+    assert answer.code == 0, answer.err
+    assert "equal in all 2 runs, to 1e-10\n" in answer.out
+    assert "not tried: all other schedules, checkpoint modes and runtimes, and memory" in answer.out
+    message = "quick=True chooses schedules, checkpoints and runtimes itself"
+    assert message in refused(run(f"check {given}:anything --quick --schedules 1f1b"))
+
+
 def test_check_names_the_line_at_which_a_model_cannot_be_cut(run: Run, given: str) -> None:
     answer = run(f"check {given}:deciding --schedules 1f1b --stages 2")
     assert answer.code == 2

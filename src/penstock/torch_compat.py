@@ -964,6 +964,17 @@ get_root_mesh: Callable[[DeviceMesh], DeviceMesh] = _probe(
 )
 
 
+def wait_for_collective(tensor: Tensor) -> Tensor:
+    """Return the finished result of a collective, and any other tensor as it is.
+
+    A row-parallel layer returns an `AsyncCollectiveTensor`, which waits for its all-reduce when an
+    operation first uses it. Its class is private, and it has no memory that can be sent. So it is
+    recognised by its method, which PyTorch has had since 2.1.
+    """
+    wait: Callable[[], Tensor] | None = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
 def connect_nccl_eagerly(group: Any, device: torch.device) -> None:
     """Open the communicator now. Otherwise the first collective opens it and delays its step."""
     group.eager_connect_single_device(device)

@@ -112,8 +112,9 @@ def test_check_names_the_line_that_prevents_a_cut() -> None:
         checked(Decides(), torch.randn(6, 6))
 
 
-def test_check_finds_a_stage_with_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check reports a stage that changes the values it sends."""
+@pytest.fixture
+def wrong_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every stage change the values that it sends."""
     from penstock.model.traced.stage_forward import StageForward
 
     computed = StageForward.__call__
@@ -126,11 +127,138 @@ def test_check_finds_a_stage_with_wrong_values(monkeypatch: pytest.MonkeyPatch) 
         }
 
     monkeypatch.setattr(StageForward, "__call__", losing)
+
+
+@pytest.mark.usefixtures("wrong_stages")
+def test_check_finds_a_stage_with_wrong_values() -> None:
     report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, schedules=["1f1b"])
     assert not report.ok
+
+
+@pytest.mark.usefixtures("wrong_stages")
+def test_check_blames_the_pipe_if_a_model_draws_in_eval_mode_too() -> None:
+    report = penstock.check(Autoencoder(), torch.randn(4, 6), stages=2, quick=True, quiet=True)
+    assert not report.ok
+    assert any("the pipe is wrong" in hint for hint in report.hints), report.hints
 
 
 def test_check_refuses_only_the_schedules_that_do_not_fit() -> None:
     report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, schedules=["1f1b", "zb-v"])
     assert [type(run.result) is Refused for run in report.rows] == [False, False, True, True]
     assert report.ok
+
+
+# ---- random numbers between units --------------------------------------------------------------
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+
+class Autoencoder(nn.Module):
+    """A variational autoencoder: it draws between encoder and decoder, also in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([block(), block()])
+        self.mean, self.scale = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.decoder = nn.ModuleList([block(), block()])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = x
+        for layer in self.encoder:
+            h = layer(h)
+        mean, scale = self.mean(h), self.scale(h).exp()
+        h = mean + scale * torch.randn_like(mean)
+        for layer in self.decoder:
+            h = layer(h)
+        return {"loss": (h - x).square().mean() + scale.mean(), "output": h}
+
+
+class Blocks(nn.Module):
+    """Blocks, and a way to draw numbers before, between or after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(4)])
+
+
+class Diffusion(Blocks):
+    """A diffusion model: times and noise come before the first block, the noise counts at the end.
+
+    It returns its loss, so the reference runs the model while it asks the pipe for its targets.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        times = torch.randint(1, 10, (len(x), 1)).to(x) / 10
+        noise = torch.randn_like(x)
+        h = x * times + noise * (1 - times)
+        for layer in self.blocks:
+            h = layer(h)
+        return h, functional.mse_loss(h, noise)
+
+
+class Gumbel(Blocks):
+    """A model with a random choice after each block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = x + functional.gumbel_softmax(layer(x), tau=0.7)
+        return x
+
+
+class UnusedLayerDrop(Blocks):
+    """The layer drop of transformers, switched off: it draws for each block, whatever follows."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.blocks:
+            chance = torch.rand([])
+            if self.training and chance < 0.0:
+                continue
+            x = functional.dropout(layer(x), 0.2, self.training)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("kind", [Autoencoder, Diffusion, Gumbel, UnusedLayerDrop])
+def test_check_of_models_that_draw_between_units(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    report = penstock.check(kind(), torch.randn(7, 6), stages=3, quick=True, quiet=True)
+    assert report.ok, str(report)
+
+
+# ---- arguments and outputs ---------------------------------------------------------------------
+
+
+class Masked(Blocks):
+    """A model with two inputs, whose output has rows on dim 1 as well."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.blocks:
+            x = layer(x) * mask
+        return x, x.T[:, :, None].expand(6, -1, 2)
+
+
+def test_check_takes_a_tuple_of_inputs_and_says_which_loss_it_used() -> None:
+    report = checked(Masked(), (torch.rand(8, 6), torch.rand(8, 1)), schedules=["1f1b"])
+    assert report.ok, str(report)
+    assert report.loss.startswith("a stand-in, the mean over all outputs that have rows")
+
+
+class Logits(Blocks):
+    """A model that returns (logits, loss), as nanoGPT does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.blocks:
+            x = layer(x)
+        return x, x.square().mean()
+
+
+def test_check_takes_the_loss_that_a_model_returns_after_its_logits() -> None:
+    report = penstock.check(Logits(), torch.rand(8, 6), quick=True, quiet=True)
+    assert report.ok
+    assert report.loss == "the one that the model returns"
+    assert "not tried: all other schedules" in str(report)
+    assert [str(run.case) for run in report.rows] == [
+        "1f1b, checkpoint always, threads",
+        "zb-h1, checkpoint never, inline",
+    ]

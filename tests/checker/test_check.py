@@ -282,6 +282,7 @@ def test_only_rounding_is_tolerated_in_single_precision(relative: float, counts:
         ({"runtimes": "inline"}, "runtimes must be a list of some of 'threads', 'inline', "),
         ({"target": torch.zeros(8)}, "a target needs a loss_fn"),
         ({"stages": 9}, "9 stages"),
+        ({"quick": True, "runtimes": ["inline"]}, "quick=True chooses schedules, checkpoints and"),
         ({"chunks": 0}, "chunks"),
     ],
 )

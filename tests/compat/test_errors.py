@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,68 @@ def test_legacy_pipe_refuses_an_input_that_is_not_a_tensor(make: Make) -> None:
     pipe = make(nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match="tensor"):
         pipe("text")
+
+
+class Text(nn.Module):
+    """A layer whose output has no tensor."""
+
+    def forward(self, x: Tensor) -> str:
+        return "text"
+
+
+def test_legacy_pipe_refuses_an_output_without_tensors(make: Make) -> None:
+    with pytest.raises(TypeError, match="tensor"):
+        make(nn.Sequential(nn.Identity(), Text()))(torch.ones(2, 1))
+
+
+def test_gpipe_refuses_an_output_that_is_not_only_tensors() -> None:
+    class WithText(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, "text"
+
+    with pytest.raises(TypeError, match="returned a str"):
+        torchgpipe.GPipe(nn.Sequential(WithText()), [1], devices=["cpu"])(torch.ones(2, 1))
+    output, texts = torch_sync.Pipe(nn.Sequential(WithText()))(torch.ones(2, 1)).local_value()
+    assert output.tolist() == [[1], [1]]
+    assert texts == ["text"]
+
+
+def test_no_chunk_refuses_what_is_not_a_tensor() -> None:
+    with pytest.raises(TypeError, match="NoChunk"):
+        torch_sync.NoChunk("text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "verify",
+    [
+        sys.modules["penstock.compat.torch_sync.pipe"].verify_module,
+        sys.modules["penstock.compat.torchgpipe.gpipe"].verify_module,
+        sys.modules["penstock.compat.fairscale.nn.pipe.pipe"].verify_module,
+    ],
+)
+def test_verify_module(verify: Callable[[nn.Module], None]) -> None:
+    verify(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        verify(nn.Linear(1, 1))
+    layer = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="duplicate children"):
+        verify(nn.Sequential(layer, layer))
+
+
+def test_later_cells_do_not_start_after_an_error() -> None:
+    seen: list[float] = []
+
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(float(x[0]))
+            if float(x[0]) == 1:
+                raise ZeroDivisionError("one")
+            return x
+
+    pipe = torch_sync.Pipe(nn.Sequential(nn.Identity(), Picky()), chunks=4)
+    with pytest.raises(ZeroDivisionError, match="one"):
+        pipe(torch.arange(4.0)[:, None])
+    assert seen == [0, 1]
 
 
 def test_legacy_pipe_refuses_inputs_on_another_device(make: Make) -> None:

@@ -99,6 +99,27 @@ def test_install_keeps_an_installed_library_unless_forced(tmp_path: Path) -> Non
     )
 
 
+def test_compat_command_says_which_library_runs_and_looks_beside_the_script(tmp_path: Path) -> None:
+    package = tmp_path / "torchgpipe"
+    package.mkdir()
+    (package / "__init__.py").write_text("GPipe = 'real'\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, torchgpipe\nprint(torchgpipe.GPipe, sys.argv[1:])\n")
+    for force, said, output in (
+        ([], "torchgpipe: the installed library runs (", "real ['--force', 'x']"),
+        (["--force"], "torchgpipe, fairscale: Penstock runs", "<class 'penstock.compat."),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock.compat", *force, str(script), "--force", "x"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        assert said in done.stderr, done.stderr
+        assert done.stdout.startswith(output), done.stdout
+
+
 def test_importing_compat_does_not_import_torch() -> None:
     assert python("-c", "import sys, penstock.compat; print('torch' in sys.modules)") == "False"
 

@@ -203,6 +203,10 @@ def test_is_checkpointing_and_is_recomputing_inside_a_layer() -> None:
     pipe.eval()
     pipe(x).local_value().sum().backward()
     assert modes == [(False, False)] * 2
+    modes.clear()
+    with torch.no_grad():
+        pipe.train()(x)
+    assert modes == [(False, False)] * 2
 
 
 def test_deferred_batch_norm() -> None:

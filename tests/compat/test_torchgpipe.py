@@ -12,6 +12,7 @@ import pytest
 import torch
 from penstock.compat.fairscale.nn import Pipe as FairscalePipe
 from penstock.compat.torchgpipe.balance import balance_by_size, balance_by_time
+from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.skip import pop, skippable, stash, verify_skippables
 from tests.support import same_gradients
 from torch import Tensor, nn
@@ -167,3 +168,42 @@ def test_skips_outside_a_pipe_and_verify_skippables() -> None:
         verify_skippables(nn.Sequential(Stash()))
     with pytest.raises(TypeError, match="no layer before it stashes it"):
         GPipe(nn.Sequential(nn.ReLU(), Pop()), [1, 1], devices=cpus(2))
+
+
+def test_balance_measures_in_training_mode_and_restores_the_mode_of_each_layer() -> None:
+    modes = set()
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.add(self.training)
+            return x * 1
+
+    layers = nn.Sequential(Look(), Look()).eval()
+    layers[1].train()
+    balance_by_time(2, layers, torch.rand(2, 3), timeout=0.0, device="cpu")
+    balance_by_size(2, layers, torch.rand(2, 3), device="cpu")
+    assert modes == {True}
+    assert [layer.training for layer in (layers, *layers)] == [False, False, True]
+
+
+def test_converting_a_deferred_batch_norm_to_other_chunks_leaves_the_given_one() -> None:
+    first = DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm1d(3), 2)
+    assert isinstance(first, DeferredBatchNorm)
+    assert DeferredBatchNorm.convert_deferred_batch_norm(first, 2) is first
+    second = DeferredBatchNorm.convert_deferred_batch_norm(first, 4)
+    assert isinstance(second, DeferredBatchNorm)
+    assert (first.chunks, second.chunks) == (2, 4)
+    assert second.running_mean is first.running_mean
+    assert second.weight is first.weight
+
+
+def test_partitions_may_share_a_parameter() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    layers[2].weight = layers[0].weight
+    plain = copy.deepcopy(layers)
+    pipe = GPipe(layers, [1, 2], devices=cpus(2), chunks=2)
+    x = torch.rand(4, 3).double()
+    pipe(x).pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    weight, expected = next(pipe.parameters()).grad, next(plain.parameters()).grad
+    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)

@@ -340,7 +340,7 @@ def test_profile_call_of_a_meta_model() -> None:
 def test_profile_calls_measures_equal_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[nn.Module] = []
 
-    def counting(module: nn.Module, *others: Any) -> UnitCost:
+    def counting(module: nn.Module, *others: Any, **options: Any) -> UnitCost:
         measured.append(module)
         return UnitCost(len(measured), 0.0, 0.0, 0, 0)
 

@@ -118,8 +118,10 @@ def test_convert_deferred_batch_norm_leaves_other_norms() -> None:
     model = nn.Sequential(plain, nn.LayerNorm(3), nn.InstanceNorm1d(3))
     assert list(DeferredStatsBatchNorm.convert_deferred_batch_norm(model).children()) == list(model)
     ours = DeferredStatsBatchNorm(3, chunks=2)
-    assert DeferredStatsBatchNorm.convert_deferred_batch_norm(ours, 5) is ours
-    assert ours.chunks == 5
+    assert DeferredStatsBatchNorm.convert_deferred_batch_norm(ours, ours.chunks) is ours
+    other = DeferredStatsBatchNorm.convert_deferred_batch_norm(ours, 5)
+    assert isinstance(other, DeferredStatsBatchNorm)
+    assert (ours.chunks, other.chunks) == (2, 5)
 
 
 # ---- in a pipe ----------------------------------------------------------------------------

@@ -213,6 +213,12 @@ class CheckedModel:
 
     def run_model(self, model: nn.Module, arguments: StepArguments) -> ModelCallResult:
         """Run the unsplit model and its loss on a batch or a micro-batch."""
+        return self.call_model(model, arguments, self.compute_loss_weight(arguments))
+
+    def call_model(
+        self, model: nn.Module, arguments: StepArguments, loss_weight: Tensor | None
+    ) -> ModelCallResult:
+        """Run the unsplit model and its loss. `loss_weight` counts unless the loss has its own."""
         targets = () if arguments.target is None else (arguments.target,)
         with added_losses() as aux_losses:
             output = call_like_pipe(model, arguments)
@@ -221,12 +227,13 @@ class CheckedModel:
         # A loss that comes with a weight takes the added losses along, as in a pipe.
         if extras.weight is not None:
             return ModelCallResult(output, loss + aux_loss, torch.zeros_like(loss), extras.weight)
-        return ModelCallResult(output, loss, aux_loss, self._compute_loss_weight(arguments))
+        return ModelCallResult(output, loss, aux_loss, loss_weight)
 
-    def _compute_loss_weight(self, arguments: StepArguments) -> Tensor | None:
+    def compute_loss_weight(self, arguments: StepArguments) -> Tensor | None:
         """Return how much the targets count in the loss; None if the loss counts by rows.
 
-        The targets are those of `loss_fn`, or those of a loss that the model computes itself.
+        The targets are those of `loss_fn`, or those of a loss that the model computes itself. The
+        latter may trace the model, which must not happen while its random numbers are redirected.
         """
         target_counter = self.loss_reduction.target_counter
         if target_counter is not None and arguments.target is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +39,9 @@ from penstock.schedules.registry import ScheduleLike, resolve_schedule
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import LossFn, extract_model_loss, parse_loss
 
+ALL_SCHEDULES = "all"
+DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES = ("never", "always"), ("inline", "threads")
+
 # Called with the number of runs done, the number of all runs, and the name of the next run.
 ProgressCallback = Callable[[int, int, str], None]
 
@@ -50,11 +54,12 @@ def check(
     reduction: str | None = None,
     stages: int | Sequence[int] = 4,
     chunks: int = 4,
-    schedules: str | Sequence[ScheduleLike] = "all",
-    checkpoints: Sequence[str] = ("never", "always"),
-    runtimes: Sequence[str] = ("inline", "threads"),
+    schedules: str | Sequence[ScheduleLike] = ALL_SCHEDULES,
+    checkpoints: Sequence[str] = DEFAULT_CHECKPOINTS,
+    runtimes: Sequence[str] = DEFAULT_RUNTIMES,
     units: UnitSelector = None,
     tolerance: float = 1e-10,
+    quick: bool = False,
     quiet: bool = False,
     progress: ProgressCallback | None = None,
     **side: Any,
@@ -67,11 +72,12 @@ def check(
 
     Args:
         model: The unsplit model. Its mode counts: call `model.train()` before to check training.
-        *batch: The positional inputs of a step. For a model that is not an `nn.Sequential`, it
-            may be one dict of inputs by name.
+        *batch: The positional inputs of a step, or one tuple of them. For a model that is not an
+            `nn.Sequential`, it may be one dict of inputs by name.
         target: The target of the loss. Needs a `loss_fn`.
         loss_fn: The loss, called with the output and the target. Without it the loss is the one
-            that the model returns; if it returns none, a mean over all numbers of its output.
+            that the model returns; if it returns none, a mean over all numbers of its output. The
+            report says which one it was.
         reduction: How the losses of micro-batches are combined, as in `Pipe`.
         stages: The number of stages, or the number of layers or units of each.
         chunks: The number of micro-batches.
@@ -81,6 +87,8 @@ def check(
         units: Which submodules are units, as in `Pipe`.
         tolerance: The largest difference, relative to the largest number of a tensor if that is
             above 1, that still counts as equal.
+        quick: Try two combinations only, and do not measure memory: recomputation in threads
+            under 1F1B, and a split backward under ZB-H1. This takes seconds.
         quiet: Do not print the report.
         progress: Called before each run with the number of runs done, the number of all runs,
             and the name of the next one.
@@ -98,19 +106,30 @@ def check(
         >>> report.ok
         True
     """
-    named_schedules = _name_schedules(schedules)
-    _check_choices("checkpoints", checkpoints, CHECKPOINT_MODES)
-    _check_choices("runtimes", runtimes, RUNTIMES)
+    combinations = _list_combinations(schedules, checkpoints, runtimes)
+    if quick:
+        options = schedules, tuple(checkpoints), tuple(runtimes)
+        if options != (ALL_SCHEDULES, DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES):
+            raise ArgumentError(
+                "quick=True chooses schedules, checkpoints and runtimes itself. Leave these out, "
+                "or leave out quick."
+            )
+        combinations = [c for c in combinations if (c.schedule_name, *c[2:]) in _QUICK_COMBINATIONS]
     if target is not None and loss_fn is None:
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
     with _preserve_global_state():
         arguments = _collect_arguments(model, batch, side, target)
         checked = CheckedModel(model, arguments, loss_fn, reduction, stages, chunks, units)
         expected, checked = _prepare_reference(checked.copy_to_float64())
-        rows = tuple(
-            _run_trials(checked, expected, named_schedules, checkpoints, runtimes, progress)
+        rows = tuple(_run_trials(checked, expected, combinations, not quick, progress))
+        report = Report(
+            _describe_model(checked),
+            str(expected.dependence),
+            tolerance,
+            rows,
+            loss=_describe_loss(loss_fn, checked.loss_fn),
+            left_out=_QUICK_LEFT_OUT if quick else "",
         )
-        report = Report(_describe_model(checked), str(expected.dependence), tolerance, rows)
         # Hints take several more runs of the unsplit model, so they are only sought when needed.
         if report.problems:
             hints = tuple(find_hints(checked, expected.dependence, report))
@@ -123,17 +142,70 @@ def check(
 def _collect_arguments(
     model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any], target: Any
 ) -> StepArguments:
-    """Return the arguments of a step. A single dict becomes keyword inputs."""
+    """Return the arguments of a step. A single dict becomes keyword inputs.
+
+    A single tuple becomes several inputs if the model does not take one alone.
+    """
     inputs_by_name = batch[0] if len(batch) == 1 and not is_plain_sequential(model) else None
     if isinstance(inputs_by_name, Mapping):
         return StepArguments((), {**inputs_by_name, **side}, target)
+    is_tuple = len(batch) == 1 and type(batch[0]) is tuple
+    if is_tuple and not _accepts(model, batch, side) and _accepts(model, batch[0], side):
+        batch = batch[0]
     return StepArguments(batch, side, target)
+
+
+def _accepts(model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any]) -> bool:
+    """Return whether the model, or the first layer of a Sequential, can be called like this."""
+    is_sequential = is_plain_sequential(model)
+    first = next(iter(model.children()), model) if is_sequential else model
+    try:
+        # The inputs by name of a Sequential may belong to any layer.
+        inspect.signature(first.forward).bind(*batch, **({} if is_sequential else side))
+    except TypeError:
+        return False
+    return True
+
+
+# ---- the combinations to try ---------------------------------------------------------------------
+
+
+class _Combination(NamedTuple):
+    """The options of one pipe."""
+
+    schedule_name: str
+    schedule: str | Schedule
+    checkpoint: str
+    runtime: str
+
+
+def _list_combinations(
+    schedules: str | Sequence[ScheduleLike], checkpoints: Sequence[str], runtimes: Sequence[str]
+) -> list[_Combination]:
+    """Return every combination of these options."""
+    named_schedules = _name_schedules(schedules)
+    _check_choices("checkpoints", checkpoints, CHECKPOINT_MODES)
+    _check_choices("runtimes", runtimes, RUNTIMES)
+    return [
+        _Combination(*named_schedule, checkpoint, runtime)
+        for named_schedule in named_schedules
+        for checkpoint in checkpoints
+        for runtime in runtimes
+    ]
+
+
+# Together these two have every mechanism that changes how a cell is computed: recomputation,
+# concurrent stages, and a backward in two parts. Other schedules change the order of cells.
+_QUICK_COMBINATIONS = {("1f1b", "always", "threads"), ("zb-h1", "never", "inline")}
+_QUICK_LEFT_OUT = (
+    "all other schedules, checkpoint modes and runtimes, and memory; check without quick"
+)
 
 
 def _name_schedules(schedules: str | Sequence[ScheduleLike]) -> list[tuple[str, str | Schedule]]:
     """Return each schedule with its name in the report."""
     if isinstance(schedules, str):
-        schedules = _list_training_schedules() if schedules == "all" else [schedules]
+        schedules = _list_training_schedules() if schedules == ALL_SCHEDULES else [schedules]
     if not schedules:
         raise ArgumentError(
             f"schedules is empty. Pass 'all', or some of {', '.join(_list_training_schedules())}."
@@ -196,20 +268,13 @@ def _returns_loss(checked: CheckedModel) -> bool:
 def _run_trials(
     checked: CheckedModel,
     expected: ReferenceOutcomes,
-    named_schedules: Sequence[tuple[str, str | Schedule]],
-    checkpoints: Sequence[str],
-    runtimes: Sequence[str],
+    combinations: Sequence[_Combination],
+    measures_memory: bool,
     progress: ProgressCallback | None,
 ) -> Iterator[Run]:
     """Run a pipe for every combination of options, and yield its result."""
-    profiler = FootprintProfiler(checked)
-    combinations = [
-        (named_schedule, checkpoint, runtime)
-        for named_schedule in named_schedules
-        for checkpoint in checkpoints
-        for runtime in runtimes
-    ]
-    for index, ((name, schedule), checkpoint, runtime) in enumerate(combinations):
+    profiler = FootprintProfiler(checked) if measures_memory else None
+    for index, (name, schedule, checkpoint, runtime) in enumerate(combinations):
         if progress is not None:
             progress(index, len(combinations), f"{name}, {checkpoint}, {runtime}")
         case = Case(name, 0, checkpoint, runtime)
@@ -222,6 +287,18 @@ def _run_trials(
         yield run_trial(checked, expected, profiler, schedule, case)
     if progress is not None:
         progress(len(combinations), len(combinations), "done")
+
+
+def _describe_loss(loss_fn: LossFn | None, checked_loss_fn: LossFn | None) -> str:
+    """Return one line on the loss that the gradients come from, for the report."""
+    if loss_fn is not None:
+        return "loss_fn"
+    if checked_loss_fn is None:
+        return "the one that the model returns"
+    return (
+        "a stand-in, the mean over all outputs that have rows: the model returns no loss, and no "
+        "loss_fn was given"
+    )
 
 
 def _describe_model(checked: CheckedModel) -> str:

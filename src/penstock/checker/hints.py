@@ -30,6 +30,7 @@ from penstock.checker.reference import (
     StepOutcome,
     collect_training_outcome,
     compute_difference,
+    detect_batch_dependence,
     run_unsplit,
 )
 from penstock.checker.report import Compared, Failed, Report
@@ -83,8 +84,10 @@ def _find_causes(
         )
         return
     # With dropout or BatchNorm, training mode always differs between whole batch and
-    # micro-batches. Eval mode shows any other difference.
+    # micro-batches. Eval mode shows any other difference, unless the model draws there as well.
+    draws_in_eval = False
     if not dependence.is_independent:
+        draws_in_eval = detect_batch_dependence(checked, training=False).uses_rng
         whole_run = _record_run(checked, checked.arguments, 1, training=False)
     try:
         split_run = _record_run(
@@ -100,7 +103,7 @@ def _find_causes(
             f"{attribute} changes when its layer is called. A pipe calls the layer once for each "
             "micro-batch, and again to recompute. Keep state in buffers, or outside of the model"
         )
-    if not changed:
+    if not changed and not draws_in_eval:
         yield from _explain_split_difference(checked, dependence, tolerance, whole_run, split_run)
 
 

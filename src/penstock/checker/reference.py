@@ -9,6 +9,7 @@ draw.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments
+from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments, call_like_pipe
 from penstock.checker.report import Difference
 from penstock.microbatch import gather
 from penstock.model.traced.torch_functions import is_metadata_only
+from penstock.stage.aux_loss import added_losses
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 from penstock.torch_compat import BatchNormBase, pytree
@@ -157,8 +159,10 @@ def detect_batch_dependence(checked: CheckedModel, training: bool = True) -> Bat
         for name, module in model.named_modules()
         if isinstance(module, BatchNormBase) and (module.training or module.running_mean is None)
     ]
+    arguments = checked.arguments.take_whole_batch()
+    loss_weight = checked.compute_loss_weight(arguments)
     with CellRngMode(0) as random, torch.no_grad():
-        checked.run_model(model, checked.arguments.take_whole_batch())
+        checked.call_model(model, arguments, loss_weight)
     return BatchDependence(random.has_drawn, tuple(norms))
 
 
@@ -283,15 +287,42 @@ def run_unsplit(
     rng_emulator = CellRngEmulator(checked, model)
     calls = []
     for microbatch, piece in enumerate(pieces):
+        loss_weight = checked.compute_loss_weight(piece)
         with rng_emulator.emulate(microbatch):
-            calls.append(checked.run_model(model, piece))
+            calls.append(checked.call_model(model, piece, loss_weight))
     rng_emulator.advance_generator()
     total = _reduce_losses(
         calls, [1.0] if whole_batch else rows.fractions(), checked.loss_reduction.is_sum
     )
     if torch.is_grad_enabled() and total.requires_grad:
         total.backward()
-    return total.detach(), gather([call.output for call in calls], rows)
+    outputs = gather([call.output for call in calls], rows)
+    if whole_batch and checked.chunks > 1:
+        outputs = _split_unjoined_outputs(checked, model, arguments, calls[0].output, outputs)
+    return total.detach(), outputs
+
+
+def _split_unjoined_outputs(
+    checked: CheckedModel, model: nn.Module, arguments: StepArguments, output: Any, joined: Any
+) -> Any:
+    """Return the outputs of the whole batch in the form in which a pipe returns them.
+
+    A pipe joins tensors that have rows on dim 0, and gives a list with one tensor for each
+    micro-batch otherwise (a cache with rows on dim 1). Such tensors come from a forward of each
+    micro-batch here.
+    """
+    _, whole_rows = arguments.split_microbatches(1)
+    leaves = [(leaf, gather([leaf], whole_rows)) for leaf in pytree.tree_leaves(output)]
+    if all(
+        isinstance(row, Tensor) for leaf, row in leaves if isinstance(leaf, Tensor) and leaf.dim()
+    ):
+        return joined
+    known_leaves = {i: row for i, (_, row) in enumerate(leaves) if isinstance(row, Tensor)}
+    pieces, rows = arguments.split_microbatches(checked.chunks)
+    model = copy.deepcopy(model)
+    with torch.no_grad(), added_losses():
+        outputs = [call_like_pipe(model, piece) for piece in pieces]
+    return gather(outputs, rows, known_leaves)
 
 
 def _reduce_losses(

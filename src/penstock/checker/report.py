@@ -141,6 +141,8 @@ class Report:
         tolerance: The largest difference that counts as equal.
         rows: One run for each combination of options.
         hints: Likely causes of the differences.
+        loss: The loss that the gradients come from.
+        left_out: What a quick check did not try.
 
     Example:
         >>> import torch
@@ -160,6 +162,8 @@ class Report:
     tolerance: float
     rows: tuple[Run, ...]
     hints: tuple[str, ...] = ()
+    loss: str = ""
+    left_out: str = ""
 
     @property
     def ok(self) -> bool:
@@ -256,6 +260,8 @@ class Report:
             yield f"largest difference: {difference} ({run.case})"
         for message, who in self._group_refusals():
             yield f"refused: {', '.join(who)}: {message}"
+        if self.left_out:
+            yield f"not tried: {self.left_out}"
 
     def _group_refusals(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each message once, with the schedules or cases that were refused with it.
@@ -275,7 +281,8 @@ class Report:
         yield from groups.values()
 
     def __str__(self) -> str:
-        lines = [f"model      {self.model}", f"reference  {self.reference}", ""]
+        lines = [f"model      {self.model}", f"loss       {self.loss}"]
+        lines += [f"reference  {self.reference}", ""]
         return "\n".join([*lines, *align_columns(self.table()), "", *self.summary()])
 
     def as_dict(self) -> dict[str, Any]:
@@ -283,6 +290,7 @@ class Report:
         return {
             "ok": self.ok,
             "model": self.model,
+            "loss": self.loss,
             "reference": self.reference,
             "tolerance": self.tolerance,
             "problems": [
@@ -290,6 +298,7 @@ class Report:
                 for problem, runs in self.problems.items()
             ],
             "hints": list(self.hints),
+            "left_out": self.left_out,
             "runs": [{**vars(run.case), **_result_as_dict(run.result)} for run in self.rows],
         }
 

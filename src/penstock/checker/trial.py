@@ -268,6 +268,7 @@ def _run_unsplit_eval(
     eval_dependence: BatchDependence,
 ) -> StepOutcome:
     model.eval()
+    torch.manual_seed(SEED)
     with torch.no_grad():
         return collect_eval_outcome(
             *run_unsplit(checked, model, arguments, eval_dependence.is_independent)
@@ -280,16 +281,20 @@ def _run_unsplit_eval(
 def run_trial(
     checked: CheckedModel,
     expected: ReferenceOutcomes,
-    profiler: FootprintProfiler,
+    profiler: FootprintProfiler | None,
     schedule: ScheduleLike,
     case: Case,
 ) -> Run:
-    """Run a pipe and compare it with the reference. An error becomes a result."""
+    """Run a pipe and compare it with the reference. An error becomes a result.
+
+    Without a profiler, memory is not measured.
+    """
     try:
         build_pipe = partial(_build_seeded_pipe, checked, schedule, case)
         differences = tuple(_compare_pipe(checked, expected, build_pipe))
         memory = None
-        if case.runtime == "inline":  # memory is always measured inline, so once is enough
+        # Memory is always measured inline, so once is enough.
+        if profiler is not None and case.runtime == "inline":
             memory = compare_memory(checked, profiler, schedule, case)
         return Run(case, Compared(differences, memory))
     # An error of Penstock's is a refusal with a reason. Any other error is a failure, since the
@@ -325,6 +330,7 @@ def _compare_pipe(
     pipe.eval()
     with torch.no_grad():
         for description, eval_arguments, eval_outcome in expected.eval_outcomes:
+            torch.manual_seed(SEED)
             result = checked.run_step(pipe, eval_arguments)
             outcome = collect_eval_outcome(result.loss, result.outputs)
             for difference in outcome.compare_to(eval_outcome):

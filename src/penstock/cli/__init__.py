@@ -261,6 +261,9 @@ def check_model(
         str | None, typer.Option(help="Where the units are, for example model.layers.")
     ] = None,
     tolerance: Annotated[float, typer.Option(help="The largest difference allowed.")] = 1e-10,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two combinations that tell most, in seconds.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a pipe computes what your model computes, under every schedule.
@@ -270,7 +273,7 @@ def check_model(
     from penstock.cli.check import CheckRequest, run  # imports torch
 
     lists = schedules, checkpoints, runtimes
-    if not run(CheckRequest(factory, stages, chunks, *lists, units, tolerance, as_json)):
+    if not run(CheckRequest(factory, stages, chunks, *lists, units, tolerance, quick, as_json)):
         raise typer.Exit(1)
 
 

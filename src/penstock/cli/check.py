@@ -34,6 +34,7 @@ class CheckRequest:
     runtimes: str
     units: str | None
     tolerance: float
+    quick: bool
     as_json: bool
 
 
@@ -72,6 +73,7 @@ def _check_model(request: CheckRequest, factory_result: Mapping[str, Any], progr
             checkpoints=_split_names(request.checkpoints),
             runtimes=_split_names(request.runtimes),
             tolerance=request.tolerance,
+            quick=request.quick,
             quiet=True,
             progress=progress,
             **factory_result.get("side", {}),

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["install"]
 
@@ -114,22 +114,56 @@ class ScriptPath(str):
     This string installs the old names when it is unpickled, which is in time.
     """
 
-    __slots__ = ()
+    force: bool
+
+    def __new__(cls, path: str, force: bool) -> Self:
+        script = super().__new__(cls, path)
+        script.force = force
+        return script
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle_script_path, (str(self),)
+        return _unpickle_script_path, (str(self), self.force)
 
 
-def _unpickle_script_path(path: str) -> ScriptPath:
-    install()
-    return ScriptPath(path)
+def _unpickle_script_path(path: str, force: bool) -> ScriptPath:
+    # The path of the parent arrives later than this.
+    sys.path.insert(0, _find_folder(path))
+    install(force=force)
+    return ScriptPath(path, force)
 
 
-def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a script as `python path arguments...` would, with the old names installed."""
-    install()
-    script = ScriptPath(path)
-    sys.argv = [script, *arguments]
+def _find_folder(path: str) -> str:
+    return str(Path(path).resolve().parent)
+
+
+def run_script(path: str, arguments: Sequence[str], *, force: bool = False) -> None:
+    """Run a script as `python path arguments...` would, with the old names installed.
+
+    Says on the standard error stream which library each old name stands for.
+
+    Args:
+        path: The script's file.
+        arguments: The arguments of the script.
+        force: Replace libraries that are installed, too.
+    """
+    # First, because a library beside the script is one that the script would import.
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(path).resolve().parent)
+        sys.path[0] = _find_folder(path)
+    install(force=force)
+    for line in _describe_libraries():
+        print(f"penstock.compat: {line}", file=sys.stderr)  # noqa: T201
+    script = ScriptPath(path, force)
+    sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+
+
+def _describe_libraries() -> Iterator[str]:
+    """Yield which library runs under each of the old names."""
+    mirrored = [old for old in _OLD_NAMES.values() if not _is_installed(old)]
+    if mirrored:
+        yield f"{', '.join(mirrored)}: Penstock runs in place of the old library"
+    for old in _OLD_NAMES.values():
+        if old not in mirrored:
+            spec = None if old in sys.modules else find_spec(old)
+            origin = getattr(spec, "origin", None) or getattr(sys.modules.get(old), "__file__", "")
+            yield f"{old}: the installed library runs ({origin}). Pass --force to run Penstock"

@@ -12,7 +12,10 @@ if __name__ == "__main__":
         description="Run a script that imports torch.distributed.pipeline.sync, torchgpipe or "
         "fairscale.nn.Pipe, unchanged.",
     )
+    parser.add_argument(
+        "--force", action="store_true", help="replace an old library that is installed, too"
+    )
     parser.add_argument("script", help="the script's file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script")
     arguments = parser.parse_args()
-    run_script(arguments.script, arguments.arguments)
+    run_script(arguments.script, arguments.arguments, force=arguments.force)

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.compat import add_submodules
 from penstock.compat.balance import balance_by_size, balance_by_time
-from penstock.compat.legacy_pipe import BalancedLegacyPipe, DeferredBatchNorm
-from penstock.compat.skip import Namespace, pop, skippable, stash, verify_skippables
+from penstock.compat.legacy_pipe import BalancedLegacyPipe, DeferredBatchNorm, verify_module
+from penstock.compat.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 from penstock.stage.recompute import is_checkpointing, is_recomputing
 
 __all__ = ["Pipe", "nn"]
@@ -36,6 +36,6 @@ add_submodules(
     balance=[balance_by_size, balance_by_time],
     batchnorm=[DeferredBatchNorm],
     checkpoint=[is_checkpointing, is_recomputing],
-    pipe=[Pipe],
-    skip=[Namespace, pop, skippable, stash, verify_skippables],
+    pipe=[Pipe, verify_module],
+    skip=[Namespace, Skippable, pop, skippable, stash, verify_skippables],
 )

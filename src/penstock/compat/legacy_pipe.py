@@ -158,7 +158,7 @@ class BalancedLegacyPipe(LegacyPipe):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
-        check_children(module)
+        verify_module(module)
         verify_skippables(module)
         parts, part_devices = split_by_balance(module, balance, devices)
         super().__init__(
@@ -167,9 +167,30 @@ class BalancedLegacyPipe(LegacyPipe):
         self.balance = [len(part) for part in parts]
 
     def forward(self, input: Any) -> Any:
-        """Return the output for a tensor, or for a tuple of tensors that counts as one value."""
+        """Return the output for a tensor, or for a tuple of tensors that counts as one value.
+
+        Raises:
+            TypeError: The input or the output has something else than tensors in it.
+        """
         _check_tensors(input)
-        return self._run(input)
+        output = self._run(input)
+        for leaf in pytree.tree_leaves(output):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    "the output must be made of tensors, but the last partition returned a "
+                    f"{type(leaf).__name__}."
+                )
+        return output
+
+
+def verify_module(module: nn.Module) -> None:
+    """Raise if a module cannot be partitioned.
+
+    Raises:
+        TypeError: It is not an `nn.Sequential`.
+        ValueError: It is empty, or a child is in it twice.
+    """
+    check_children(module)
 
 
 def split_by_balance(

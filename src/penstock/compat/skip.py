@@ -6,7 +6,7 @@ else is done by Penstock's own skip connections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class Skippable(nn.Module):
     """The base class of all layers that `skippable` makes."""
 
     module_cls: ClassVar[type[nn.Module]]
+    stashable_names: ClassVar[frozenset[str]]
+    poppable_names: ClassVar[frozenset[str]]
     _skips: ClassVar[SkipDeclaration]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,6 +65,54 @@ class Skippable(nn.Module):
         """Put its names, or `only` some of them, into a namespace, and return the layer."""
         names = self._skips.stash | self._skips.pop
         return skip.isolate(self, ns, only=names if only is None else names & set(only))
+
+    @property
+    def namespaces(self) -> dict[str, Namespace]:
+        """The namespaces of its names that are in one."""
+        return dict(getattr(self, "_namespaces", {}))
+
+    def namespaced(self, name: str) -> tuple[Namespace | None, str]:
+        """Return a name with its namespace."""
+        return self.namespaces.get(name), name
+
+    def stashable(self) -> Iterator[tuple[Namespace | None, str]]:
+        """Yield the names that it stashes, each with its namespace."""
+        yield from map(self.namespaced, self.stashable_names)
+
+    def poppable(self) -> Iterator[tuple[Namespace | None, str]]:
+        """Yield the names that it pops, each with its namespace."""
+        yield from map(self.namespaced, self.poppable_names)
+
+    def dispatch(
+        self,
+        input: Any,
+        handle_stash: Callable[[str, Tensor | None], None],
+        handle_pop: Callable[[str], Tensor | None],
+    ) -> Any:
+        """Run the decorated layer, and hand its requests to two functions.
+
+        Raises:
+            TypeError: The layer yields something else.
+        """
+        result = self.module(input)
+        if not isinstance(result, Generator):
+            return result
+        answer: Tensor | None = None
+        try:
+            while True:
+                request = result.send(answer)
+                if isinstance(request, skip.stash):
+                    answer = None
+                    handle_stash(request.name, request.value)
+                elif isinstance(request, skip.pop):
+                    answer = handle_pop(request.name)
+                else:
+                    raise TypeError(
+                        f"{type(self).__name__} yields {request!r}, which is neither a stash nor a "
+                        "pop."
+                    )
+        except StopIteration as stop:
+            return stop.value
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
@@ -90,6 +140,7 @@ def skippable(
 
     def decorate(cls: type[nn.Module]) -> type[Skippable]:
         metadata = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
-        return type(cls.__name__, (Skippable,), {**metadata, "module_cls": cls, "_skips": names})
+        declared = {"stashable_names": names.stash, "poppable_names": names.pop, "_skips": names}
+        return type(cls.__name__, (Skippable,), {**metadata, **declared, "module_cls": cls})
 
     return decorate

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from penstock.compat import add_submodules
-from penstock.compat.legacy_pipe import DeferredBatchNorm, DeviceLike, LegacyPipe, split_by_balance
-from penstock.compat.skip import Namespace, pop, skippable, stash, verify_skippables
+from penstock.compat.legacy_pipe import (
+    DeferredBatchNorm,
+    DeviceLike,
+    LegacyPipe,
+    split_by_balance,
+    verify_module,
+)
+from penstock.compat.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 from penstock.microbatch import NoChunk
-from penstock.model.sequential import PipeSequential, WithDevice, check_children, find_layer_device
+from penstock.model.sequential import PipeSequential, WithDevice, find_layer_device
 from penstock.stage.recompute import is_checkpointing, is_recomputing
 from penstock.torch_compat import pytree
 
@@ -44,7 +50,7 @@ class TorchSyncPipe(LegacyPipe):
                 "Please initialize RPC framework for Pipe: call torch.distributed.rpc.init_rpc"
                 "('worker', rank=0, world_size=1) first, or use penstock.Pipe, which needs none."
             )
-        check_children(module)
+        verify_module(module)
         verify_skippables(module)
         parts, devices = partitions_of(module)
         super().__init__(PipeSequential(*parts), devices, chunks, checkpoint, deferred_batch_norm)
@@ -54,11 +60,17 @@ class TorchSyncPipe(LegacyPipe):
 
         Inputs that are tensors are split into micro-batches. A tensor inside a list or a dict goes
         to every micro-batch whole.
+
+        Raises:
+            TypeError: There is no tensor among the inputs, or in the output.
         """
         if not any(isinstance(value, Tensor) for value in inputs):
             kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
             raise TypeError(f"a pipe needs at least one tensor among its inputs, but got {kinds}.")
-        return rpc.RRef(self._run(*map(_keep_whole, inputs)))
+        output = self._run(*map(_keep_whole, inputs))
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
+            raise TypeError("the last partition returned no tensor, but a pipe needs at least one.")
+        return rpc.RRef(output)
 
 
 TorchSyncPipe.__name__ = "Pipe"  # users see and pickle it under PyTorch's name
@@ -110,7 +122,7 @@ add_submodules(
     batchnorm=[DeferredBatchNorm],
     checkpoint=[is_checkpointing, is_recomputing],
     microbatch=[NoChunk],
-    pipe=[Pipe, PipeSequential, WithDevice, partitions_of],
-    skip=[Namespace, pop, skippable, stash, verify_skippables],
+    pipe=[Pipe, PipeSequential, WithDevice, partitions_of, verify_module],
+    skip=[Namespace, Skippable, pop, skippable, stash, verify_skippables],
     utils=[partition_model],
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.compat import add_submodules
 from penstock.compat.balance import balance_by_size, balance_by_time
-from penstock.compat.legacy_pipe import BalancedLegacyPipe, DeferredBatchNorm
-from penstock.compat.skip import Namespace, pop, skippable, stash, verify_skippables
+from penstock.compat.legacy_pipe import BalancedLegacyPipe, DeferredBatchNorm, verify_module
+from penstock.compat.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 from penstock.stage.recompute import is_checkpointing, is_recomputing
 
 __all__ = ["GPipe", "is_checkpointing", "is_recomputing"]
@@ -24,6 +24,6 @@ add_submodules(
     balance=[balance_by_size, balance_by_time],
     batchnorm=[DeferredBatchNorm],
     checkpoint=[is_checkpointing, is_recomputing],
-    gpipe=[GPipe],
-    skip=[Namespace, pop, skippable, stash, verify_skippables],
+    gpipe=[GPipe, verify_module],
+    skip=[Namespace, Skippable, pop, skippable, stash, verify_skippables],
 )

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from penstock.data_parallel.dtensor import find_all_mesh_groups, take_maximum
 from penstock.device.accelerator import get_model_name, get_total_memory, is_accelerator
 from penstock.errors import ArgumentError, CutError, PenstockTypeError
 from penstock.microbatch import scatter
@@ -69,6 +71,10 @@ from penstock.torch_compat import is_compiled_wrapper
 #                       least time, transfers included, and that fits the memory of the devices
 # balance="memory"      measure every unit, and even out the bytes of the stages
 # balance="parameters"  measure nothing, and even out the bytes of the parameters
+#
+# Units of a tensor-parallel model communicate with other processes in every run. These processes
+# measure together: each of them the same number of runs, and then they agree on the costs, so that
+# they cut their parts of the model alike.
 
 BALANCE_MODES = ("time", "memory", "parameters")
 
@@ -82,13 +88,15 @@ class ResourceLimits:
 
     `devices` and `in_flight` (micro-batches whose activations are kept at once) have one entry for
     each stage, and `placement` is the rank of each stage. `memory` is the number of bytes that each
-    rank may use. None means all memory of a GPU, and no limit on the CPU.
+    rank may use. None means all memory of a GPU, and no limit on the CPU. `measured_together` says
+    that other processes may measure the same units at the same time.
     """
 
     devices: tuple[torch.device, ...]
     in_flight: tuple[int, ...]
     placement: tuple[int, ...]
     memory: float | Sequence[float] | None = None
+    measured_together: bool = False
 
     @property
     def rank_devices(self) -> list[torch.device]:
@@ -124,7 +132,11 @@ def choose_unit_counts(
         unit_calls = list(build_unit_calls(traced_model))
     # Every unit is measured on the first device. `measure_devices` finds out how much faster or
     # slower devices of another model are.
-    costs = profile_calls(unit_calls, limits.devices[0])
+    peers = find_all_mesh_groups(traced_model.model.parameters())
+    timeout = inf if peers or limits.measured_together else 0.5
+    costs = profile_calls(unit_calls, limits.devices[0], timeout)
+    cost_rows = take_maximum(list(map(astuple, costs)), peers, limits.devices[0])
+    costs = [UnitCost(f, i, w, int(kept), int(size)) for f, i, w, kept, size in cost_rows]
     # The first stage keeps the most micro-batches in flight. Which stage a unit goes to is not
     # known yet, so every unit counts as if it were there.
     if balance == "memory":
@@ -133,7 +145,7 @@ def choose_unit_counts(
         ), costs
     problem = CutProblem(
         tuple(UnitLoad(c.seconds, c.resident_bytes, c.activation_bytes) for c in costs),
-        tuple(measure_devices(limits, unit_calls, costs)),
+        tuple(measure_devices(limits, unit_calls, costs, timeout)),
         tuple(find_unit_transfers(traced_model.trace)),
         placement=limits.placement,
         in_flight=limits.in_flight,
@@ -197,7 +209,7 @@ def find_unit_transfers(trace: Trace) -> Iterator[UnitOutput]:
 
 
 def measure_devices(
-    limits: ResourceLimits, calls: Sequence[ModuleCall], costs: Sequence[UnitCost]
+    limits: ResourceLimits, calls: Sequence[ModuleCall], costs: Sequence[UnitCost], timeout: float
 ) -> Iterator[DeviceCapacity]:
     """Yield the speed and the memory of each rank's device.
 
@@ -218,7 +230,7 @@ def measure_devices(
     speeds: dict[str, float] = {get_model_name(limits.devices[0]): 1.0}
     for device, bound in zip(devices, bounds, strict=True):
         if get_model_name(device) not in speeds:
-            seconds = profile_call(*calls[slowest], device).seconds
+            seconds = profile_call(*calls[slowest], device, timeout=timeout).seconds
             speeds[get_model_name(device)] = costs[slowest].seconds / seconds
         yield DeviceCapacity(
             speeds[get_model_name(device)],
@@ -369,7 +381,8 @@ def _check_traceable(model: nn.Module) -> None:
 # ---- one process of several ----------------------------------------------------------------------
 #
 # every rank   traces the model on the example
-# rank 0       `decide_cut`: measures units and chooses the cut, and sends it to all ranks
+# rank 0       `decide_cut`: measures units and chooses the cut, and sends it to all ranks. Rank 0
+#              of every replica measures if the units may communicate between replicas.
 # every rank   `build_process_share`:
 #                1. draft all stages, to see which ranks share tensors
 #                2. allocate and move the tensors of its own stages

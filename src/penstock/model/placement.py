@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.config import check_chunks
+from penstock.data_parallel.dtensor import find_all_mesh_groups, take_maximum
 from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.errors import ArgumentError, PenstockTypeError
@@ -146,13 +148,15 @@ class ProcessContext:
 
     `broadcast_from_first_rank(function)` calls the function on rank 0 (of the first replica) and
     returns its result on every rank. A decision that depends on measurements must be made once, or
-    ranks would cut the model in different places.
+    ranks would cut the model in different places. With `measures_together`, the function runs on
+    rank 0 of every replica, because the layers may communicate between replicas.
     """
 
     rank: int
     ranks: int
     device: Device
     broadcast_from_first_rank: Callable[[Callable[[], Sequence[Any]]], Any]
+    measures_together: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,7 +286,10 @@ def partition_model(
 
 
 def _build_resource_limits(
-    request: SplitRequest, stage_devices: Sequence[Device], placement: tuple[int, ...]
+    request: SplitRequest,
+    stage_devices: Sequence[Device],
+    placement: tuple[int, ...],
+    measured_together: bool = False,
 ) -> ResourceLimits:
     """Return the limits of a cut, with the micro-batches in flight of a 1F1B schedule.
 
@@ -290,7 +297,7 @@ def _build_resource_limits(
     """
     devices = tuple(device.device for device in stage_devices)
     in_flight = tuple(min(request.chunks, len(devices) - stage) for stage in range(len(devices)))
-    return ResourceLimits(devices, in_flight, placement, request.memory)
+    return ResourceLimits(devices, in_flight, placement, request.memory, measured_together)
 
 
 def _place_across_processes(
@@ -312,7 +319,9 @@ def _place_across_processes(
     if not is_plain_sequential(module):
         return _place_traced_across_processes(module, request, stages, placement, process)
     counts = process.broadcast_from_first_rank(
-        lambda: _choose_layer_counts(module, stages, request, process.device)
+        lambda: _choose_layer_counts(
+            module, stages, request, process.device, process.measures_together
+        )
     )
     whole = cut_sequential(module, counts)
     # Tied tensors are found by identity, so they are looked up while all stages are still here and
@@ -349,7 +358,12 @@ def _place_traced_across_processes(
         example = trace_with_enough_units(module, example, request.units, len(placement), device)
     traced_model, limits = (
         example.rebind_to(module),
-        _build_resource_limits(request, [process.device for _ in placement], placement),
+        _build_resource_limits(
+            request,
+            [process.device for _ in placement],
+            placement,
+            process.measures_together,
+        ),
     )
     decided_cut = process.broadcast_from_first_rank(
         lambda: decide_cut(traced_model, stages, request.balance, limits)
@@ -431,6 +445,7 @@ def _choose_layer_counts(
     stages: int | Sequence[int],
     request: SplitRequest,
     profiling_device: Device,
+    measured_together: bool = False,
 ) -> Sequence[int]:
     """Return the number of layers of each stage of a Sequential."""
     if not isinstance(stages, int):
@@ -461,15 +476,19 @@ def _choose_layer_counts(
     example = request.example if isinstance(request.example, tuple) else (request.example,)
     unpack = isinstance(module, PipeSequential)
     layers, device = list(module), profiling_device.device
+    # Layers that communicate with other processes run equally often on all of them: see `cut.py`.
+    peers = find_all_mesh_groups(module.parameters())
+    is_joint = bool(peers) or measured_together
+    limit = {"runs": 5, "timeout": inf} if is_joint else {}
     # On the compute stream of the device: a virtual GPU has only some of the multiprocessors.
     with profiling_device.activate():
         if balance == "time":
-            costs = measure_layer_times(layers, example, unpack=unpack, device=device)
+            costs = measure_layer_times(layers, example, unpack=unpack, device=device, **limit)
         else:
             costs = measure_layer_bytes(
                 layers, example, unpack=unpack, chunks=request.chunks, device=device
             )
-    return balance_costs(costs, stages)
+    return balance_costs(take_maximum([costs], peers, device)[0], stages)
 
 
 def describe_placement(placed_partition: PlacedPartition) -> list[str]:

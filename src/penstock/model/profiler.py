@@ -60,14 +60,16 @@ from penstock.stage.weight_grad_ops import WeightGradDeferral
 ModuleCall = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
 
 
-def profile_calls(calls: Iterable[ModuleCall], device: DeviceLike = None) -> list[UnitCost]:
+def profile_calls(
+    calls: Iterable[ModuleCall], device: DeviceLike = None, timeout: float = 0.5
+) -> list[UnitCost]:
     """Return the cost of each call; calls with equal cost keys are measured once."""
     cost_by_key: dict[Hashable, UnitCost] = {}
     costs = []
     for module, args, kwargs in calls:
         key = build_cost_key(module, args, kwargs)
         if key not in cost_by_key:
-            cost_by_key[key] = profile_call(module, args, kwargs, device)
+            cost_by_key[key] = profile_call(module, args, kwargs, device, timeout=timeout)
         costs.append(cost_by_key[key])
     return costs
 
@@ -120,10 +122,11 @@ def measure_layer_times(
     example: tuple[Any, ...],
     *,
     unpack: bool = False,
+    runs: float = inf,
     timeout: float = 1.0,
     device: DeviceLike = None,
 ) -> list[float]:
-    """Return the seconds of each layer's forward and backward: the median over many runs.
+    """Return the seconds of each layer's forward and backward: the median of up to `runs` runs.
 
     The whole takes about `timeout` seconds, of which each layer gets an equal part. With `unpack`,
     a tuple that a layer returns becomes the arguments of the next, as in `PipeSequential`. Without
@@ -135,7 +138,7 @@ def measure_layer_times(
     batch = scatter(example, 1)[0][0]
     timeout /= max(len(layers), 1)
     return _measure_layers(
-        layers, batch, unpack, device, lambda call: sum(call.measure(inf, timeout)[1])
+        layers, batch, unpack, device, lambda call: sum(call.measure(runs, timeout)[1])
     )
 
 

@@ -125,8 +125,7 @@ class DeferredStatsBatchNorm(BatchNormBase):
         Parameters and buffers are shared with the given module. Modules that contain a BatchNorm
         are copied, not deeply, so that the given module stays as it is.
         """
-        if isinstance(module, cls):
-            module.begin_minibatch(chunks)
+        if isinstance(module, cls) and module.chunks == chunks:
             return module
         if isinstance(module, BatchNormBase) and module.track_running_stats:
             return cls._from_batch_norm(module, chunks)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
 from penstock.stage.stage import OUTSIDE
-from penstock.torch_compat import REGISTER_PYTREE_NODE, pytree
+from penstock.torch_compat import REGISTER_PYTREE_NODE, pytree, wait_for_collective
 
 
 class PayloadLayout(NamedTuple):
@@ -133,7 +133,7 @@ def _storage_address(tensor: Tensor) -> int:
     For a sparse tensor it is the address of the values, for a DTensor that of the local shard.
     """
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        tensor = to_local(tensor)
+        tensor = wait_for_collective(to_local(tensor))
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:
@@ -208,7 +208,11 @@ def check_unchanged(read_only_payloads: Sequence[Payload], versions_before: Sequ
 NeighborValues = dict[int, tuple[Any, ...]]  # values by stage index of the neighbour
 FlatValues = dict[int, tuple[list[Tensor], PayloadLayout | None]]  # the same values, flattened
 
-_detach = Tensor.detach
+
+def _detach(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, with memory of its own that can be sent."""
+    detached = tensor.detach()
+    return detached if type(detached) is Tensor else wait_for_collective(detached)
 
 
 def unpack_payloads(payloads: Mapping[int, Payload]) -> NeighborValues:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
@@ -93,6 +93,19 @@ def advance_caller_rng() -> None:
 def is_inside_cell() -> bool:
     """Return whether this thread computes a cell of a pipe, with random numbers of its own."""
     return isinstance(get_innermost_dispatch_mode(), CellRngMode)
+
+
+@contextmanager
+def suspend_cell_rng() -> Iterator[None]:
+    """Let random numbers come from the default generators again, as outside of any cell.
+
+    The tracer needs it, as it finds a draw by the state of these generators. A pipe that is a layer
+    of another pipe may be traced inside a cell.
+    """
+    with ExitStack() as suspended:
+        while _is_inside_cell():
+            suspended.enter_context(without_innermost_dispatch_mode())
+        yield
 
 
 def _draw_seed(generator: torch.Generator) -> int:

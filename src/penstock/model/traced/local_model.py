@@ -76,7 +76,8 @@ def _make_fake(tensor: RemoteTensor, fake_factory: FakeTensorFactory) -> Tensor:
     """Return a fake tensor, or parameter, with the metadata of a remote one."""
     spec = TensorSpec.from_tensor(tensor)
     with fake_factory.mode:
-        fake = spec.allocate(fake_factory.device)
+        device, sharding = fake_factory.device, tensor.sharding
+        fake = spec.allocate(device) if sharding is None else sharding.allocate(spec, device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, spec.requires_grad)
     return fake
@@ -155,6 +156,7 @@ def _cast_tensor(tensor: Tensor, cast_fn: TensorCast) -> Tensor:
     remote_tensor = RemoteTensor.from_spec(
         TensorSpec.from_tensor(tensor)._replace(dtype=dtype), tensor.device, NO_VALUE
     )
+    remote_tensor.sharding = tensor.sharding
     mark_as_parameter(remote_tensor, isinstance(tensor, nn.Parameter))
     return remote_tensor
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.data_parallel.dtensor import Sharding
 from penstock.model.traced.containers import (
     ContainerCopy,
     ReboundHooks,
@@ -378,6 +379,7 @@ def copy_sharing_tensors(module: nn.Module) -> nn.Module:
 def build_remote_tensor(tensor: Tensor, device: torch.device) -> RemoteTensor:
     """Return a placeholder for a parameter or buffer that another stage or process has."""
     remote_tensor = RemoteTensor.from_spec(TensorSpec.from_tensor(tensor), device, NO_VALUE)
+    remote_tensor.sharding = Sharding.from_tensor(tensor)
     mark_as_parameter(remote_tensor, isinstance(tensor, nn.Parameter))
     return remote_tensor
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.data_parallel.dtensor import Sharding
 from penstock.errors import RunError
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import disabled_torch_function, make_wrapper_subclass
@@ -36,6 +37,7 @@ class RemoteTensor(Tensor):
     """
 
     value_index: int  # the index of the value in `Trace.values`, or NO_VALUE for a module's tensor
+    sharding: Sharding | None = None  # of a DTensor
     # Function modes still see the tensor. Without this line every operation would also go through
     # `Tensor.__torch_function__`, which wraps its results in the subclass.
     __torch_function__ = disabled_torch_function

@@ -38,6 +38,7 @@ from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.model.traced.value_table import EscapedTensor
 from penstock.nested_values import flatten, iter_tensors, unflatten
+from penstock.stage.rng import suspend_cell_rng
 from penstock.torch_compat import force_eager
 
 # ---- the consistency check ---------------------------------------------------------------------
@@ -209,6 +210,7 @@ def trace_model(
             # Parameters are not written: operations get fake tensors in their place.
             isolated(modules, copy_value=lambda tensor: not isinstance(tensor, nn.Parameter)),
             force_eager(),  # otherwise the compiler gives up on compiled modules under a mode
+            suspend_cell_rng(),
         ):
             uninitialized = replace_meta_tensors(model, units.values(), fake_factory)
             trace, constants, is_stable = _trace_once(model, units, leaves, spec, fake_factory)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockTypeError
+from penstock.data_parallel.dtensor import is_dtensor
+from penstock.errors import PenstockTypeError, RunError
 from penstock.stage.payload import Payload, PayloadLayout
 from penstock.tensor_spec import TensorSpec, is_dense
 from penstock.torch_compat import pytree
@@ -35,7 +36,18 @@ class PayloadSpec(NamedTuple):
 
     @staticmethod
     def from_payload(payload: Payload) -> PayloadSpec:
-        """Return the spec of a payload."""
+        """Return the spec of a payload.
+
+        Raises:
+            RunError: A tensor in it is a DTensor, whose layout a message does not carry.
+        """
+        for tensor in payload.tensors:
+            if tensor is not None and is_dtensor(tensor):
+                raise RunError(
+                    f"a stage sends a DTensor of shape {tuple(tensor.shape)} to another process, "
+                    "which would receive it without its mesh and placements. Let the layer return "
+                    "a local tensor: use_local_output=True in its plan, or tensor.to_local()."
+                )
         tensor_specs = tuple(
             [None if t is None else TensorSpec.of_packed(t) for t in payload.tensors]
         )

@@ -69,13 +69,18 @@ def build_process_context(groups: ProcessGroups) -> ProcessContext:
     """Return the rank, size and device of this process, and a way to agree on cut points.
 
     Cut points may come from measured times, which differ between processes. So rank 0 of the first
-    replica finds them and tells all ranks of all replicas.
+    replica finds them and tells all ranks of all replicas. Along the dims of the mesh that the pipe
+    does not average over, layers may communicate (tensor parallelism): the first ranks of all
+    replicas run them then, or those of the first replica would wait for them.
     """
+    topology = groups.topology
+    measures_together = len(topology.replicas) > max(len(topology.averaged_replicas), 1)
 
     def broadcast_from_first_rank(find_cuts: Callable[[], Sequence[int]]) -> Sequence[int]:
         description, is_first_rank = "the cut points", groups.rank == 0
         groups.watchdog.mark_computing(description, SLOW_CALL_TIMEOUT_FACTOR)
-        cuts = list(find_cuts()) if is_first_rank and groups.topology.replica_index == 0 else None
+        measures = measures_together or topology.replica_index == 0
+        cuts = list(find_cuts()) if is_first_rank and measures else None
         # First across replicas to their first ranks, then along each pipeline.
         if is_first_rank and groups.replica_channel is not None:
             cuts = groups.replica_channel.broadcast_value(0, cuts, description)
@@ -83,7 +88,9 @@ def build_process_context(groups: ProcessGroups) -> ProcessContext:
         groups.watchdog.mark_computing("its stages", SLOW_CALL_TIMEOUT_FACTOR)
         return agreed_cuts
 
-    return ProcessContext(groups.rank, groups.size, groups.device, broadcast_from_first_rank)
+    return ProcessContext(
+        groups.rank, groups.size, groups.device, broadcast_from_first_rank, measures_together
+    )
 
 
 def describe_layers(module: nn.Module) -> dict[str, str]:
