@@ -103,7 +103,7 @@ def suspend_cell_rng() -> Iterator[None]:
     of another pipe may be traced inside a cell.
     """
     with ExitStack() as suspended:
-        while _is_inside_cell():
+        while is_inside_cell():
             suspended.enter_context(without_innermost_dispatch_mode())
         yield
 
