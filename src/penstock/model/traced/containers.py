@@ -91,14 +91,15 @@ def is_state_object(value: Any) -> bool:
     if not hasattr(value, "__dict__") or callable(value) or isinstance(value, Enum | BaseException):
         return False
     plain = kind.__mro__[1:] == (object,) and not _SPECIAL_METHODS & vars(kind).keys()
-    return plain and kind.__module__.partition(".")[0] not in _LIBRARY_PACKAGES
+    return plain and kind.__module__.partition(".")[0] not in LIBRARY_PACKAGES
 
 
 # An object with one of these cannot be copied and restored attribute by attribute.
 _SPECIAL_METHODS = frozenset(
     ("__copy__", "__del__", "__enter__", "__getattr__", "__reduce__", "__setattr__", "__slots__")
 )
-_LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
+# Packages whose objects and functions are not the work of the model's author.
+LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
 
 
 def _snapshot_containers(containers: Iterable[Any]) -> list[tuple[Any, Any]]:

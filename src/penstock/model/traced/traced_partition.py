@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
-from penstock.fingerprint import Fingerprinter, ModelSettings, ObjectIdentity, read_model_settings
+from penstock.fingerprint import Fingerprinter, ObjectIdentity
 from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition
@@ -42,7 +42,9 @@ from penstock.model.traced.guards import (
     read_torch_state,
 )
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
+from penstock.model.traced.settings import ModelSettings, SettingsReader, read_state_key
 from penstock.model.traced.stage_program import StageProgram, build_stage_program
+from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
@@ -168,6 +170,10 @@ class _CompiledTrace:
     loss_targets: LossTargets | None
     target_replay: TraceReplay  # computes the loss targets, if there are any
     fingerprint: str  # of the assignment, which all processes must agree on
+    # Tensors in attributes and variables, if a guard depends on one. None: they do not matter.
+    tensors: tuple[ObjectIdentity, ...] | None
+    # `requires_grad` of all parameters, if the forward asks for it. None: it does not matter.
+    requires_grad: tuple[bool, ...] | None
 
 
 TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
@@ -185,6 +191,7 @@ class TraceMemory:
     # The children of the pipe and of the parents, their parameters and their buffers at the first
     # check; see `check_unchanged`.
     initial_members: list[Any] = field(default_factory=list)
+    settings_reader: SettingsReader | None = None  # made by the first use
 
     def __reduce__(self) -> tuple[type[TraceMemory], tuple[()]]:
         return TraceMemory, ()
@@ -223,9 +230,10 @@ class TracedPartition(Partition):
         constants: Mapping[int, Tensor],
     ) -> None:
         """Put the trace of the example into the cache."""
-        key, _, _ = self._make_cache_key(*example, self.read_settings())
+        settings = self.read_settings()
+        key, _, _ = self._make_cache_key(*example, settings)
         if key not in self._memory.cache:
-            self._add_to_cache(key, trace, assignment, constants)
+            self._add_to_cache(key, trace, assignment, constants, settings)
 
     def named_roots(self) -> list[tuple[str, nn.Module]]:
         """Return the model."""
@@ -251,7 +259,14 @@ class TracedPartition(Partition):
         Each call returns a new object. Stages copy all attributes of the parents whenever they see
         a new object, because not every attribute is part of the settings.
         """
-        return read_model_settings(self.parents.values())
+        if self._memory.settings_reader is None:
+            self._memory.settings_reader = SettingsReader(self.parents.values())
+        return self._memory.settings_reader.read()
+
+    def _read_requires_grad(self) -> tuple[bool, ...]:
+        """Return `requires_grad` of all parameters, also of those of other processes."""
+        modules = (self.model, *self.units.values())
+        return tuple([p.requires_grad for module in modules for p in module.parameters()])
 
     def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
         """Raise if a unit, or a member of a parent, was replaced since the model was cut.
@@ -370,7 +385,7 @@ class TracedPartition(Partition):
         key, leaves, spec = self._make_cache_key(args, kwargs, settings)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for compiled in self._memory.cache.get(key, ()):
-            if compiled.guards.matches(tensors):
+            if self._is_current(compiled, settings) and compiled.guards.matches(tensors):
                 self._memory.cache.move_to_end(key)
                 return TracedMicrobatch(compiled, leaves, spec, tensors)
         try:
@@ -393,8 +408,14 @@ class TracedPartition(Partition):
             trace, self.ownership.find_stage, self.ownership.num_stages, owners
         )
         self._check_ownership(assignment)
-        compiled = self._add_to_cache(key, trace, assignment, constants)
+        compiled = self._add_to_cache(key, trace, assignment, constants, settings)
         return TracedMicrobatch(compiled, leaves, spec, tensors)
+
+    def _is_current(self, compiled: _CompiledTrace, settings: ModelSettings) -> bool:
+        """Return whether what a trace depends on, besides its inputs and its key, is the same."""
+        return compiled.tensors in (None, settings.tensors) and (
+            compiled.requires_grad is None or compiled.requires_grad == self._read_requires_grad()
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -427,18 +448,25 @@ class TracedPartition(Partition):
                 )
 
     def _add_to_cache(
-        self, key: Any, trace: Trace, assignment: TraceAssignment, constants: Mapping[int, Tensor]
+        self,
+        key: Any,
+        trace: Trace,
+        assignment: TraceAssignment,
+        constants: Mapping[int, Tensor],
+        settings: ModelSettings,
     ) -> _CompiledTrace:
         """Compile a trace into stage programs and guards, and remember it."""
         programs = {
-            stage: build_stage_program(assignment, stage, device)
+            stage: build_stage_program(assignment, stage, device, constants)
             for stage, device in self.devices.items()
         }
         loss_targets = find_loss_targets(trace)
         goals = [] if loss_targets is None else [loss_targets.target, loss_targets.class_weights]
         producers = [trace.values[value].producer for value in goals if value is not None]
+        guards = InputGuards(trace, constants, self._get_buffer)
+        asks_requires_grad = any(node.func in MODE_DEPENDENT for node in trace.nodes)
         compiled = _CompiledTrace(
-            InputGuards(trace, constants, self._get_buffer),
+            guards,
             assignment,
             programs,
             loss_targets,
@@ -446,6 +474,8 @@ class TracedPartition(Partition):
                 trace, constants, self._get_buffer, [p for p in producers if p is not None]
             ),
             fingerprint_assignment(assignment),
+            settings.tensors if guards.depend_on_constants else None,
+            self._read_requires_grad() if asks_requires_grad else None,
         )
         # The newest first: the next micro-batches are probably like this one.
         traces = self._memory.cache.setdefault(key, [])
@@ -615,11 +645,7 @@ def _iter_members(
 
 
 def _make_leaf_key(leaf: Any) -> Any:
-    """Return what of an input decides the path of a forward: metadata, or the object itself."""
+    """Return what of an input decides the path of a forward: metadata, or Python values."""
     if isinstance(leaf, Tensor):
         return TensorSpec.from_tensor(leaf)
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), ObjectIdentity(leaf)
-    return type(leaf), leaf
+    return read_state_key(leaf)
