@@ -159,6 +159,30 @@ def has_same_contents(container: Any, snapshot: Any) -> bool:
     return are_same_objects(container, snapshot)
 
 
+def has_same_state(value: Any, other: Any, depth: int = 3) -> bool:
+    """Return whether two containers hold the same objects, in containers of the same structure.
+
+    Plain values are compared by value: a forward often sets one to what it was.
+    """
+    if value is other:
+        return True
+    if depth and is_state_object(value) and type(value) is type(other):
+        return has_same_state(vars(value), vars(other), depth)
+    if type(value) is not type(other) or type(value) not in _CONTAINER_TYPES:
+        return isinstance(value, bool | int | float | str) and bool(value == other)
+    if isinstance(value, set) or not depth or len(value) != len(other):
+        return bool(value == other) if isinstance(value, set) else False
+    if isinstance(value, dict):
+        pairs = [(item, other.get(key)) for key, item in value.items()]
+        return value.keys() == other.keys() and all(has_same_state(*p, depth - 1) for p in pairs)
+    return all(has_same_state(*p, depth - 1) for p in zip(value, other, strict=True))
+
+
+def refers_to(value: Any, objects: Mapping[int, Any]) -> bool:
+    """Return whether a value is one of these objects, by id, or a list or function with one."""
+    return _rebind_value(value, objects, 6) is not value
+
+
 def _copy_container(value: Any, depth: int = 3) -> Any:
     """Return a copy of a container and of the containers inside it, up to a nesting depth.
 

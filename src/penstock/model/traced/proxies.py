@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from penstock.model.traced.containers import (
     ContainerCopy,
     ReboundHooks,
+    has_same_state,
     is_state_object,
     iter_containers,
     iter_lru_cached_methods,
     rebind_function,
+    refers_to,
 )
 from penstock.model.traced.interception import get_current_interceptor
 from penstock.model.traced.remote_tensor import RemoteTensor
@@ -197,6 +199,10 @@ class ProxyModel:
                 self._config_copies[id(config)].use_cache = False
             parent_copy.__dict__["config"] = self._config_copies[id(config)]
 
+    def get_container_copy(self, container: Any) -> ContainerCopy | None:
+        """Return the copy of a parent's container, or None for another object."""
+        return self._containers.get(id(container))
+
     def sync_with_originals(self) -> None:
         """Copy `training`, plain attributes and container contents from the originals.
 
@@ -267,6 +273,69 @@ class ProxyModel:
 
 # Entries of a module's `__dict__` that differ between an original and its copy on purpose.
 _COPY_OWNED_KEYS = ("_parameters", "_buffers", "_modules", COMPILED_CALL_ATTRIBUTE)
+
+
+class UnitStateTracker:
+    """Finds units that see an old state of what they share with the forward.
+
+    The forward works on copies of the parents and of their containers, and a unit may hold the
+    originals: a dict that it shares with the model, or the model itself. What the forward has
+    changed on the copies is not there. An attribute that the forward sets on a unit is there, but
+    for all stages and micro-batches at once.
+    """
+
+    def __init__(
+        self,
+        proxy_model: ProxyModel,
+        units: Mapping[str, nn.Module],
+        shared_containers: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self._units = {name: list(unit.modules()) for name, unit in units.items()}
+        copies = {id(pair[0]): pair for pair in proxy_model.parent_copies.values()}
+        for original, parent in list(copies.values()):
+            # Under torchrun the "original" is itself a copy, and a unit knows the user's module.
+            copies[id(get_remote_members(original).original_ref())] = original, parent
+        copies.pop(id(None), None)
+        # By unit: copies of containers, and copies of parents that the unit refers to.
+        self._containers, self._parents = dict[str, list[ContainerCopy]](), dict[str, list[Any]]()
+        for name, modules in self._units.items():
+            pairs = _find_references(modules, copies)
+            self._parents[name] = [(parent, dict(vars(parent))) for _, parent in pairs]
+            containers = [*shared_containers.get(name, ())]
+            containers += [value for original, _ in pairs for value in vars(original).values()]
+            self._containers[name] = [
+                copy for c in containers if (copy := proxy_model.get_container_copy(c)) is not None
+            ]
+        self._attributes = {name: self._read_attributes(name) for name in units}
+
+    def is_stale(self, unit: str) -> bool:
+        """Return whether the forward has changed something that the unit may read."""
+        attributes = self._read_attributes(unit), self._attributes[unit]
+        return not (
+            all(has_same_state(copy.stage_copy, copy.snapshot) for copy in self._containers[unit])
+            and all(has_same_state(vars(parent), old, 1) for parent, old in self._parents[unit])
+            and all(has_same_state(*pair, 1) for pair in zip(*attributes, strict=True))
+        )
+
+    def remember(self, unit: str) -> None:
+        """Take the attributes of a unit after a call as its own."""
+        self._attributes[unit] = self._read_attributes(unit)
+
+    def _read_attributes(self, unit: str) -> list[dict[str, Any]]:
+        return [dict(vars(module)) for module in self._units[unit]]
+
+
+def _find_references(
+    modules: Sequence[nn.Module], copies: Mapping[int, tuple[nn.Module, nn.Module]]
+) -> list[tuple[nn.Module, nn.Module]]:
+    """Return the parents, original and copy, that modules of a unit hold in plain attributes."""
+    values = [
+        value
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in _COPY_OWNED_KEYS and refers_to(value, copies)
+    ]
+    return [copies[key] for key in copies if any(refers_to(v, {key: None}) for v in values)]
 
 
 def _replace_held_modules(

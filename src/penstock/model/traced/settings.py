@@ -85,6 +85,18 @@ class SettingsReader:
             self._identities = tuple(map(ObjectIdentity, flattener.tensors))
         return ModelSettings(self._values, self._identities)
 
+    def read_by_name(self) -> dict[str, Any]:
+        """Return a key for each attribute and each variable, by name."""
+        keys = {
+            f"self.{name} ({type(module).__name__})": read_state_key(value)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if name not in _MODULE_INTERNALS
+        }
+        names = self._variables.names
+        values = zip(names, self._variables.read(), strict=True)
+        return keys | {name: read_state_key(value) for name, value in values}
+
 
 def read_state_key(value: Any) -> Any:
     """Return a key of one Python value: equal keys mean equal contents, as far as they are seen."""
@@ -208,7 +220,7 @@ class _CodeVariables:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
-        self._cells: dict[int, CellType] = {}
+        self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
         self._visited: set[CodeType] = set()
         for module in modules:
             for kind in _iter_classes(module):
@@ -217,6 +229,11 @@ class _CodeVariables:
                         self._slots[id(kind), name] = vars(kind), name
             for function in _iter_methods(module):
                 self._visit(function)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the variables, in the order of `read`."""
+        return [name for _, name in self._slots.values()] + [*self._cell_names.values()]
 
     def read(self) -> Iterator[Any]:
         """Yield the current values, always in the same order."""
@@ -236,14 +253,15 @@ class _CodeVariables:
         for name in names:
             if name in function.__globals__:
                 self._add(function.__globals__, name, names)
-        for cell in function.__closure__ or ():
+        free_names = function.__code__.co_freevars
+        for name, cell in zip(free_names, function.__closure__ or (), strict=True):
             try:
                 contents = cell.cell_contents
             except ValueError:
                 continue
             self._follow(contents, names)
             if not isinstance(contents, type | FunctionType):
-                self._cells[id(cell)] = cell
+                self._cells[id(cell)], self._cell_names[id(cell)] = cell, name
 
     def _add(self, namespace: Mapping[str, Any], name: str, names: Sequence[str]) -> None:
         self._slots[id(namespace), name] = namespace, name

@@ -26,8 +26,9 @@ from penstock.model.traced.containers import apply_container_updates, find_share
 from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
 from penstock.model.traced.interception import HookSkipped, NullHookHandle, OpInterceptor
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
-from penstock.model.traced.proxies import ProxyModel, build_unit_proxy
+from penstock.model.traced.proxies import ProxyModel, UnitStateTracker, build_unit_proxy
 from penstock.model.traced.remote_tensor import RemoteTensor
+from penstock.model.traced.settings import SettingsReader
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     REFLECTED_COMPARISONS,
@@ -200,7 +201,7 @@ def trace_model(
     # A forward may call functions that cache their results (`functools.cache` on a mask). They
     # compute in the first run only, so the check after it finds another path. The second trace sees
     # the filled caches, as every later run does.
-    for _ in range(2):
+    for is_rerun in (False, True):
         leaves = [
             _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
         ]
@@ -211,7 +212,9 @@ def trace_model(
             force_eager(),  # otherwise the compiler gives up on compiled modules under a mode
         ):
             uninitialized = replace_meta_tensors(model, units.values(), fake_factory)
-            trace, constants, is_stable = _trace_once(model, units, leaves, spec, fake_factory)
+            trace, constants, is_stable = _trace_once(
+                model, units, leaves, spec, fake_factory, is_rerun
+            )
         if is_stable:
             break
     uninitialized.check_not_read(trace)
@@ -224,6 +227,7 @@ def _trace_once(
     leaves: list[Any],
     tree_spec: Any,
     fake_factory: FakeTensorFactory,
+    is_rerun: bool,
 ) -> tuple[Trace, dict[int, Tensor], bool]:
     """Trace the forward, then check it.
 
@@ -239,6 +243,9 @@ def _trace_once(
     tracer = Tracer([model, proxy_model.model], fake_factory)
     tracer.unit_hooks = proxy_model.unit_hooks
     tracer.shared_containers = find_shared_containers(parents, units)
+    shared_state = SettingsReader(parents)
+    state_before = shared_state.read_by_name()
+    tracer.unit_state = UnitStateTracker(proxy_model, units, tracer.shared_containers)
     inputs = tracer.value_table.register_inputs(
         [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     )
@@ -255,9 +262,20 @@ def _trace_once(
         if buffer is not None and buffer is not buffers_before[name].get(key)
     }
     trace = tracer.build_trace(inputs, output, reassigned_buffers)
+    state_after = shared_state.read_by_name()
+    changed = [name for name, key in state_after.items() if state_before.get(name) != key]
     # A new ProxyModel: the forward may have set attributes on the copies of the first one.
     is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
-    return trace, tracer.value_table.collect_constants(), is_stable
+    # A cache is filled in the first run only. Python values that follow from data may be the same
+    # in a second run, because the data are.
+    if changed and (is_rerun or any(node.is_guard for node in trace.nodes)):
+        raise CutError(
+            f"the forward changes {', '.join(changed)}, which all stages share: a global variable, "
+            "an attribute of a class, or an object that Penstock does not copy. Stages that run at "
+            "the same time would overwrite it. Pass the value as an argument, or keep it in an "
+            "attribute of the model, a dict, a list or a plain object that the model holds."
+        )
+    return trace, tracer.value_table.collect_constants(), is_stable and not changed
 
 
 def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
@@ -334,11 +352,10 @@ def _find_units_to_expand(escaped: EscapedTensor, units: Mapping[str, nn.Module]
     """Return the unit that a tensor escaped from, and all others of its class."""
     module = units.get(escaped.unit)
     if module is None or not is_expandable(module):
-        unit = f"unit '{escaped.unit}'" if escaped.unit else "a unit"
         raise CutError(
-            f"at {escaped.location}, the forward uses a tensor that {unit} made but did not return "
-            "(it was stored in an attribute, captured by a hook or hidden in an object). The unit "
-            "has no submodules that could be units instead. Return the tensor from its forward."
+            f"at {escaped.location}, {escaped.problem} (it is in an attribute, captured by a hook "
+            "or hidden in an object). The unit has no submodules that could be units instead. Let "
+            "the unit take what it reads as an argument, and return what others read."
         )
     return {name for name, other in units.items() if type(other) is type(module)
             and is_expandable(other)}  # fmt: skip

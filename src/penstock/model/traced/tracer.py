@@ -52,6 +52,7 @@ from penstock.model.traced.interception import (
     get_source_location,
     without_interception,
 )
+from penstock.model.traced.proxies import UnitStateTracker
 from penstock.model.traced.torch_functions import (
     ASSERTIONS,
     BINCOUNT,
@@ -230,6 +231,7 @@ class Tracer(OpInterceptor):
         self.nodes: list[TraceNode] = []
         # By unit: lists, dicts and attributes through which a tensor could leave the unit.
         self.shared_containers: Mapping[str, Sequence[Any]] = {}
+        self.unit_state: UnitStateTracker | None = None
         self._random_ranges, self._call_counts = dict[int, tuple[Any, Any]](), Counter[str]()
         self._packed_lengths = PackedSequenceLengths(fake_factory)
         self._unit_integer_inputs: dict[int, Tensor] = {}
@@ -510,10 +512,15 @@ class Tracer(OpInterceptor):
         # A tensor may leave a unit through a list that others hold as well. Where the unit does not
         # run, the list would stay empty.
         has_changed = track_container_changes(self.shared_containers.get(name, ()))
+        if self.unit_state is not None and self.unit_state.is_stale(name):
+            problem = f"unit '{name}' shares an object with the forward, which has changed it"
+            raise EscapedTensor(name, get_source_location(), problem)
         with without_interception(self):
             output = self._trace_unit(name, target, args, kwargs)
         if has_changed():
             raise EscapedTensor(name, get_source_location())
+        if self.unit_state is not None:
+            self.unit_state.remember(name)
         return output
 
     def _trace_unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -1,0 +1,141 @@
+"""Tests of state that a model writes and its blocks read, besides what they are called with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import CutError
+from tests.model.traced.splitting import batches, piped
+from tests.models.architecture import squares
+
+SHARED: dict[str, Any] = {}
+
+
+class Block(nn.Module):
+    """A layer that scales its output by something that it reads from a shared object."""
+
+    def __init__(self, read: Callable[[Any], Any], held: Any) -> None:
+        super().__init__()
+        self.linear, self.read, self.held = nn.Linear(4, 4), read, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.read(self.held)
+
+
+class Whole(Block):
+    """The same, with a parameter in place of a submodule."""
+
+    def __init__(self, read: Callable[[Any], Any], held: Any) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.read, self.held = nn.Parameter(torch.eye(4)), read, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.read(self.held)
+
+
+class Sharing(nn.Module):
+    """A model that writes a tensor into an object that its blocks hold."""
+
+    def __init__(self, held: Any, write: Any, read: Any, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.scale: Any = 1.0
+        self.held = [self] if held is None else held
+        self.first, self.write = nn.Linear(4, 4), write
+        self.blocks = nn.ModuleList(block(read, self.held) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.write(self, x.mean(-1, keepdim=True))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Bag(dict[str, Any]):
+    """A class that Penstock does not copy."""
+
+
+def _set_on_blocks(model: Sharing, value: Tensor) -> None:
+    for block in model.blocks:
+        block.held = value
+
+
+def _read_global(_: Any) -> Any:
+    return SHARED["scale"]
+
+
+WAYS: dict[str, tuple[Any, Any, Any]] = {
+    "dict": ({}, lambda m, v: m.held.update(scale=v), lambda held: held["scale"]),
+    "nested dict": (
+        {"inner": {}},
+        lambda m, v: m.held["inner"].update(scale=v),
+        lambda held: held["inner"]["scale"],
+    ),
+    "namespace": (
+        SimpleNamespace(scale=1.0),
+        lambda m, v: setattr(m.held, "scale", v),
+        lambda held: held.scale,
+    ),
+    "number": ({"scale": 1}, lambda m, v: m.held.update(scale=v.shape[1]), lambda h: h["scale"]),
+    "back reference": (
+        None,
+        lambda m, v: setattr(m, "scale", v),
+        lambda held: held[0].scale,
+    ),
+    "attribute of the blocks": (1.0, _set_on_blocks, lambda held: held),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_read_what_the_model_wrote_for_their_microbatch(way: str) -> None:
+    """Each stage wrote into its own copy, which the blocks did not have."""
+    held, write, read = WAYS[way]
+    torch.manual_seed(0)
+    model = Sharing(held, write, read).double()
+    unsplit = copy.deepcopy(model)
+    given = batches(5, 7)
+    pipe = piped(model, given[0], 3, "threads")
+    for x in given:
+        expected = squares(unsplit(x))
+        expected.backward()
+        assert torch.allclose(pipe.step(x).loss, expected, rtol=1e-10)
+    for mine, theirs in zip(pipe.parameters(), unsplit.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10)
+
+
+def test_indivisible_unit_that_reads_a_shared_object_is_refused() -> None:
+    held, write, read = WAYS["dict"]
+    (x,) = batches(5)
+    with pytest.raises(CutError, match=r"unit 'blocks\.0' shares an object with the forward"):
+        piped(Sharing(held, write, read, Whole).double(), x, 2)
+
+
+class SharingGlobal(Sharing):
+    """Writes into a global variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SHARED["scale"] = float(x.mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Sharing(Bag(), *WAYS["dict"][1:]), r"self\.held \(Sharing\)"),
+        (SharingGlobal({}, lambda m, v: None, _read_global), "SHARED"),
+    ],
+    ids=["class of its own", "global variable"],
+)
+def test_state_that_all_stages_would_overwrite_is_refused(model: nn.Module, name: str) -> None:
+    (x,) = batches(5)
+    with pytest.raises(CutError, match=f"the forward changes {name}, which all stages share"):
+        piped(model.double(), x, 2)
