@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import CutError
+from penstock import CutError, Pipe
 from tests.model.traced.splitting import batches, piped
 from tests.models.architecture import squares
 
@@ -139,3 +139,112 @@ def test_state_that_all_stages_would_overwrite_is_refused(model: nn.Module, name
     (x,) = batches(5)
     with pytest.raises(CutError, match=f"the forward changes {name}, which all stages share"):
         piped(model.double(), x, 2)
+
+
+# ---- what one layer leaves for another -----------------------------------------------------------
+
+
+class Leaving(nn.Module):
+    """A layer that leaves its result in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(4, 4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = self.linear(x)
+        return torch.tanh(self.left)
+
+
+class LeavingWhole(Leaving):
+    """The same, with a parameter in place of a submodule."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.left = nn.Parameter(torch.eye(4)), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = x @ self.weight
+        return torch.tanh(self.left)
+
+
+class Finding(nn.Module):
+    """A layer that adds what another one has left."""
+
+    def __init__(self, held: Any, find: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.held, self.find = nn.Linear(4, 4), held, find
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.find(self.held)
+
+
+class Passing(nn.Module):
+    """A model whose last layer finds what the first has left."""
+
+    def __init__(self, first: type[Leaving] = Leaving) -> None:
+        super().__init__()
+        self.first, self.middle = first(), nn.Linear(4, 4)
+        self.last = Finding([self.first], lambda held: held[0].left)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.middle(self.first(x)))
+        return x
+
+
+def test_layer_that_reads_what_an_earlier_one_left() -> None:
+    torch.manual_seed(0)
+    model = Passing().double()
+    unsplit = copy.deepcopy(model)
+    (x,) = batches(5)
+    pipe = piped(model, x, 3, "threads")
+    expected = squares(unsplit(x))
+    assert torch.allclose(pipe.step(x).loss, expected, rtol=1e-10)
+    with torch.no_grad():
+        assert torch.allclose(pipe(x), unsplit(x), rtol=1e-10)
+
+
+def test_indivisible_layer_that_leaves_a_tensor_for_another_is_refused() -> None:
+    (x,) = batches(5)
+    with pytest.raises(CutError, match="a tensor that unit 'first' made but did not return"):
+        piped(Passing(LeavingWhole).double(), x, 2)
+
+
+# ---- buffers that the forward asks and writes ----------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A model that does something else in its first calls, which it counts in a buffer."""
+
+    count: Tensor
+
+    def __init__(self, in_unit: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(5), nn.Linear(4, 4)])
+        self.in_unit = in_unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm: Any = self.layers[1]
+        is_first = bool((norm.num_batches_tracked if self.in_unit else self.count) == 0)
+        self.count += 1
+        for layer in self.layers:
+            x = layer(x)
+        return x * 2 if is_first else x
+
+
+@pytest.mark.parametrize("in_unit", [False, True], ids=["around the units", "in a unit"])
+def test_buffer_that_decides_the_path_and_is_written(in_unit: bool) -> None:
+    """The paths of all micro-batches were found before the first one had written the buffer."""
+    torch.manual_seed(0)
+    model, (x,) = Counting(in_unit).double(), batches(5)
+    unsplit = copy.deepcopy(model)
+    one = Pipe(
+        copy.deepcopy(model), 1, stages=3, devices=["cpu"] * 3, example=x, balance="parameters"
+    )
+    for _ in range(2):
+        assert torch.allclose(one.step(x, loss_fn=squares).loss, squares(unsplit(x)), rtol=1e-10)
+    two = piped(model, x, 3)
+    name = r"layers\.1\.num_batches_tracked" if in_unit else "count"
+    with pytest.raises(CutError, match=f"the path of the forward depends on '{name}', and the"):
+        two.step(x)

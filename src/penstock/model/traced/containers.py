@@ -58,16 +58,16 @@ class ContainerCopy:
         The contents differ from those of the original if it holds modules: the stage's copy holds
         the proxies of these.
         """
-        return ContainerCopy(original, _copy_container(contents), _copy_container(contents))
+        return ContainerCopy(original, copy_container(contents), copy_container(contents))
 
     def sync_with_original(self) -> None:
         """Take over the current contents of the original."""
-        self.snapshot = _copy_container(self.original)
+        self.snapshot = copy_container(self.original)
         self.restore()
 
     def restore(self) -> None:
         """Set the contents back to the snapshot."""
-        set_contents(self.stage_copy, _copy_container(self.snapshot))
+        set_contents(self.stage_copy, copy_container(self.snapshot))
 
 
 def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -178,12 +178,34 @@ def has_same_state(value: Any, other: Any, depth: int = 3) -> bool:
     return all(has_same_state(*p, depth - 1) for p in zip(value, other, strict=True))
 
 
-def refers_to(value: Any, objects: Mapping[int, Any]) -> bool:
-    """Return whether a value is one of these objects, by id, or a list or function with one."""
+def find_held_objects(modules: Iterable[nn.Module], objects: Mapping[int, Any]) -> list[int]:
+    """Return the keys of those objects that modules hold in plain attributes.
+
+    The keys are the ids of the objects. An attribute may be such an object, a list or tuple of
+    them, or a function or method that refers to one.
+    """
+    values = [
+        value
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in _MODULE_ATTRIBUTES
+        and not isinstance(value, bool | int | float | str | None)
+        and _refers_to(value, objects)
+    ]
+    return [key for key in objects if any(_refers_to(value, {key: None}) for value in values)]
+
+
+def copy_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are not PyTorch's own, with copies of containers."""
+    attributes = vars(module).items()
+    return {k: copy_container(v) for k, v in attributes if k not in _MODULE_ATTRIBUTES}
+
+
+def _refers_to(value: Any, objects: Mapping[int, Any]) -> bool:
     return _rebind_value(value, objects, 6) is not value
 
 
-def _copy_container(value: Any, depth: int = 3) -> Any:
+def copy_container(value: Any, depth: int = 3) -> Any:
     """Return a copy of a container and of the containers inside it, up to a nesting depth.
 
     Everything else, tensors and modules above all, is not copied.
@@ -191,7 +213,7 @@ def _copy_container(value: Any, depth: int = 3) -> Any:
     if depth and is_state_object(value):
         container_copy = copy.copy(value)
         vars(container_copy).update(
-            (key, _copy_container(item, depth - 1)) for key, item in vars(value).items()
+            (key, copy_container(item, depth - 1)) for key, item in vars(value).items()
         )
         return container_copy
     if type(value) not in _CONTAINER_TYPES or not depth:
@@ -199,11 +221,11 @@ def _copy_container(value: Any, depth: int = 3) -> Any:
     if isinstance(value, set):
         return set(value)
     if isinstance(value, list | deque):
-        return type(value)(_copy_container(item, depth - 1) for item in value)
+        return type(value)(copy_container(item, depth - 1) for item in value)
     container_copy = (
         defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
     )
-    container_copy.update((key, _copy_container(item, depth - 1)) for key, item in value.items())
+    container_copy.update((key, copy_container(item, depth - 1)) for key, item in value.items())
     return container_copy
 
 

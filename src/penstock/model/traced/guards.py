@@ -166,7 +166,9 @@ class InputGuards:
     ) -> None:
         guard_nodes = [index for index, node in enumerate(trace.nodes) if node.is_guard]
         self._replay = TraceReplay(trace, constants, get_buffer, guard_nodes)
-        self.depend_on_constants = not constants.keys().isdisjoint(self._replay.loaded_values)
+        loaded = self._replay.loaded_values
+        self.depend_on_constants = not constants.keys().isdisjoint(loaded)
+        self.buffer_names = {trace.values[value].buffer_name for value in loaded} - {""}
 
     def matches(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether the forward would take the traced path with these inputs.

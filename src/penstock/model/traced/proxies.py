@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from penstock.model.traced.containers import (
     ContainerCopy,
     ReboundHooks,
+    copy_attributes,
+    find_held_objects,
     has_same_state,
     is_state_object,
     iter_containers,
     iter_lru_cached_methods,
     rebind_function,
-    refers_to,
 )
 from penstock.model.traced.interception import get_current_interceptor
 from penstock.model.traced.remote_tensor import RemoteTensor
@@ -299,7 +300,7 @@ class UnitStateTracker:
         # By unit: copies of containers, and copies of parents that the unit refers to.
         self._containers, self._parents = dict[str, list[ContainerCopy]](), dict[str, list[Any]]()
         for name, modules in self._units.items():
-            pairs = _find_references(modules, copies)
+            pairs = [copies[key] for key in find_held_objects(modules, copies)]
             self._parents[name] = [(parent, dict(vars(parent))) for _, parent in pairs]
             containers = [*shared_containers.get(name, ())]
             containers += [value for original, _ in pairs for value in vars(original).values()]
@@ -307,6 +308,14 @@ class UnitStateTracker:
                 copy for c in containers if (copy := proxy_model.get_container_copy(c)) is not None
             ]
         self._attributes = {name: self._read_attributes(name) for name in units}
+        # Units whose modules another unit refers to.
+        owners = {id(module): name for name, modules in self._units.items() for module in modules}
+        self._referred_units = {
+            owners[key]
+            for name, modules in self._units.items()
+            for key in find_held_objects(modules, owners)
+            if owners[key] != name
+        }
 
     def is_stale(self, unit: str) -> bool:
         """Return whether the forward has changed something that the unit may read."""
@@ -314,28 +323,20 @@ class UnitStateTracker:
         return not (
             all(has_same_state(copy.stage_copy, copy.snapshot) for copy in self._containers[unit])
             and all(has_same_state(vars(parent), old, 1) for parent, old in self._parents[unit])
-            and all(has_same_state(*pair, 1) for pair in zip(*attributes, strict=True))
+            and all(has_same_state(*pair) for pair in zip(*attributes, strict=True))
         )
 
-    def remember(self, unit: str) -> None:
-        """Take the attributes of a unit after a call as its own."""
-        self._attributes[unit] = self._read_attributes(unit)
+    def has_left_state(self, unit: str) -> bool:
+        """Return whether a call of a unit has set attributes that another unit may read.
+
+        The attributes after the call count as the unit's own.
+        """
+        before, self._attributes[unit] = self._attributes[unit], self._read_attributes(unit)
+        pairs = zip(before, self._attributes[unit], strict=True)
+        return unit in self._referred_units and not all(has_same_state(*p) for p in pairs)
 
     def _read_attributes(self, unit: str) -> list[dict[str, Any]]:
-        return [dict(vars(module)) for module in self._units[unit]]
-
-
-def _find_references(
-    modules: Sequence[nn.Module], copies: Mapping[int, tuple[nn.Module, nn.Module]]
-) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the parents, original and copy, that modules of a unit hold in plain attributes."""
-    values = [
-        value
-        for module in modules
-        for key, value in vars(module).items()
-        if key not in _COPY_OWNED_KEYS and refers_to(value, copies)
-    ]
-    return [copies[key] for key in copies if any(refers_to(v, {key: None}) for v in values)]
+        return [copy_attributes(module) for module in self._units[unit]]
 
 
 def _replace_held_modules(

@@ -24,7 +24,12 @@ from penstock.errors import CutError
 from penstock.model.isolation import isolated
 from penstock.model.traced.containers import apply_container_updates, find_shared_containers
 from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
-from penstock.model.traced.interception import HookSkipped, NullHookHandle, OpInterceptor
+from penstock.model.traced.interception import (
+    EscapedTensor,
+    HookSkipped,
+    NullHookHandle,
+    OpInterceptor,
+)
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
 from penstock.model.traced.proxies import ProxyModel, UnitStateTracker, build_unit_proxy
 from penstock.model.traced.remote_tensor import RemoteTensor
@@ -37,7 +42,6 @@ from penstock.model.traced.torch_functions import (
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode, ValueLeaf
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
-from penstock.model.traced.value_table import EscapedTensor
 from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.torch_compat import force_eager
 

@@ -15,7 +15,7 @@ later traces must find every unit, parameter and written buffer on the stage tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +41,13 @@ from penstock.model.traced.guards import (
     find_loss_targets,
     read_torch_state,
 )
+from penstock.model.traced.interception import EscapedTensor
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
 from penstock.model.traced.settings import ModelSettings, SettingsReader, read_state_key
 from penstock.model.traced.stage_program import StageProgram, build_stage_program
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
-from penstock.model.traced.value_table import EscapedTensor
 from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
@@ -315,6 +315,7 @@ class TracedPartition(Partition):
             )
             for piece in pieces
         ]
+        self._check_asked_buffers(plans)
         # Micro-batches of one batch may take different paths through the forward. The program is
         # the same for all of them, so an edge that one micro-batch needs is an edge for all.
         edges = sorted({edge for plan in plans for edge in plan.compiled.assignment.edges})
@@ -349,6 +350,27 @@ class TracedPartition(Partition):
             loss_shares,
             label_inputs,
         )
+
+    def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:
+        """Raise if the path depends on a buffer that the forward itself changes.
+
+        The paths of all micro-batches are found before the first one runs. A process does not see
+        at all what the units of another one write.
+        """
+        for compiled in (plan.compiled for plan in plans):
+            written_here = compiled.assignment.buffer_writers.keys() if len(plans) > 1 else ()
+            written_in_units: Collection[str] = compiled.assignment.trace.unit_written_buffers
+            if len(plans) == 1 and self.local_model is None:
+                written_in_units = ()
+            names = compiled.guards.buffer_names & {*written_here, *written_in_units}
+            if names:
+                raise CutError(
+                    f"the path of the forward depends on {', '.join(map(repr, sorted(names)))}, "
+                    "and the forward changes this buffer. So each micro-batch would take the path "
+                    "of another state than in the unsplit model, which runs the batch at once. "
+                    "Compute with the buffer instead of branching on it (torch.where), or change "
+                    "it outside of the forward, once per step. In one process, chunks=1 works."
+                )
 
     def _assign_inputs(
         self,

@@ -46,6 +46,7 @@ from penstock.model.traced.dry_run import (
 )
 from penstock.model.traced.guards import CROSS_ENTROPY_FUNCTIONS
 from penstock.model.traced.interception import (
+    EscapedTensor,
     FunctionCall,
     NullHookHandle,
     OpInterceptor,
@@ -75,7 +76,7 @@ from penstock.model.traced.trace import (
     ValueLeaf,
     ValueRef,
 )
-from penstock.model.traced.value_table import EscapedTensor, ValueTable
+from penstock.model.traced.value_table import ValueTable
 from penstock.nested_values import (
     flatten,
     iter_hidden_tensors,
@@ -235,6 +236,7 @@ class Tracer(OpInterceptor):
         self._random_ranges, self._call_counts = dict[int, tuple[Any, Any]](), Counter[str]()
         self._packed_lengths = PackedSequenceLengths(fake_factory)
         self._unit_integer_inputs: dict[int, Tensor] = {}
+        self._written_in_units: list[Tensor] = []
 
     # ---- operations ---------------------------------------------------------------------------
 
@@ -517,10 +519,9 @@ class Tracer(OpInterceptor):
             raise EscapedTensor(name, get_source_location(), problem)
         with without_interception(self):
             output = self._trace_unit(name, target, args, kwargs)
-        if has_changed():
+        has_left_state = self.unit_state is not None and self.unit_state.has_left_state(name)
+        if has_changed() or has_left_state:
             raise EscapedTensor(name, get_source_location())
-        if self.unit_state is not None:
-            self.unit_state.remember(name)
         return output
 
     def _trace_unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -553,7 +554,13 @@ class Tracer(OpInterceptor):
         with self.unit_hooks.get(name, NO_REBOUND_HOOKS).install(target):
             fake_args, fake_kwargs = unflatten(fakes, spec)
             output, _ = run_on_fakes(
-                self.value_table.fake_factory, name, target, fake_args, fake_kwargs, known_tensors
+                self.value_table.fake_factory,
+                name,
+                target,
+                fake_args,
+                fake_kwargs,
+                known_tensors,
+                self._written_in_units,
             )
         mutated = select_originals(
             tensors, fake_tensors, find_mutated(None, fake_tensors, versions)
@@ -663,4 +670,5 @@ class Tracer(OpInterceptor):
             reassigned,
             shape_reads,
             self._unit_integer_inputs,
+            self.value_table.find_buffer_names(self._written_in_units),
         )
