@@ -118,13 +118,16 @@ class ProxyModel:
     def __init__(self, model: nn.Module, proxies: Mapping[int, nn.Module]) -> None:
         # Original and copy of each parent, by the parent's name in the model.
         self.parent_copies: dict[str, tuple[nn.Module, nn.Module]] = {}
-        copies = dict(proxies)
+        self._copies = copies = dict(proxies)
         self.model = self._copy_parent(model, "", copies)
+        # Attributes of the originals as they were copied, by the id of the original.
+        self._seen_attributes: dict[int, dict[str, Any]] = {}
         self._containers: dict[int, ContainerCopy] = {}  # by the id of the original container
         self._config_copies: dict[int, Any] = {}
         # The second pass needs all copies: a plain list in one parent may hold any other module.
         for original, parent_copy in self.parent_copies.values():
             _replace_held_modules(original, parent_copy, copies)
+            self._seen_attributes[id(original)] = dict(vars(original))
             for key, contents in iter_containers(parent_copy):
                 # Two parents that share a list share its copy, too.
                 original_container = original.__dict__[key]
@@ -216,7 +219,14 @@ class ProxyModel:
             if holds_module(container.original)
         }
         for original, parent_copy in self.parent_copies.values():
-            sync_attributes(original, parent_copy)
+            seen = self._seen_attributes[id(original)]
+            self._seen_attributes[id(original)] = current = dict(vars(original))
+            # A `forward` that was assigned to the model, or removed again, holds modules.
+            for key in sync_attributes(original, parent_copy):
+                if current[key] is not seen.get(key):
+                    parent_copy.__dict__[key] = _map_modules(current[key], self._copies)
+            for key in seen.keys() - current.keys():
+                parent_copy.__dict__.pop(key, None)
             for key, value in iter_containers(original):
                 if not holds_module(value):
                     container_copy = self._containers.get(id(value)) or ContainerCopy.from_original(
@@ -427,14 +437,21 @@ _NO_REMOTE_MEMBERS = RemoteMembers()
 _UNSYNCED_KEYS = frozenset((*_COPY_OWNED_KEYS, REMOTE_MEMBERS_KEY))
 
 
-def sync_attributes(original: nn.Module, copy: nn.Module) -> None:
+def sync_attributes(original: nn.Module, copy: nn.Module) -> list[str]:
     """Copy `training` and the other plain attributes of a module to its copy.
 
-    Attributes that hold modules are left out: the copy has other modules there.
+    Attributes that hold modules are left out: the copy has other modules there. Returns their
+    names.
     """
+    held = []
     for key, value in original.__dict__.items():
-        if key not in _UNSYNCED_KEYS and not holds_module(value):
+        if key in _UNSYNCED_KEYS:
+            continue
+        if holds_module(value):
+            held.append(key)
+        else:
             copy.__dict__[key] = value
+    return held
 
 
 def copy_sharing_tensors(module: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -268,6 +269,21 @@ class TracedPartition(Partition):
         modules = (self.model, *self.units.values())
         return tuple([p.requires_grad for module in modules for p in module.parameters()])
 
+    @cached_property
+    def _shared_units(self) -> dict[str, nn.Module]:
+        """Units of which several stages have copies with the same tensors."""
+        owners = self.ownership.unit_owners
+        shared = {name for name, stages in owners.items() if len(stages) > 1}
+        for parameter, stages in self.ownership.parameter_owners.items():
+            unit = next((name for name in owners if parameter.startswith(f"{name}.")), None)
+            if unit is not None and not stages.issubset(owners[unit]):
+                shared.add(unit)
+        return {name: unit for name, unit in self.units.items() if name in shared}
+
+    @cached_property
+    def _shared_modules(self) -> list[nn.Module]:
+        return [module for unit in self._shared_units.values() for module in unit.modules()]
+
     def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
         """Raise if a unit, or a member of a parent, was replaced since the model was cut.
 
@@ -284,15 +300,19 @@ class TracedPartition(Partition):
                 )
         # The first call, when the pipe is built, takes the members to compare with.
         around_units = _iter_members(self.parents, self.ownership.buffer_writers)
-        members = [*children.values(), *around_units]  # `pipe.head = layer` changes only the former
+        # `pipe.head = layer` changes only the children of the pipe.
+        members = [*children.values(), *around_units, *_iter_unit_members(self._shared_modules)]
         initial = self._memory.initial_members = self._memory.initial_members or members
         if are_same_objects(members, initial):
             return
-        names = ", ".join(f"'{name}'" if name else "the model" for name in self.parents)
+        names = ", ".join(
+            f"'{name}'" if name else "the model" for name in (*self.parents, *self._shared_units)
+        )
         raise RunError(
-            "a parameter, buffer or submodule around the units was replaced, added or removed "
-            f"after the pipe was made, in one of {names}, and the change would not be used. Make "
-            "the Pipe after the change, or change the tensor in place (copy_, load_state_dict)."
+            "a parameter, buffer or submodule was replaced, added or removed after the pipe was "
+            f"made, around the units or in a unit that several stages use (one of {names}), and "
+            "the change would not be used. Make the Pipe after the change, or change the tensor in "
+            "place (copy_, load_state_dict without assign=True)."
         )
 
     def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
@@ -663,6 +683,13 @@ def _iter_members(
         for key, buffer in module._buffers.items():
             if f"{name}.{key}".lstrip(".") not in buffer_writers:
                 yield buffer
+
+
+def _iter_unit_members(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the children and parameters of modules inside units."""
+    for module in modules:
+        yield from module._modules.values()
+        yield from module._parameters.values()
 
 
 def _make_leaf_key(leaf: Any) -> Any:
