@@ -342,7 +342,7 @@ class TiedHead(nn.Module):
         x = self.embedding(ids)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x @ self.embedding.weight.t()
+        return torch.matmul(x, self.embedding.weight.t())
 
 
 def _assign_state(model: TiedHead) -> None:

@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.linear, self.read, self.held = nn.Linear(4, 4), read, held
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) * self.read(self.held)
+        return torch.mul(torch.tanh(self.linear(x)), self.read(self.held))
 
 
 class Whole(Block):
@@ -37,7 +37,7 @@ class Whole(Block):
         self.weight, self.read, self.held = nn.Parameter(torch.eye(4)), read, held
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight * self.read(self.held)
+        return torch.mul(x @ self.weight, self.read(self.held))
 
 
 class Sharing(nn.Module):
@@ -176,7 +176,7 @@ class Finding(nn.Module):
         self.linear, self.held, self.find = nn.Linear(4, 4), held, find
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.find(self.held)
+        return torch.add(self.linear(x), self.find(self.held))
 
 
 class Passing(nn.Module):

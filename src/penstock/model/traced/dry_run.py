@@ -209,11 +209,10 @@ def _replace_module_tensors(
         yield
     finally:
         for index, (tensors, originals) in enumerate(zip(tensor_dicts, before, strict=True)):
-            present = [name for name, tensor in replaced[index].items() if tensor is not None]
-            for name, version in zip(present, versions[index], strict=True):
-                new = replaced[index][name]
+            present = [(name, t) for name, t in replaced[index].items() if t is not None]
+            for (name, tensor), version in zip(present, versions[index], strict=True):
                 if written is not None and (
-                    tensors.get(name) is not new or get_versions([new]) != [version]
+                    tensors.get(name) is not tensor or get_versions([tensor]) != [version]
                 ):
                     written.append(originals[name])
             tensors.clear()
@@ -253,7 +252,8 @@ def run_on_dummy_data(
     fake_by_real = {
         id(real): x for real, x in zip(real_leaves, leaves, strict=True) if isinstance(x, Tensor)
     }
-    leaves, spec = flatten(_run_on_real_tensors(target, *unflatten(real_leaves, spec), written))
+    real_args, real_kwargs = unflatten(real_leaves, spec)
+    leaves, spec = flatten(_run_on_real_tensors(target, real_args, real_kwargs, written))
     return unflatten(
         [
             fake_by_real[id(x)]
