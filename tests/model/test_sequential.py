@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from penstock import (
     ArgumentError,
@@ -189,3 +191,12 @@ def test_layer_that_reads_what_a_layer_of_another_stage_left_is_refused(way: str
     pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2)
     with torch.no_grad(), pytest.raises(RunError, match="that a layer of another stage holds"):
         pipe(x)
+
+
+def test_call_inside_the_cache_of_parametrizations_is_refused() -> None:
+    """A recomputation found the weight of its forward, which has no graph."""
+    model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    pipe, x = Pipe(model, 2, stages=2, devices=["cpu"] * 2), torch.randn(4, 4)
+    with parametrize.cached(), pytest.raises(RunError, match=r"inside .*parametrize\.cached\(\)"):
+        pipe.step(x, loss_fn=lambda y: y.square().mean())
+    assert pipe.step(x, loss_fn=lambda y: y.square().mean()).loss > 0

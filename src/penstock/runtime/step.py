@@ -51,6 +51,7 @@ from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
 from penstock.stage.loss import LossReduction, append_loss, resolve_reduction
 from penstock.stage.stage import Stage
+from penstock.torch_compat import is_parametrization_cached
 
 # ---- results -------------------------------------------------------------------------------------
 
@@ -142,6 +143,12 @@ class PreparedPipe:
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
+        if is_parametrization_cached():
+            raise RunError(
+                "a pipe was called inside torch.nn.utils.parametrize.cached(). Its cache holds one "
+                "tensor for all threads, micro-batches and recomputations, and most of them need "
+                "one with a graph of their own. Call the pipe outside of the context."
+            )
         model = self.partial_model() if torch.is_grad_enabled() else None
         if model is not None and vars(model).get("forward") is not _refuse_forward:
             vars(model)["forward"] = _refuse_forward

@@ -247,3 +247,47 @@ def test_buffer_that_decides_the_path_and_is_written(in_unit: bool) -> None:
     name = r"layers\.1\.num_batches_tracked" if in_unit else "count"
     with pytest.raises(CutError, match=f"the path of the forward depends on '{name}', and the"):
         two.step(x)
+
+
+# ---- what one call leaves for the next -----------------------------------------------------------
+
+
+class Carrying(nn.Module):
+    """A model that keeps something from one call to the next."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.kind, self.calls = kind, 0
+        self.left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.kind == "counter":
+            self.calls += 1
+            x = x / self.calls
+        if self.kind == "recurrent":
+            x = x if self.left is None else x + self.left
+        if self.kind == "cache" and self.calls != x.shape[-1]:
+            self.calls = x.shape[-1]
+            self.mask = torch.arange(self.calls)
+        self.left = x.detach()
+        return x * self.mask if self.kind == "cache" else x
+
+
+@pytest.mark.parametrize(("kind", "name"), [("counter", "calls, left"), ("recurrent", "left")])
+def test_forward_that_depends_on_its_earlier_call_is_refused(kind: str, name: str) -> None:
+    """The state was set back after each micro-batch, and later calls found the first one."""
+    (x,) = batches(5)
+    with pytest.raises(CutError, match=f"the forward changes {name} .* and depends on what"):
+        piped(Carrying(kind).double(), x, 2)
+
+
+@pytest.mark.filterwarnings("ignore:the forward changes calls")
+@pytest.mark.parametrize("kind", ["none", "cache"])
+def test_forward_may_leave_what_no_later_call_depends_on(kind: str) -> None:
+    model, (x,) = Carrying(kind).double(), batches(5)
+    pipe = piped(model, x, 3)
+    with torch.no_grad():
+        assert torch.allclose(pipe(x), model(x), rtol=1e-10)

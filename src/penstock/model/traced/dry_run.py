@@ -209,10 +209,10 @@ def _replace_module_tensors(
         yield
     finally:
         for index, (tensors, originals) in enumerate(zip(tensor_dicts, before, strict=True)):
-            present = [(name, t) for name, t in replaced[index].items() if t is not None]
-            for (name, tensor), version in zip(present, versions[index], strict=True):
+            present = [(name, new) for name, new in replaced[index].items() if new is not None]
+            for (name, new), version in zip(present, versions[index], strict=True):
                 if written is not None and (
-                    tensors.get(name) is not tensor or get_versions([tensor]) != [version]
+                    tensors.get(name) is not new or get_versions([new]) != [version]
                 ):
                     written.append(originals[name])
             tensors.clear()

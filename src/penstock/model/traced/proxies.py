@@ -207,6 +207,14 @@ class ProxyModel:
         """Return the copy of a parent's container, or None for another object."""
         return self._containers.get(id(container))
 
+    def take_state(self, other: ProxyModel) -> None:
+        """Take over the attributes, containers and buffers that a forward has left on another."""
+        for (_, source), (_, target) in zip(
+            other.parent_copies.values(), self.parent_copies.values(), strict=True
+        ):
+            sync_attributes(source, target)
+            target._buffers.update(source._buffers)
+
     def sync_with_originals(self) -> None:
         """Copy `training`, plain attributes and container contents from the originals.
 

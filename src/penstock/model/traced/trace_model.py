@@ -43,7 +43,7 @@ from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.nested_values import flatten, iter_tensors, unflatten
-from penstock.torch_compat import force_eager
+from penstock.torch_compat import FakeTensor, force_eager
 
 # ---- the consistency check ---------------------------------------------------------------------
 #
@@ -258,7 +258,7 @@ def _trace_once(
     }
     with tracer:
         output = proxy_model.model(*args, **kwargs)
-    _warn_about_lost_attributes(proxy_model)
+    lost = _find_lost_attributes(proxy_model)
     reassigned_buffers = {
         f"{name}.{key}" if name else key: buffer
         for name, (_, copy) in proxy_model.parent_copies.items()
@@ -270,6 +270,10 @@ def _trace_once(
     changed = [name for name, key in state_after.items() if state_before.get(name) != key]
     # A new ProxyModel: the forward may have set attributes on the copies of the first one.
     is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
+    if lost:
+        next_call = ProxyModel(model, proxies)
+        next_call.take_state(proxy_model)
+        _check_lost_attributes(lost, trace, next_call, args, kwargs, fake_factory)
     # A cache is filled in the first run only. Python values that follow from data may be the same
     # in a second run, because the data are.
     if changed and (is_rerun or any(node.is_guard for node in trace.nodes)):
@@ -287,25 +291,78 @@ def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
     return [m for unit in units.values() if is_remote_unit(unit) for m in unit.modules()]
 
 
-def _warn_about_lost_attributes(proxy_model: ProxyModel) -> None:
-    """Warn about numbers that the forward changes on parents, such as a counter.
+def _find_lost_attributes(proxy_model: ProxyModel) -> dict[str, bool]:
+    """Return the names of values that the forward leaves on parents, and whether each is a number.
+
+    The others are tensors that were computed from units.
 
     Every stage runs the parents' forward for every micro-batch, and would count each of them. So
     changes to attributes of parents are undone after each micro-batch.
     """
-    names = [
-        f"{name}.{key}".lstrip(".")
+    return {
+        f"{name}.{key}".lstrip("."): not isinstance(value, FakeTensor)
         for name, (original, parent_copy) in proxy_model.parent_copies.items()
         for key, value in parent_copy.__dict__.items()
-        if type(value) in (int, float) and value != original.__dict__.get(key, value)
-    ]
-    if names:
+        if isinstance(value, FakeTensor)
+        or (type(value) in (int, float) and value != original.__dict__.get(key, value))
+    }
+
+
+def _check_lost_attributes(
+    lost: Mapping[str, bool],
+    trace: Trace,
+    next_call: ProxyModel,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    fake_factory: FakeTensorFactory,
+) -> None:
+    """Raise if the forward depends on what an earlier call has left; otherwise warn of numbers.
+
+    The forward is traced once more, in the state that the first call has left. What it computes
+    from the inputs alone may differ, because it may have cached that.
+    """
+    tracer = Tracer([next_call.model], fake_factory)
+    tracer.unit_hooks = next_call.unit_hooks
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tracer.value_table.register_inputs(tensors)
+    try:
+        with tracer:
+            next_call.model(*args, **kwargs)
+        is_same = _list_computations(tracer.nodes) == _list_computations(trace.nodes)
+    except EscapedTensor:
+        is_same = False
+    except Exception:  # code of the model that fails in this state says nothing about the path
+        is_same = True
+    if not is_same:
+        raise CutError(
+            f"the forward changes {', '.join(lost)} on modules around the units, and depends on "
+            "what an earlier call has left there. Every stage runs that code for every "
+            "micro-batch, so the change is undone after each one. Change it outside of the "
+            "forward, once per step, or put all that depends on it into one unit with units=."
+        )
+    numbers = [name for name, is_number in lost.items() if is_number]
+    if numbers:
         warnings.warn(
-            f"the forward changes {', '.join(names)} on modules around the units. Every stage runs "
-            "that code for every micro-batch, so the change is undone after each one. Keep such a "
-            "number inside a unit, in a buffer, or outside of the model.",
+            f"the forward changes {', '.join(numbers)} on modules around the units. Every stage "
+            "runs that code for every micro-batch, so the change is undone after each one. Keep "
+            "such a number inside a unit, in a buffer, or outside of the model.",
             stacklevel=2,
         )
+
+
+def _list_computations(nodes: Sequence[TraceNode]) -> list[Any]:
+    """Return the functions, units and plain arguments of the nodes that are not input-only."""
+    return [
+        (str(node.func), node.literals, _list_plain_arguments(node))
+        for node in nodes
+        if not node.input_only and node.kind is not NodeKind.NON_TENSOR
+    ]
+
+
+def _list_plain_arguments(node: TraceNode) -> list[Any]:
+    if node.kind is not NodeKind.UNIT:
+        return []
+    return [leaf for leaf in node.arg_template[0] if isinstance(leaf, bool | int | float | str)]
 
 
 def trace_expanding_units(
