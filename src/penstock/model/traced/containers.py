@@ -192,7 +192,10 @@ def find_held_objects(modules: Iterable[nn.Module], objects: Mapping[int, Any]) 
         and not isinstance(value, bool | int | float | str | None)
         and _refers_to(value, objects)
     ]
-    return [key for key in objects if any(_refers_to(value, {key: None}) for value in values)]
+    return [key for key in objects if any(_refers_to(value, {key: _HELD}) for value in values)]
+
+
+_HELD = object()
 
 
 def copy_attributes(module: nn.Module) -> dict[str, Any]:
