@@ -209,12 +209,10 @@ def _replace_module_tensors(
         yield
     finally:
         for index, (tensors, originals) in enumerate(zip(tensor_dicts, before, strict=True)):
-            items: list[tuple[str, Any]] = list(replaced[index].items())
-            present = [(name, new) for name, new in items if new is not None]
+            present = [(name, new) for name, new in replaced[index].items() if new is not None]
             for (name, new), version in zip(present, versions[index], strict=True):
-                if written is not None and (
-                    tensors.get(name) is not new or get_versions([new]) != [version]
-                ):
+                is_changed = get_versions([new]) != [version] or tensors.get(name) is not new
+                if written is not None and is_changed:
                     written.append(originals[name])
             tensors.clear()
             tensors.update(originals)

@@ -436,8 +436,8 @@ class TracedPartition(Partition):
             # While the example is traced, the unit would be opened and its children become units.
             # Now the units are fixed.
             raise CutError(
-                f"at {escaped.location}, {escaped.problem}. This did not happen with the example. "
-                "Make the Pipe with an example like these inputs."
+                f"at {escaped.location}, with these inputs {escaped.problem}. This did not happen "
+                "with the example. Make the Pipe with an example like these inputs."
             ) from None
         # The new trace is assigned to the stages as the example left them: units and parameters
         # stay where they are, and a buffer is changed by the stage that changed it before.
