@@ -118,16 +118,19 @@ class ProxyModel:
     def __init__(self, model: nn.Module, proxies: Mapping[int, nn.Module]) -> None:
         # Original and copy of each parent, by the parent's name in the model.
         self.parent_copies: dict[str, tuple[nn.Module, nn.Module]] = {}
-        self._copies = copies = dict(proxies)
+        # Each module and what a stage has in its place. Pairs, because a copy of this object has
+        # copies of the modules, with other ids.
+        self._replacements: list[tuple[nn.Module, nn.Module]] = []
+        copies = dict(proxies)
         self.model = self._copy_parent(model, "", copies)
-        # Attributes of the originals as they were copied, by the id of the original.
-        self._seen_attributes: dict[int, dict[str, Any]] = {}
+        # Attributes of the originals as they were copied, by the name of the parent.
+        self._seen_attributes: dict[str, dict[str, Any]] = {}
         self._containers: dict[int, ContainerCopy] = {}  # by the id of the original container
         self._config_copies: dict[int, Any] = {}
         # The second pass needs all copies: a plain list in one parent may hold any other module.
-        for original, parent_copy in self.parent_copies.values():
+        for name, (original, parent_copy) in self.parent_copies.items():
             _replace_held_modules(original, parent_copy, copies)
-            self._seen_attributes[id(original)] = dict(vars(original))
+            self._seen_attributes[name] = dict(vars(original))
             for key, contents in iter_containers(parent_copy):
                 # Two parents that share a list share its copy, too.
                 original_container = original.__dict__[key]
@@ -141,9 +144,11 @@ class ProxyModel:
 
     def _copy_parent(self, module: nn.Module, name: str, copies: dict[int, nn.Module]) -> nn.Module:
         if id(module) in copies:  # a unit, or a parent that is registered under two names
+            self._replacements.append((module, copies[id(module)]))
             return copies[id(module)]
         parent_copy: nn.Module = object.__new__(type(module))
         copies[id(module)] = parent_copy
+        self._replacements.append((module, parent_copy))
         self.parent_copies[name] = module, parent_copy
         parent_copy.__dict__.update(module.__dict__)
         # A method with `functools.lru_cache` has one cache for all stages and micro-batches, which
@@ -226,13 +231,14 @@ class ProxyModel:
             for address, container in self._containers.items()
             if holds_module(container.original)
         }
-        for original, parent_copy in self.parent_copies.values():
-            seen = self._seen_attributes[id(original)]
-            self._seen_attributes[id(original)] = current = dict(vars(original))
+        for name, (original, parent_copy) in self.parent_copies.items():
+            seen = self._seen_attributes[name]
+            self._seen_attributes[name] = current = dict(vars(original))
             # A `forward` that was assigned to the model, or removed again, holds modules.
             for key in sync_attributes(original, parent_copy):
                 if current[key] is not seen.get(key):
-                    parent_copy.__dict__[key] = _map_modules(current[key], self._copies)
+                    copies = {id(module): copy for module, copy in self._replacements}
+                    parent_copy.__dict__[key] = _map_modules(current[key], copies)
             for key in seen.keys() - current.keys():
                 parent_copy.__dict__.pop(key, None)
             for key, value in iter_containers(original):
