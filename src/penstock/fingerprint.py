@@ -4,7 +4,6 @@
 |---|---|---|
 | a CUDA graph | Python would launch the same kernels at the same addresses | `Fingerprinter` |
 | a measured cost | the call would take as long, whatever the numbers | `build_cost_key` |
-| a trace | the forward would take the same path | `read_model_settings` |
 
 A replay of a CUDA graph does not run Python code again, so everything that this code may depend on
 is part of the first kind of fingerprint:
@@ -25,11 +24,11 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -429,38 +428,3 @@ def _affects_cost(name: Any, value: Any) -> bool:
     """Return whether an attribute is more than the number or name of a block."""
     is_identity = isinstance(name, str) and _IDENTITY_ATTRIBUTE.search(name)
     return not (is_identity and isinstance(value, int | str))
-
-
-# ---- settings of a traced model -------------------------------------------------------------
-
-# Types of attributes that Python code branches on, and that compare by value.
-_SETTING_TYPES = (*_VALUE_TYPES, float, FunctionType, BuiltinFunctionType)
-
-ModelSettings = tuple[Any, ...]
-
-
-def read_model_settings(parents: Iterable[nn.Module]) -> ModelSettings:
-    """Return `training` and the plain attributes of modules and of their `config` objects.
-
-    Tensors and other objects are left out: Python code rarely branches on them. Where it does, the
-    interpreter notices that the forward takes another path.
-    """
-    seen_configs: set[int] = set()  # the parents of a transformers model share one config
-    settings: list[Any] = []
-    for module in parents:
-        settings.append(tuple(_find_settings(module.__dict__)))
-        config = module.__dict__.get("config")
-        if config is not None and id(config) not in seen_configs and hasattr(config, "__dict__"):
-            seen_configs.add(id(config))
-            settings.append(tuple(_find_settings(vars(config))))
-    return tuple(settings)
-
-
-def _find_settings(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in attributes.items():
-        if isinstance(value, _SETTING_TYPES):
-            yield key, value
-        elif isinstance(value, tuple | list) and all(
-            isinstance(item, _SETTING_TYPES) for item in value
-        ):
-            yield key, tuple(value)

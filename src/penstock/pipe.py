@@ -6,6 +6,7 @@ process, `DistributedEngine` if each rank is a process.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -204,6 +205,8 @@ class Pipe(nn.Module):
                 None if groups is None else build_process_context(groups),
             )
             prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn)
+            if groups is not None and len(set(placed_partition.placement)) > 1:
+                prepared_pipe = replace(prepared_pipe, partial_model=weakref.ref(module))
             self._prepared_pipe = prepared_pipe
             if groups is None:
                 self._engine: Engine = LocalEngine(prepared_pipe)

@@ -142,6 +142,14 @@ def _probe_reader(owner: str, names: Sequence[str], feature: str) -> Callable[[A
     return api if isinstance(api, _StandIn) else attrgetter(*names)
 
 
+def is_parametrization_cached() -> bool:
+    """Return whether the caller is inside `torch.nn.utils.parametrize.cached()`.
+
+    PyTorch counts the open contexts in a private variable. Without it, the answer is False.
+    """
+    return bool(getattr(torch.nn.utils.parametrize, "_cache_enabled", 0))
+
+
 def _describe_missing(path: str, feature: str, problem: str) -> str:
     return (
         f"{feature} needs {path}, which PyTorch {TORCH_VERSION} {problem}. Use PyTorch "

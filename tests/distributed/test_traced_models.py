@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
-from penstock import Chunk, NoChunk, Pipe
+from penstock import Chunk, NoChunk, Pipe, RunError
 from tests.distributed.rank import Raised
 from tests.distributed.ranks import ranks
 from tests.distributed.traced_models import (
@@ -28,6 +28,7 @@ from tests.distributed.traced_models import (
     token_ids,
     unsplit,
 )
+from tests.models.architecture import squares
 from tests.oracle import Batch, Outcome, closely, differences, merged
 
 # ---- every step equals the unsplit model --------------------------------------------------
@@ -411,3 +412,25 @@ def test_units_in_different_order_and_hooks_that_reference_the_parent(kind: str)
     found = ranks(2).run(evaluated, kind)
     model, _, larger, _ = model_and_inputs(kind, 0)
     torch.testing.assert_close(found[1], model(larger))
+
+
+def called_after_training(traced: bool) -> str:
+    model, x, _, stages = model_and_inputs("order of units", 0)
+    if not traced:
+        model, stages = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)), [1, 1]
+    pipe = Pipe(model, 2, stages=stages, example=x if traced else None, loss_fn=squares,
+                group=distributed.group.WORLD)  # fmt: skip
+    with torch.no_grad():
+        pipe(x)
+        model(x)  # nothing was trained yet
+    pipe.step(x)
+    with pytest.raises(RunError) as refused:
+        model(x)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_model_left_behind_refuses_to_be_called_after_training(traced: bool) -> None:
+    """A process has trained only its stages, and the model computed with old weights elsewhere."""
+    for message in ranks(2).run(called_after_training, traced):
+        assert message.startswith("this model was given to a Pipe over several processes")

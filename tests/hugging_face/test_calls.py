@@ -49,10 +49,21 @@ def test_inputs_embeds_position_ids_and_attention_mask(name: str) -> None:
     embedded = torch.randn(4, 6, 16, dtype=torch.float64)
     agree(TEXTS[name](), {"inputs_embeds": embedded, "labels": labels})
     batch = {"input_ids": labels, "labels": labels}
-    agree(TEXTS[name](), {**batch, "position_ids": torch.arange(6).flip(0).expand(4, 6)})
+    backwards = torch.arange(6).flip(0).expand(4, 6)
+    agree(TEXTS[name](use_cache=False), {**batch, "position_ids": backwards})
     low = torch.finfo(torch.float64).min
     mask = torch.zeros(4, 1, 6, 6, dtype=torch.float64).masked_fill(torch.rand(6, 6) < 0.3, low)
     agree(TEXTS[name](), {**batch, "attention_mask": mask})
+
+
+def test_packed_sequences_are_refused_where_the_unsplit_model_would_not_separate_them() -> None:
+    """With a cache, transformers lets a sequence see those before it in its row."""
+    batch = batch_for("llama")
+    packed = {**batch, "position_ids": torch.arange(6).remainder(3).expand(4, 6)}
+    pipe = piped(llama().double(), batch)
+    with pytest.raises(CutError, match="the position_ids given to LlamaForCausalLM restart"):
+        pipe.step(**packed)
+    agree(llama(use_cache=False), packed)
 
 
 def test_position_ids_with_one_row_need_no_chunk() -> None:

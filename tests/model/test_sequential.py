@@ -5,8 +5,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
-from penstock import ArgumentError, Namespace, WithDevice, pop, skippable, stash
+from penstock import (
+    ArgumentError,
+    Namespace,
+    Pipe,
+    RunError,
+    WithDevice,
+    pop,
+    skippable,
+    stash,
+)
 from penstock.model.sequential import (
     check_children,
     cut_sequential,
@@ -141,3 +152,51 @@ def test_cut_sequential_separates_skips_by_namespace() -> None:
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
     routes = cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]).skip_routes
     assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
+
+
+class _Leaving(nn.Linear):
+    """A layer that leaves its input where another layer finds it."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        super().__init__(4, 4)
+        self.held, self.left = held, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held["left"] = self.left = x
+        return super().forward(x)
+
+
+class _Finding(nn.Linear):
+    """A layer that adds what another layer has left."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(4, 4)
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.held["left"] if isinstance(self.held, dict) else self.held[0].left
+        return torch.add(super().forward(x), left)
+
+
+@pytest.mark.parametrize("way", ["dict", "layer"])
+def test_layer_that_reads_what_a_layer_of_another_stage_left_is_refused(way: str) -> None:
+    """In inference the outputs were silently those of another micro-batch."""
+    held: dict[str, Tensor] = {}
+    first = _Leaving(held if way == "dict" else {})
+    last = _Finding(held if way == "dict" else [first])
+    model, x = nn.Sequential(first, last), torch.randn(4, 4)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.allclose(Pipe(model, 2, stages=1, devices=["cpu"])(x), expected)
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2)
+    with torch.no_grad(), pytest.raises(RunError, match="that a layer of another stage holds"):
+        pipe(x)
+
+
+def test_call_inside_the_cache_of_parametrizations_is_refused() -> None:
+    """A recomputation found the weight of its forward, which has no graph."""
+    model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    pipe, x = Pipe(model, 2, stages=2, devices=["cpu"] * 2), torch.randn(4, 4)
+    with parametrize.cached(), pytest.raises(RunError, match=r"inside .*parametrize\.cached\(\)"):
+        pipe.step(x, loss_fn=lambda y: y.square().mean())
+    assert pipe.step(x, loss_fn=lambda y: y.square().mean()).loss > 0

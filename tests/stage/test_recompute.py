@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
+from typing import cast
 
 import pytest
 import torch
@@ -20,7 +22,12 @@ class RecordsRecompute(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.records: list[tuple[int, bool, bool]] = []
+        # In a tuple: what a recomputation appends to a list of the layer is undone.
+        self._records: tuple[list[tuple[int, bool, bool]]] = ([],)
+
+    @property
+    def records(self) -> list[tuple[int, bool, bool]]:
+        return self._records[0]
 
     def forward(self, x: Tensor) -> Tensor:
         self.records.append((int(x[0]), is_checkpointing(), is_recomputing()))
@@ -112,3 +119,44 @@ def test_recomputed_forward_that_changes_its_parameter_is_refused(door: str, ass
         pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4))
     if assigns:  # a parameter that changes in place cannot be differentiated anyway
         Pipe(model, 2, "never", loss_fn=lambda y: y.square().mean()).step(torch.ones(4, 4))
+
+
+class CountingCalls(nn.Module):
+    """A layer that depends on how often it was called, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4).double(), 0
+        self.seen: list[int] = []
+        self.counts: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.counts["calls"] = self.counts.get("calls", 0) + 1
+        self.largest = max(self.seen)
+        x = self.linear(x) * self.calls
+        return torch.tanh(x / len(self.seen)) * self.counts["calls"] * self.largest
+
+
+@each_door
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_recomputation_finds_the_python_state_of_its_forward(door: str, checkpoint: str) -> None:
+    """A counter advanced twice, and the recomputation computed with another number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).double(), CountingCalls())
+    unsplit, x = copy.deepcopy(model), torch.randn(4, 4).double()
+    pipe = Pipe(model, 4, checkpoint, stages=2, devices=["cpu"] * 2, schedule="gpipe")
+    for _ in range(2):
+        for row in x:
+            unsplit(row[None]).square().mean().div(4).backward()
+        if door == "step":
+            pipe.step(x, loss_fn=lambda y: y.square().mean())
+        else:
+            pipe(x).square().mean().backward()
+    mine, theirs = (cast("CountingCalls", each[1]) for each in (model, unsplit))
+    assert (mine.calls, mine.seen, mine.counts) == (theirs.calls, theirs.seen, theirs.counts)
+    for first, second in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert first.grad is not None
+        assert second.grad is not None
+        assert torch.allclose(first.grad, second.grad, rtol=1e-10)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import CutError
 
@@ -37,13 +37,33 @@ def build_default_kwargs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[st
             raise CutError(
                 f"{name} was given to {type(model).__name__}, but a cache of keys and values is "
                 f"filled inside the units of all stages and cannot be traced. Leave {name} out. A "
-                "pipe computes whole sequences; to generate text, use the model itself."
+                "pipe computes whole sequences; to generate text, use the model itself, or under "
+                "torchrun a new one that loads pipe.export(file)."
             )
     if "use_cache" in kwargs:
         return {}
+    _check_not_packed(model, kwargs)
     parameters = inspect.signature(model.forward).parameters.values()
     has_option = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
     return {"use_cache": False} if has_option else {}
+
+
+def _check_not_packed(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Raise if positions restart within a row, which a model with a cache does not notice.
+
+    Without a mask and without a cache, transformers takes such a row for several packed sequences.
+    The unsplit model has a cache here, and lets each of them see the earlier ones.
+    """
+    position_ids = kwargs.get("position_ids")
+    if not isinstance(position_ids, Tensor) or kwargs.get("attention_mask") is not None:
+        return
+    if bool((position_ids.diff(dim=-1) != 1).any()):
+        raise CutError(
+            f"the position_ids given to {type(model).__name__} restart within a row, and its "
+            "config.use_cache is True. With a cache, transformers does not separate such packed "
+            "sequences; a pipe has no cache, and would. Set model.config.use_cache = False, which "
+            "separates them in both, or pass an attention_mask."
+        )
 
 
 def _iter_configs(model: nn.Module) -> Iterator[Any]:

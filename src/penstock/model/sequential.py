@@ -34,6 +34,7 @@ from penstock.model.sequential_stage import (
     select_side_inputs,
 )
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
+from penstock.model.traced.containers import find_held_objects, iter_containers
 from penstock.schedules.ir import StageGraph
 from penstock.stage.skip import (
     SkipKey,
@@ -390,6 +391,7 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
     unpack = isinstance(module, PipeSequential)
     layer_side_names = find_side_names_per_layer(children, first=True)
     side_names = tuple(tuple(layer_side_names[part]) for part in slices)
+    shared_state = _find_shared_state([children[part] for part in slices])
     stages = tuple(
         Stage(
             index,
@@ -402,12 +404,33 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
                 routes,
                 is_last=index == len(counts) - 1,
                 side_names=side_names[index],
+                shared_state=shared_state[index],
             ),
         )
         for index, part in enumerate(slices)
     )
     outline = describe_sequential(module, counts, routes)
     return SequentialPartition(stages, graph, outline, None, routes, side_names)
+
+
+def _find_shared_state(stages: Sequence[Sequence[nn.Module]]) -> list[list[Any]]:
+    """Return, by stage, its modules and containers that layers of other stages hold as well.
+
+    A module counts if it is held in a plain attribute, outside of `nn.Module`'s own tables.
+    """
+    modules = [[m for layer in layers for m in layer.modules()] for layers in stages]
+    shared: list[dict[int, Any]] = [{} for _ in stages]
+    owners = {id(m): (m, index) for index, part in enumerate(modules) for m in part}
+    for index, part in enumerate(modules):
+        for key in find_held_objects(part, owners):
+            module, owner = owners[key]
+            if owner != index:
+                shared[owner][key] = module
+    containers = [{id(c): c for m in part for _, c in iter_containers(m)} for part in modules]
+    counts = Counter(key for held in containers for key in held)
+    for state, held in zip(shared, containers, strict=True):
+        state |= {key: container for key, container in held.items() if counts[key] > 1}
+    return [list(state.values()) for state in shared]
 
 
 def _find_skip_routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[SkipRoute]:

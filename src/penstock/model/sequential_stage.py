@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
-from penstock.errors import PenstockTypeError
+from penstock.errors import PenstockTypeError, RunError
+from penstock.model.traced.containers import copy_attributes, copy_container, has_same_state
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import unwrap_compiled
@@ -203,6 +204,8 @@ class SequentialStage:
     next_stage: int
     incoming_skip_counts: Mapping[int, int]  # number of skips, by source stage
     outgoing_skip_counts: Mapping[int, int]  # number of skips, by destination stage
+    # Modules of this stage, and containers, that layers of another stage hold as well.
+    shared_state: tuple[Any, ...] = ()
 
     def with_module(self, module: nn.Module) -> SequentialStage:
         """Return the same stage with another module in place of its layers."""
@@ -228,7 +231,10 @@ class SequentialStage:
                 )
         else:
             values = main
-        output = self.forward_fn(*values, **side)
+        if self.shared_state:
+            output = self._run_watching_state(values, side)
+        else:
+            output = self.forward_fn(*values, **side)
         if not self.outgoing_skip_counts:
             return {self.next_stage: (output,)}
         value, *skips = output
@@ -238,6 +244,28 @@ class SequentialStage:
             del skips[:count]
         return outputs
 
+    def _run_watching_state(self, values: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
+        """Run the layers, and raise if they leave something for a layer of another stage.
+
+        That layer would find what another micro-batch has left.
+        """
+        before = [_copy_state(value) for value in self.shared_state]
+        output = self.forward_fn(*values, **side)
+        for value, old in zip(self.shared_state, before, strict=True):
+            if not has_same_state(_copy_state(value), old):
+                raise RunError(
+                    f"the layers of a stage change a {type(value).__name__} that a layer of "
+                    "another stage holds as well. That layer would see what another micro-batch "
+                    "has left there. Pass the value from layer to layer, as a part of their inputs "
+                    "and outputs or with skippable, or put the layers into one child of the "
+                    "Sequential."
+                )
+        return output
+
+
+def _copy_state(value: Any) -> Any:
+    return copy_attributes(value) if isinstance(value, nn.Module) else copy_container(value)
+
 
 def build_sequential_stage(
     index: int,
@@ -246,6 +274,7 @@ def build_sequential_stage(
     skip_routes: Iterable[SkipRoute],
     is_last: bool,
     side_names: Sequence[frozenset[str]],
+    shared_state: Sequence[Any] = (),
 ) -> SequentialStage:
     """Build the function of a stage from its layers and the skips of the whole model."""
     skip_routes = tuple(skip_routes)
@@ -263,6 +292,7 @@ def build_sequential_stage(
         OUTSIDE if is_last else index + 1,
         {neighbour: len(keys) for neighbour, keys in arriving.items()},
         {neighbour: len(keys) for neighbour, keys in departing.items()},
+        tuple(shared_state),
     )
 
 

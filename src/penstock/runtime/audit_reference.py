@@ -35,10 +35,9 @@ from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
-from penstock.stage.compile_support import run_uncompiled
 from penstock.stage.loss import LossFn, LossReduction, LossStageFunction
 from penstock.stage.stage import OUTSIDE
-from penstock.torch_compat import BatchNormBase, CompileFriendlyDispatchMode
+from penstock.torch_compat import BatchNormBase, CompileFriendlyDispatchMode, force_eager
 
 BufferKey = tuple[nn.Module, str]
 
@@ -156,7 +155,7 @@ class Reference:
             isolated(self.modules, map_tensor=exchange_tensor),
             preserve_gradients(loss_parameters),
             write_log,
-            run_uncompiled(),
+            force_eager(),
         ):
             running.is_running = True
             try:

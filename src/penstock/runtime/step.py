@@ -21,10 +21,10 @@ The order of events in a step:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from penstock.data_parallel.all_reduce import ReplicaGroup
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
+from penstock.errors import RunError
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import (
     Cell,
@@ -51,6 +52,7 @@ from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
 from penstock.stage.loss import LossReduction, append_loss, resolve_reduction
 from penstock.stage.stage import Stage
+from penstock.torch_compat import is_parametrization_cached
 
 # ---- results -------------------------------------------------------------------------------------
 
@@ -116,6 +118,16 @@ class StepResult:
 # ---- the pipe, its engine and its calls ----------------------------------------------------------
 
 
+def _refuse_forward(*_: object, **__: object) -> NoReturn:
+    """Stand in for the forward of a model of which this process trains only a part."""
+    raise RunError(
+        "this model was given to a Pipe over several processes, and this process has trained only "
+        "its own stages. The other layers have old weights here. Call the pipe instead. For the "
+        "whole model (to generate text, say), write it with pipe.export(file) and load the file "
+        "into a new model."
+    )
+
+
 @dataclass(frozen=True)
 class PreparedPipe:
     """A model that is cut and placed, with its programs: what does not change between calls.
@@ -128,9 +140,20 @@ class PreparedPipe:
     replicas: Replicas
     layers: Mapping[str, nn.Module | None]
     auditor: Auditor = field(default_factory=Auditor)
+    # Returns the user's model if this process trains only a part of it, as long as it exists.
+    partial_model: Callable[[], nn.Module | None] = lambda: None
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
+        if is_parametrization_cached():
+            raise RunError(
+                "a pipe was called inside torch.nn.utils.parametrize.cached(). Its cache holds one "
+                "tensor for all threads, micro-batches and recomputations, and most of them need "
+                "one with a graph of their own. Call the pipe outside of the context."
+            )
+        model = self.partial_model() if torch.is_grad_enabled() else None
+        if model is not None and vars(model).get("forward") is not _refuse_forward:
+            vars(model)["forward"] = _refuse_forward
         self.placed_partition.partition.check_unchanged(self.layers)
         if self.placed_partition.uninitialized_tensors.slots:
             self.placed_partition.uninitialized_tensors.check_initialized()

@@ -122,8 +122,3 @@ def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
         return outside_compiler(method)(*args, **kwargs)
 
     return not_compiled(run_eagerly)
-
-
-def run_uncompiled() -> AbstractContextManager[object]:
-    """Return a context in which compiled modules and functions run as they are written."""
-    return torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()

@@ -2,7 +2,7 @@
 
 A cell that is recomputed runs its layers twice. The second run must see the buffers and training
 flags of the first, and what it writes to buffers must be dropped, or running statistics would
-advance twice.
+advance twice. The same goes for Python attributes that a layer sets, such as a counter.
 
     forward         snapshot_buffers -> run -> find_written, exclude_written
     recomputation   restore_state(written) -> run -> put the current buffers back
@@ -13,9 +13,12 @@ Layers can ask which run they are in: `is_checkpointing`, `is_recomputing`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from copy import copy
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +192,105 @@ def exclude_written(
     keys = {(snapshot.module, snapshot.name) for snapshot in written}
     unwritten = [snapshot for snapshot in snapshots if (snapshot.module, snapshot.name) not in keys]
     return [snapshot._replace(value=snapshot.buffer) for snapshot in unwritten]
+
+
+# ---- Python attributes -------------------------------------------------------------------------
+
+# A layer may count its calls, or append to a list. Its recomputation must find the count of its
+# forward, and must not count again. What only the recomputation sets stays.
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_CONTAINER_TYPES = (list, dict, set, deque, OrderedDict, defaultdict)
+_MISSING: Any = object()
+
+WrittenAttributes = list[tuple[nn.Module, str]]
+
+
+class AttributeSnapshot(NamedTuple):
+    """An attribute of a module before a forward, and a copy of it if it is a list or a dict."""
+
+    module: nn.Module
+    name: str
+    value: Any
+    contents: Any
+
+
+def list_attributes(modules: Iterable[nn.Module]) -> WrittenAttributes:
+    """Return all attributes of modules that are not PyTorch's own."""
+    return [(m, name) for m in modules for name in vars(m) if name not in _MODULE_ATTRIBUTES]
+
+
+def snapshot_attributes(attributes: WrittenAttributes) -> list[AttributeSnapshot]:
+    """Return snapshots of these attributes."""
+    snapshots = []
+    for module, name in attributes:
+        value = vars(module).get(name, _MISSING)
+        contents = copy(value) if type(value) in _CONTAINER_TYPES else None
+        snapshots.append(AttributeSnapshot(module, name, value, contents))
+    return snapshots
+
+
+def find_written_attributes(
+    modules: Iterable[nn.Module], snapshots: Sequence[AttributeSnapshot]
+) -> WrittenAttributes:
+    """Return the attributes that were set or changed since the snapshots of all of them.
+
+    Tensors do not count: a layer may leave one for the loss, which needs that of the last run.
+    """
+    known = {(id(module), name) for module, name, _, _ in snapshots}
+    written = [
+        (module, name)
+        for module, name in list_attributes(modules)
+        if (id(module), name) not in known and not isinstance(vars(module)[name], Tensor)
+    ]
+    for module, name, value, contents in snapshots:
+        now = vars(module).get(name, _MISSING)
+        if now is not value:
+            is_written = not isinstance(now, Tensor)
+        else:
+            is_written = contents is not None and not _have_same_items(now, contents)
+        if is_written:
+            written.append((module, name))
+    return written
+
+
+def select_attributes(
+    snapshots: Sequence[AttributeSnapshot], attributes: WrittenAttributes
+) -> list[AttributeSnapshot]:
+    """Return the snapshots of these attributes. One without a snapshot did not exist then."""
+    by_key = {(id(snapshot.module), snapshot.name): snapshot for snapshot in snapshots}
+    return [
+        by_key.get((id(module), name), AttributeSnapshot(module, name, _MISSING, None))
+        for module, name in attributes
+    ]
+
+
+def _have_same_items(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        first, second = [*first, *first.values()], [*second, *second.values()]
+    return len(first) == len(second) and all(map(is_, first, second))
+
+
+@contextmanager
+def restore_attributes(snapshots: Sequence[AttributeSnapshot]) -> Iterator[None]:
+    """Let modules find the attributes of an earlier forward in the context, and undo changes."""
+    current = snapshot_attributes([(module, name) for module, name, _, _ in snapshots])
+    _set_attributes(snapshots)
+    try:
+        yield
+    finally:
+        _set_attributes(current)
+
+
+def _set_attributes(snapshots: Iterable[AttributeSnapshot]) -> None:
+    for module, name, value, contents in snapshots:
+        if value is _MISSING:
+            vars(module).pop(name, None)
+            continue
+        vars(module)[name] = value
+        if contents is not None:
+            value.clear()
+            (value.extend if hasattr(value, "extend") else value.update)(contents)
 
 
 # ---- the second forward ------------------------------------------------------------------------

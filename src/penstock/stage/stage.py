@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.stage.recompute import SilentWrites
+from penstock.stage.recompute import SilentWrites, WrittenAttributes
 
 # The index of the caller as a neighbour of stages: it feeds the batch in and takes the outputs.
 OUTSIDE = -1
@@ -30,12 +30,14 @@ class ObservedBehavior:
         mutates_inputs: Whether it changes its inputs in place.
         uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
         silent_writes: The buffers that it writes without a change of their version counter.
+        written_attributes: The Python attributes that its modules set, such as a counter.
     """
 
     draws_random: bool | None = None
     mutates_inputs: bool | None = None
     uses_only_parameters: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
+    written_attributes: WrittenAttributes | None = None
 
 
 @dataclass(eq=False)

@@ -63,13 +63,19 @@ from penstock.stage.payload import (
     unpack_with_graph_inputs,
 )
 from penstock.stage.recompute import (
+    AttributeSnapshot,
     BufferSnapshot,
     exclude_written,
     find_changed,
     find_written,
+    find_written_attributes,
+    list_attributes,
     mark_checkpointing,
     mark_recomputing,
+    restore_attributes,
     restore_state,
+    select_attributes,
+    snapshot_attributes,
     snapshot_buffers,
 )
 from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
@@ -89,6 +95,7 @@ class _RecomputeInputs:
         written_buffers: Snapshots, from before the forward, of the buffers that it changed.
         unwritten_buffers: Snapshots of the other buffers, which must stay unchanged.
         aux_loss_count: How many losses the forward has added, those of earlier stages included.
+        attributes: Snapshots, from before the forward, of Python attributes that it sets.
     """
 
     payloads: dict[int, Payload]
@@ -96,6 +103,7 @@ class _RecomputeInputs:
     written_buffers: list[BufferSnapshot]
     unwritten_buffers: list[BufferSnapshot]
     aux_loss_count: int
+    attributes: list[AttributeSnapshot]
 
 
 class StageRunner:
@@ -283,7 +291,7 @@ class StageRunner:
         # place gets copies.
         inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
         state = restore_state(self._modules, self._training_flags, saved.written_buffers)
-        with mark_recomputing, state:
+        with mark_recomputing, state, restore_attributes(saved.attributes):
             self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         # The value of an auxiliary loss comes from the forward, its gradient from the
         # recomputation. A layer that adds it in only one of the two would train on a loss that is
@@ -342,6 +350,11 @@ class StageRunner:
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
         buffers = snapshot_buffers(self._modules_with_buffers)
+        written_attributes = behavior.written_attributes
+        if written_attributes is None:  # not yet known
+            attributes = snapshot_attributes(list_attributes(self._modules))
+        else:
+            attributes = snapshot_attributes(written_attributes)
         parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
         with mark_checkpointing:
@@ -349,6 +362,10 @@ class StageRunner:
         self._parameter_versions = self._read_parameter_versions()
         if self._parameter_versions != parameter_versions:
             self._check_parameter_writes(parameter_versions)
+        if written_attributes is None:
+            names = find_written_attributes(self._modules, attributes)
+            behavior.written_attributes = names
+            attributes = select_attributes(attributes, names)
         after = payload_versions(input_payloads.values())
         mutated = before != after
         if mutated and behavior.mutates_inputs is False:
@@ -366,6 +383,7 @@ class StageRunner:
             written,
             unwritten,
             self._aux_loss_count,
+            attributes,
         ), flatten_outputs(outputs)
 
     def _build_graph(

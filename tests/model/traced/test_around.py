@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from penstock import ArgumentError, Pipe, RunError, split
 from penstock.torch_compat import pytree
+from tests.model.traced import splitting
 from tests.model.traced.splitting import Four, assert_same, batches, made
 from tests.support import same_gradients
 
@@ -327,3 +328,55 @@ class Sharing(nn.Module):
 def test_module_list_inside_units_that_share_it() -> None:
     """The elements of the list were units although they were inside other units: a KeyError."""
     assert_same(Sharing)
+
+
+class TiedHead(nn.Module):
+    """A model whose first and last stage use one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.matmul(x, self.embedding.weight.t())
+
+
+def _assign_state(model: TiedHead) -> None:
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
+
+
+def _add_norm(model: TiedHead) -> None:
+    nn.utils.parametrizations.weight_norm(model.embedding)
+
+
+def _assign_weight(model: TiedHead) -> None:
+    model.embedding.weight = nn.Parameter(torch.ones(9, 4).double())
+
+
+@pytest.mark.parametrize("change", [_assign_state, _add_norm, _assign_weight])
+def test_tensor_of_a_unit_on_two_stages_that_is_replaced_later(change: Any) -> None:
+    """One of the stages went on with the old tensor."""
+    model, ids = made(TiedHead), torch.randint(9, (4, 5))
+    pipe = splitting.piped(model, ids, 3)
+    pipe.step(ids)
+    change(model)
+    with pytest.raises(RunError, match="in a unit that several stages use"):
+        pipe.step(ids)
+
+
+def test_forward_that_is_replaced_on_the_model_later() -> None:
+    """A closure over the model was not taken over by the stages."""
+    model, (x,) = made(Four), batches(5)
+    model.forward = lambda x: model.d(model.c(model.b(model.a(x))))  # type: ignore[operator]
+    pipe = splitting.piped(model, x, 3)
+    first = model.forward
+    with torch.no_grad():
+        assert torch.equal(pipe(x), model(x))
+        model.forward = lambda x: first(x) * 2
+        assert torch.equal(pipe(x), model(x))
+        model.forward = first
+        assert torch.equal(pipe(x), model(x))

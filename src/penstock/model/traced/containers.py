@@ -58,16 +58,16 @@ class ContainerCopy:
         The contents differ from those of the original if it holds modules: the stage's copy holds
         the proxies of these.
         """
-        return ContainerCopy(original, _copy_container(contents), _copy_container(contents))
+        return ContainerCopy(original, copy_container(contents), copy_container(contents))
 
     def sync_with_original(self) -> None:
         """Take over the current contents of the original."""
-        self.snapshot = _copy_container(self.original)
+        self.snapshot = copy_container(self.original)
         self.restore()
 
     def restore(self) -> None:
         """Set the contents back to the snapshot."""
-        set_contents(self.stage_copy, _copy_container(self.snapshot))
+        set_contents(self.stage_copy, copy_container(self.snapshot))
 
 
 def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -91,14 +91,15 @@ def is_state_object(value: Any) -> bool:
     if not hasattr(value, "__dict__") or callable(value) or isinstance(value, Enum | BaseException):
         return False
     plain = kind.__mro__[1:] == (object,) and not _SPECIAL_METHODS & vars(kind).keys()
-    return plain and kind.__module__.partition(".")[0] not in _LIBRARY_PACKAGES
+    return plain and kind.__module__.partition(".")[0] not in LIBRARY_PACKAGES
 
 
 # An object with one of these cannot be copied and restored attribute by attribute.
 _SPECIAL_METHODS = frozenset(
     ("__copy__", "__del__", "__enter__", "__getattr__", "__reduce__", "__setattr__", "__slots__")
 )
-_LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
+# Packages whose objects and functions are not the work of the model's author.
+LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
 
 
 def _snapshot_containers(containers: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -158,7 +159,56 @@ def has_same_contents(container: Any, snapshot: Any) -> bool:
     return are_same_objects(container, snapshot)
 
 
-def _copy_container(value: Any, depth: int = 3) -> Any:
+def has_same_state(value: Any, other: Any, depth: int = 3) -> bool:
+    """Return whether two containers hold the same objects, in containers of the same structure.
+
+    Plain values are compared by value: a forward often sets one to what it was.
+    """
+    if value is other:
+        return True
+    if depth and is_state_object(value) and type(value) is type(other):
+        return has_same_state(vars(value), vars(other), depth)
+    if type(value) is not type(other) or type(value) not in _CONTAINER_TYPES:
+        return isinstance(value, bool | int | float | str) and bool(value == other)
+    if isinstance(value, set) or not depth or len(value) != len(other):
+        return bool(value == other) if isinstance(value, set) else False
+    if isinstance(value, dict):
+        pairs = [(item, other.get(key)) for key, item in value.items()]
+        return value.keys() == other.keys() and all(has_same_state(*p, depth - 1) for p in pairs)
+    return all(has_same_state(*p, depth - 1) for p in zip(value, other, strict=True))
+
+
+def find_held_objects(modules: Iterable[nn.Module], objects: Mapping[int, Any]) -> list[int]:
+    """Return the keys of those objects that modules hold in plain attributes.
+
+    The keys are the ids of the objects. An attribute may be such an object, a list or tuple of
+    them, or a function or method that refers to one.
+    """
+    values = [
+        value
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in _MODULE_ATTRIBUTES
+        and not isinstance(value, bool | int | float | str | None)
+        and _refers_to(value, objects)
+    ]
+    return [key for key in objects if any(_refers_to(value, {key: _HELD}) for value in values)]
+
+
+_HELD = object()
+
+
+def copy_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are not PyTorch's own, with copies of containers."""
+    attributes = vars(module).items()
+    return {k: copy_container(v) for k, v in attributes if k not in _MODULE_ATTRIBUTES}
+
+
+def _refers_to(value: Any, objects: Mapping[int, Any]) -> bool:
+    return _rebind_value(value, objects, 6) is not value
+
+
+def copy_container(value: Any, depth: int = 3) -> Any:
     """Return a copy of a container and of the containers inside it, up to a nesting depth.
 
     Everything else, tensors and modules above all, is not copied.
@@ -166,7 +216,7 @@ def _copy_container(value: Any, depth: int = 3) -> Any:
     if depth and is_state_object(value):
         container_copy = copy.copy(value)
         vars(container_copy).update(
-            (key, _copy_container(item, depth - 1)) for key, item in vars(value).items()
+            (key, copy_container(item, depth - 1)) for key, item in vars(value).items()
         )
         return container_copy
     if type(value) not in _CONTAINER_TYPES or not depth:
@@ -174,11 +224,11 @@ def _copy_container(value: Any, depth: int = 3) -> Any:
     if isinstance(value, set):
         return set(value)
     if isinstance(value, list | deque):
-        return type(value)(_copy_container(item, depth - 1) for item in value)
+        return type(value)(copy_container(item, depth - 1) for item in value)
     container_copy = (
         defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
     )
-    container_copy.update((key, _copy_container(item, depth - 1)) for key, item in value.items())
+    container_copy.update((key, copy_container(item, depth - 1)) for key, item in value.items())
     return container_copy
 
 

@@ -34,10 +34,14 @@ from penstock.model.meta_init import (
     replace_tensor_attributes,
 )
 from penstock.model.traced.containers import call_tracking_containers
-from penstock.model.traced.interception import FunctionCall
+from penstock.model.traced.interception import (
+    EscapedTensor,
+    FunctionCall,
+    get_source_location,
+)
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
-from penstock.nested_values import flatten, unflatten
+from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.stage.rng import get_shared_rng_states
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
@@ -105,12 +109,13 @@ class UnitOriginMode(TorchDispatchMode):
     """A dispatch mode that marks each tensor with the unit in which it was made.
 
     If the forward uses a marked tensor that the unit did not return, the mark tells which unit it
-    escaped from. The mode also notes whether an operation drew random numbers.
+    escaped from. The same holds if another unit uses it that was not called with it: one that is
+    not among its `arguments`. The mode also notes whether an operation drew random numbers.
     """
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, arguments: Collection[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._unit = unit
+        self._unit, self._argument_ids = unit, set(map(id, arguments))
         self.used_rng = False
 
     def __torch_dispatch__(
@@ -118,6 +123,10 @@ class UnitOriginMode(TorchDispatchMode):
     ) -> Any:
         """Execute an operation and mark the fake tensors that it returns."""
         self.used_rng |= torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in iter_tensors((args, kwargs)) if self._unit else ():
+            maker = getattr(tensor, "made_in", self._unit)
+            if maker not in (self._unit, "") and id(tensor) not in self._argument_ids:
+                raise EscapedTensor(maker, get_source_location())
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, FakeTensor):
@@ -132,8 +141,11 @@ def run_on_fakes(
     args: Any,
     kwargs: Any,
     known_tensors: Mapping[int, Tensor],
+    written: list[Tensor] | None = None,
 ) -> tuple[Any, bool]:
     """Execute a unit or a function on fake arguments. Return its output, and whether it used RNG.
+
+    Parameters and buffers of the unit that it writes to are appended to `written`.
 
     `unit` is the name of the unit, or empty for a function between units. `known_tensors` are real
     tensors, by the id of the fake arguments for which they stand.
@@ -147,8 +159,8 @@ def run_on_fakes(
     try:
         with (
             fake_factory.mode,
-            UnitOriginMode(unit) as origin_mode,
-            _replace_module_tensors(modules, fake_factory.from_tensor),
+            UnitOriginMode(unit, flatten((args, kwargs))[0]) as origin_mode,
+            _replace_module_tensors(modules, fake_factory.from_tensor, written),
         ):
             return _call_target(target, args, kwargs), origin_mode.used_rng
     except _FAKE_TENSOR_ERRORS as error:
@@ -157,7 +169,8 @@ def run_on_fakes(
     # A unit may have cached a fake tensor in an attribute before it failed. The run on dummy data
     # must not find it.
     before.restore()
-    return run_on_dummy_data(fake_factory, unit, target, args, kwargs, known_tensors), True
+    request = target, args, kwargs, known_tensors, written
+    return run_on_dummy_data(fake_factory, unit, *request), True
 
 
 def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
@@ -172,9 +185,14 @@ def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def _replace_module_tensors(
-    modules: Sequence[nn.Module], transform: Callable[[Tensor], Tensor]
+    modules: Sequence[nn.Module],
+    transform: Callable[[Tensor], Tensor],
+    written: list[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Replace the parameters and buffers of modules for the duration of the context."""
+    """Replace the parameters and buffers of modules for the duration of the context.
+
+    Those whose replacement was written to, or replaced once more, are appended to `written`.
+    """
     # A ScriptModule keeps its tensors in C++ and has no such dicts.
     python_modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     tensor_dicts: list[dict[str, Any]] = [
@@ -185,10 +203,17 @@ def _replace_module_tensors(
         for name, tensor in tensors.items():
             if tensor is not None:
                 tensors[name] = transform(tensor)
+    replaced = [dict(tensors) for tensors in tensor_dicts]
+    versions = [get_versions([t for t in r.values() if t is not None]) for r in replaced]
     try:
         yield
     finally:
-        for tensors, originals in zip(tensor_dicts, before, strict=True):
+        for index, (tensors, originals) in enumerate(zip(tensor_dicts, before, strict=True)):
+            present = [(name, new) for name, new in replaced[index].items() if new is not None]
+            for (name, new), version in zip(present, versions[index], strict=True):
+                is_changed = get_versions([new]) != [version] or tensors.get(name) is not new
+                if written is not None and is_changed:
+                    written.append(originals[name])
             tensors.clear()
             tensors.update(originals)
 
@@ -210,6 +235,7 @@ def run_on_dummy_data(
     args: Any,
     kwargs: Any,
     known_tensors: Mapping[int, Tensor],
+    written: list[Tensor] | None = None,
 ) -> Any:
     """Execute a unit or a function on real tensors, and return its output as fake tensors.
 
@@ -225,7 +251,8 @@ def run_on_dummy_data(
     fake_by_real = {
         id(real): x for real, x in zip(real_leaves, leaves, strict=True) if isinstance(x, Tensor)
     }
-    leaves, spec = flatten(_run_on_real_tensors(target, *unflatten(real_leaves, spec)))
+    real_args, real_kwargs = unflatten(real_leaves, spec)
+    leaves, spec = flatten(_run_on_real_tensors(target, real_args, real_kwargs, written))
     return unflatten(
         [
             fake_by_real[id(x)]
@@ -237,12 +264,16 @@ def run_on_dummy_data(
     )
 
 
-def _run_on_real_tensors(target: Any, real_args: Any, real_kwargs: Any) -> Any:
+def _run_on_real_tensors(
+    target: Any, real_args: Any, real_kwargs: Any, written: list[Tensor] | None
+) -> Any:
     """Execute a unit or a function on real tensors; a unit computes with copies of its own."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     copy_tensor = build_tensor_copier(None)
     with _replace_module_tensors(
-        modules, lambda t: _make_dummy_leaf(t) if isinstance(t, FakeTensor) else copy_tensor(t)
+        modules,
+        lambda t: _make_dummy_leaf(t) if isinstance(t, FakeTensor) else copy_tensor(t),
+        written,
     ):
         return _call_target(target, real_args, real_kwargs)
 

@@ -5,7 +5,8 @@ A trace holds for every micro-batch on which the forward takes the same path. Th
     | what                                     | compared by                                      |
     |------------------------------------------|--------------------------------------------------|
     | shapes, dtypes, non-tensor arguments     | the cache key (`TracedPartition`)                |
-    | `training`, attributes, configurations   | `fingerprint.read_model_settings`, in that key   |
+    | `training`, attributes, global variables | `settings.SettingsReader`, in that key           |
+    | `requires_grad`, tensors in attributes   | `TracedPartition`, if the forward asks for them  |
     | grad mode, autocast, default dtype       | `read_torch_state`, in that key                  |
     | values of input tensors                  | `InputGuards`: `mask.all()`, `int(lengths.max())`|
 
@@ -64,9 +65,15 @@ class TraceReplay:
         goal_nodes: Iterable[int],
     ) -> None:
         self._trace, self._constants, self._get_buffer = trace, constants, get_buffer
-        self._node_indices = _find_dependencies(trace, goal_nodes)
+        self._node_indices = find_dependencies(trace, goal_nodes)
         # A node that works in place would change the caller's batch or the model's buffers.
         self._clones_inputs = any(trace.nodes[index].mutations for index in self._node_indices)
+
+    @property
+    def loaded_values(self) -> set[int]:
+        """The values that the nodes take from the inputs, from buffers and from constants."""
+        used = {value for index in self._node_indices for value in self._trace.nodes[index].inputs}
+        return {value for value in used if self._trace.values[value].producer is None}
 
     def run_nodes(self, inputs: Sequence[Tensor]) -> Iterator[tuple[TraceNode, Any]]:
         """Run the nodes one by one, and yield each with its result."""
@@ -134,7 +141,7 @@ class _ValueResolver:
         return self.computed[value]
 
 
-def _find_dependencies(trace: Trace, goal_nodes: Iterable[int]) -> list[int]:
+def find_dependencies(trace: Trace, goal_nodes: Iterable[int]) -> list[int]:
     """Return the goal nodes and all input-only nodes that they depend on, in order."""
     pending = list(goal_nodes)
     node_indices: set[int] = set()
@@ -159,6 +166,9 @@ class InputGuards:
     ) -> None:
         guard_nodes = [index for index, node in enumerate(trace.nodes) if node.is_guard]
         self._replay = TraceReplay(trace, constants, get_buffer, guard_nodes)
+        loaded = self._replay.loaded_values
+        self.depend_on_constants = not constants.keys().isdisjoint(loaded)
+        self.buffer_names = {trace.values[value].buffer_name for value in loaded} - {""}
 
     def matches(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether the forward would take the traced path with these inputs.

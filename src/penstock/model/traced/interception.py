@@ -168,6 +168,21 @@ class HookSkipped(Exception):
     """
 
 
+class EscapedTensor(Exception):
+    """A tensor of a unit reached the forward without being returned by the unit, or the reverse.
+
+    It was stored in an attribute, captured by a hook or hidden in an object. A stage that does not
+    run the unit would not have it. The remedy is to expand the unit: its submodules become units.
+    `problem` is the beginning of a message.
+    """
+
+    def __init__(self, unit: str, location: str, problem: str = "") -> None:
+        super().__init__(unit)
+        self.unit, self.location = unit, location
+        name = f"unit '{unit}'" if unit else "a unit"
+        self.problem = problem or f"the forward uses a tensor that {name} made but did not return"
+
+
 class NullHookHandle:
     """The return value of `register_hook` where the tensor is on another stage.
 

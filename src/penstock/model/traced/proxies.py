@@ -31,6 +31,9 @@ from penstock.data_parallel.dtensor import Sharding
 from penstock.model.traced.containers import (
     ContainerCopy,
     ReboundHooks,
+    copy_attributes,
+    find_held_objects,
+    has_same_state,
     is_state_object,
     iter_containers,
     iter_lru_cached_methods,
@@ -116,13 +119,19 @@ class ProxyModel:
     def __init__(self, model: nn.Module, proxies: Mapping[int, nn.Module]) -> None:
         # Original and copy of each parent, by the parent's name in the model.
         self.parent_copies: dict[str, tuple[nn.Module, nn.Module]] = {}
+        # Each module and what a stage has in its place. Pairs, because a copy of this object has
+        # copies of the modules, with other ids.
+        self._replacements: list[tuple[nn.Module, nn.Module]] = []
         copies = dict(proxies)
         self.model = self._copy_parent(model, "", copies)
+        # Attributes of the originals as they were copied, by the name of the parent.
+        self._seen_attributes: dict[str, dict[str, Any]] = {}
         self._containers: dict[int, ContainerCopy] = {}  # by the id of the original container
         self._config_copies: dict[int, Any] = {}
         # The second pass needs all copies: a plain list in one parent may hold any other module.
-        for original, parent_copy in self.parent_copies.values():
+        for name, (original, parent_copy) in self.parent_copies.items():
             _replace_held_modules(original, parent_copy, copies)
+            self._seen_attributes[name] = dict(vars(original))
             for key, contents in iter_containers(parent_copy):
                 # Two parents that share a list share its copy, too.
                 original_container = original.__dict__[key]
@@ -136,9 +145,11 @@ class ProxyModel:
 
     def _copy_parent(self, module: nn.Module, name: str, copies: dict[int, nn.Module]) -> nn.Module:
         if id(module) in copies:  # a unit, or a parent that is registered under two names
+            self._replacements.append((module, copies[id(module)]))
             return copies[id(module)]
         parent_copy: nn.Module = object.__new__(type(module))
         copies[id(module)] = parent_copy
+        self._replacements.append((module, parent_copy))
         self.parent_copies[name] = module, parent_copy
         parent_copy.__dict__.update(module.__dict__)
         # A method with `functools.lru_cache` has one cache for all stages and micro-batches, which
@@ -198,6 +209,18 @@ class ProxyModel:
                 self._config_copies[id(config)].use_cache = False
             parent_copy.__dict__["config"] = self._config_copies[id(config)]
 
+    def get_container_copy(self, container: Any) -> ContainerCopy | None:
+        """Return the copy of a parent's container, or None for another object."""
+        return self._containers.get(id(container))
+
+    def take_state(self, other: ProxyModel) -> None:
+        """Take over the attributes, containers and buffers that a forward has left on another."""
+        for (_, source), (_, target) in zip(
+            other.parent_copies.values(), self.parent_copies.values(), strict=True
+        ):
+            sync_attributes(source, target)
+            target._buffers.update(source._buffers)
+
     def sync_with_originals(self) -> None:
         """Copy `training`, plain attributes and container contents from the originals.
 
@@ -209,8 +232,16 @@ class ProxyModel:
             for address, container in self._containers.items()
             if holds_module(container.original)
         }
-        for original, parent_copy in self.parent_copies.values():
-            sync_attributes(original, parent_copy)
+        for name, (original, parent_copy) in self.parent_copies.items():
+            seen = self._seen_attributes[name]
+            self._seen_attributes[name] = current = dict(vars(original))
+            # A `forward` that was assigned to the model, or removed again, holds modules.
+            for key in sync_attributes(original, parent_copy):
+                if current[key] is not seen.get(key):
+                    copies = {id(module): copy for module, copy in self._replacements}
+                    parent_copy.__dict__[key] = _map_modules(current[key], copies)
+            for key in seen.keys() - current.keys():
+                parent_copy.__dict__.pop(key, None)
             for key, value in iter_containers(original):
                 if not holds_module(value):
                     container_copy = self._containers.get(id(value)) or ContainerCopy.from_original(
@@ -268,6 +299,69 @@ class ProxyModel:
 
 # Entries of a module's `__dict__` that differ between an original and its copy on purpose.
 _COPY_OWNED_KEYS = ("_parameters", "_buffers", "_modules", COMPILED_CALL_ATTRIBUTE)
+
+
+class UnitStateTracker:
+    """Finds units that see an old state of what they share with the forward.
+
+    The forward works on copies of the parents and of their containers, and a unit may hold the
+    originals: a dict that it shares with the model, or the model itself. What the forward has
+    changed on the copies is not there. An attribute that the forward sets on a unit is there, but
+    for all stages and micro-batches at once.
+    """
+
+    def __init__(
+        self,
+        proxy_model: ProxyModel,
+        units: Mapping[str, nn.Module],
+        shared_containers: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self._units = {name: list(unit.modules()) for name, unit in units.items()}
+        copies = {id(pair[0]): pair for pair in proxy_model.parent_copies.values()}
+        for original, parent in list(copies.values()):
+            # Under torchrun the "original" is itself a copy, and a unit knows the user's module.
+            copies[id(get_remote_members(original).original_ref())] = original, parent
+        copies.pop(id(None), None)
+        # By unit: copies of containers, and copies of parents that the unit refers to.
+        self._containers, self._parents = dict[str, list[ContainerCopy]](), dict[str, list[Any]]()
+        for name, modules in self._units.items():
+            pairs = [copies[key] for key in find_held_objects(modules, copies)]
+            self._parents[name] = [(parent, dict(vars(parent))) for _, parent in pairs]
+            containers = [*shared_containers.get(name, ())]
+            containers += [value for original, _ in pairs for value in vars(original).values()]
+            self._containers[name] = [
+                copy for c in containers if (copy := proxy_model.get_container_copy(c)) is not None
+            ]
+        self._attributes = {name: self._read_attributes(name) for name in units}
+        # Units whose modules another unit refers to.
+        owners = {id(module): name for name, modules in self._units.items() for module in modules}
+        self._referred_units = {
+            owners[key]
+            for name, modules in self._units.items()
+            for key in find_held_objects(modules, owners)
+            if owners[key] != name
+        }
+
+    def is_stale(self, unit: str) -> bool:
+        """Return whether the forward has changed something that the unit may read."""
+        attributes = self._read_attributes(unit), self._attributes[unit]
+        return not (
+            all(has_same_state(copy.stage_copy, copy.snapshot) for copy in self._containers[unit])
+            and all(has_same_state(vars(parent), old, 1) for parent, old in self._parents[unit])
+            and all(has_same_state(*pair) for pair in zip(*attributes, strict=True))
+        )
+
+    def has_left_state(self, unit: str) -> bool:
+        """Return whether a call of a unit has set attributes that another unit may read.
+
+        The attributes after the call count as the unit's own.
+        """
+        before, self._attributes[unit] = self._attributes[unit], self._read_attributes(unit)
+        pairs = zip(before, self._attributes[unit], strict=True)
+        return unit in self._referred_units and not all(has_same_state(*p) for p in pairs)
+
+    def _read_attributes(self, unit: str) -> list[dict[str, Any]]:
+        return [copy_attributes(module) for module in self._units[unit]]
 
 
 def _replace_held_modules(
@@ -358,14 +452,21 @@ _NO_REMOTE_MEMBERS = RemoteMembers()
 _UNSYNCED_KEYS = frozenset((*_COPY_OWNED_KEYS, REMOTE_MEMBERS_KEY))
 
 
-def sync_attributes(original: nn.Module, copy: nn.Module) -> None:
+def sync_attributes(original: nn.Module, copy: nn.Module) -> list[str]:
     """Copy `training` and the other plain attributes of a module to its copy.
 
-    Attributes that hold modules are left out: the copy has other modules there.
+    Attributes that hold modules are left out: the copy has other modules there. Returns their
+    names.
     """
+    held = []
     for key, value in original.__dict__.items():
-        if key not in _UNSYNCED_KEYS and not holds_module(value):
+        if key in _UNSYNCED_KEYS:
+            continue
+        if holds_module(value):
+            held.append(key)
+        else:
             copy.__dict__[key] = value
+    return held
 
 
 def copy_sharing_tensors(module: nn.Module) -> nn.Module:

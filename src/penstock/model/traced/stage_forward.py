@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
-from penstock.fingerprint import ModelSettings
 from penstock.model.traced.containers import (
     OutputWithContainerUpdates,
     apply_container_updates,
@@ -41,10 +40,12 @@ from penstock.model.traced.interception import (
 )
 from penstock.model.traced.proxies import ProxyModel, sync_attributes
 from penstock.model.traced.remote_tensor import FORWARD_COUNTER, RemoteTensor
-from penstock.model.traced.stage_program import Instruction, StageProgram
+from penstock.model.traced.settings import ModelSettings
+from penstock.model.traced.stage_program import ANY_TENSOR, Instruction, StageProgram
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     METADATA_ONLY,
+    MODE_DEPENDENT,
     REFLECTED_COMPARISONS,
     SHAPE_ONLY,
     get_function_name,
@@ -137,6 +138,10 @@ class StageInterpreter(OpInterceptor):
             raise HookSkipped
         instruction = self._advance(func)
         node = instruction.node
+        if instruction.guarded_arguments is not None and func is node.func:
+            self._check_guarded_arguments(instruction, args, kwargs)
+        if node.kind is NodeKind.HOST_READ and func in MODE_DEPENDENT:
+            self._check_mode_dependent(node, args[0])
         if not instruction.runs_here:
             if instruction.placeholder_is_static and not instruction.rebound_values:
                 return instruction.placeholder_result
@@ -255,6 +260,30 @@ class StageInterpreter(OpInterceptor):
             "one unit with units=."
         )
 
+    def _check_guarded_arguments(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise if an operation that a guard depends on has other arguments than in the trace.
+
+        The guard has repeated the operation with those of the trace, and its outcome is the answer
+        that this forward gets.
+        """
+        if _are_same_arguments(instruction.guarded_arguments, (args, kwargs)):
+            return
+        node = instruction.node
+        raise CutError(
+            f"at {node.location}, {get_function_name(node.func)} is called with other values than "
+            "when the forward was traced, and the path of the forward depends on its result. Keep "
+            "such a value in an attribute of the model, in a dict, list or plain object that it "
+            "holds, or in a global variable: these are compared in every step. Or pass it as an "
+            "argument of the forward."
+        )
+
+    def _check_mode_dependent(self, node: TraceNode, tensor: Tensor) -> None:
+        """Raise if `requires_grad` of a parameter is another one than in the trace."""
+        if isinstance(tensor, nn.Parameter) and node.recorded_result != node.func(tensor):
+            raise self._divergence_error("a parameter with another requires_grad")
+
     def _resolve(self, tensor: Tensor) -> Tensor:
         """Return the tensor to compute with: the received one for a remote tensor."""
         if type(tensor) is RemoteTensor:
@@ -342,6 +371,33 @@ class StageInterpreter(OpInterceptor):
             self._live_values[value] = tensor
             if is_sent:
                 self.sent_values[value] = tensor.clone() if needs_copy else tensor
+
+
+def _are_same_arguments(expected: Any, actual: Any) -> bool:
+    """Return whether arguments of an operation are those of the trace, as far as can be told."""
+    if expected is actual or expected is ANY_TENSOR:
+        return True
+    if isinstance(expected, tuple | list):
+        is_alike = isinstance(actual, tuple | list) and len(expected) == len(actual)
+        return is_alike and all(map(_are_same_arguments, expected, actual))
+    if isinstance(expected, dict):
+        return expected.keys() == actual.keys() and all(
+            _are_same_arguments(value, actual[key]) for key, value in expected.items()
+        )
+    if isinstance(expected, slice):
+        parts = ((part.start, part.stop, part.step) for part in (expected, actual))
+        return isinstance(actual, slice) and _are_same_arguments(*parts)
+    if isinstance(expected, Tensor):  # a constant; it may be made anew, as by `from_numpy`
+        is_alike = isinstance(actual, Tensor) and expected.shape == actual.shape
+        return is_alike and torch.equal(expected, actual)
+    if hasattr(expected, "tobytes"):  # a NumPy array; `==` would compare element by element
+        return type(actual) is type(expected) and bool(expected.tobytes() == actual.tobytes())
+    if isinstance(expected, _COMPARABLE_TYPES):
+        return bool(expected == actual)
+    return type(expected) is type(actual)
+
+
+_COMPARABLE_TYPES = (int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
 def _check_unit_shapes(instruction: Instruction, result: Any) -> None:

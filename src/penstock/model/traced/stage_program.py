@@ -17,13 +17,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from penstock.model.traced.assignment import TraceAssignment, locate_value
 from penstock.model.traced.containers import OutputWithContainerUpdates
+from penstock.model.traced.guards import find_dependencies
 from penstock.model.traced.interception import NullHookHandle
 from penstock.model.traced.remote_tensor import RemoteTensor
 from penstock.model.traced.torch_functions import HOOK_REGISTRATION
-from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode, ValueLeaf
+from penstock.model.traced.trace import (
+    ArgumentLeaf,
+    NodeKind,
+    Trace,
+    TraceNode,
+    ValueLeaf,
+    ValueRef,
+)
+from penstock.nested_values import map_tensors
+from penstock.torch_compat import pytree
 
 Shape = tuple[int, ...]
 
@@ -44,6 +55,8 @@ class Instruction:
         rebound_values: Pairs (old, new) of values: another stage changes `old` in place at this
             node, and from here on `new` takes its place.
         fills_container: Whether the unit puts something into a list or dict of its caller.
+        guarded_arguments: The arguments of an operation that a guard depends on, None for others.
+            `ANY_TENSOR` stands for a tensor that the guards compute with as it is now.
     """
 
     node: TraceNode
@@ -54,6 +67,10 @@ class Instruction:
     expected_shapes: tuple[Shape | None, ...] = ()
     rebound_values: tuple[tuple[int, int], ...] = ()
     fills_container: bool = False
+    guarded_arguments: Any = None
+
+
+ANY_TENSOR = object()
 
 
 class SavedValue(NamedTuple):
@@ -106,13 +123,17 @@ class StageProgram:
 
 
 def build_stage_program(
-    assignment: TraceAssignment, stage: int, device: torch.device
+    assignment: TraceAssignment, stage: int, device: torch.device, constants: Mapping[int, Tensor]
 ) -> StageProgram:
-    """Return the program of one stage on a device."""
+    """Return the program of one stage on a device.
+
+    `constants` are the tensors by value that the forward took from attributes and variables.
+    """
     trace, stage_assignment = assignment.trace, assignment.stage_assignments[stage]
     remote_tensor = trace.make_remote_tensors(device)
     inplace = _InplaceTracker(assignment, stage)
     shape_dependent = _find_shape_dependent_values(trace)
+    guarded_arguments = _collect_guarded_arguments(trace, constants)
     instructions = []
     for node_index, node in enumerate(trace.nodes):
         # Nodes without tensors run on every stage: they switch modes such as `no_grad`.
@@ -124,12 +145,18 @@ def build_stage_program(
                 saved_values=inplace.find_saved_values(node),
                 expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
                 fills_container=output_context is OutputWithContainerUpdates,
+                guarded_arguments=guarded_arguments.get(node_index),
             )
         else:
             placeholder, is_static = _build_placeholder(node, remote_tensor)
             rebound_values = inplace.find_rebound_values(node)
             instruction = Instruction(
-                node, False, placeholder, is_static, rebound_values=rebound_values
+                node,
+                False,
+                placeholder,
+                is_static,
+                rebound_values=rebound_values,
+                guarded_arguments=guarded_arguments.get(node_index),
             )
         instructions.append(instruction)
     is_last = stage == len(assignment.stage_assignments) - 1
@@ -151,6 +178,31 @@ def build_stage_program(
         any(trace.nodes[node_index].uses_rng for node_index in stage_assignment.nodes),
         inplace.mutates_inputs(trace.inputs),
     )
+
+
+def _collect_guarded_arguments(
+    trace: Trace, constants: Mapping[int, Tensor]
+) -> dict[int, tuple[Any, Any]]:
+    """Return the arguments of the operations that guards depend on, by node.
+
+    Guards repeat these operations with the arguments from the trace. A number among them may come
+    from anywhere in the program.
+    """
+    guards = [index for index, node in enumerate(trace.nodes) if node.is_guard]
+    arguments = {
+        index: map_tensors(
+            map_tensors(trace.nodes[index].arg_template, lambda _: ANY_TENSOR),
+            lambda ref: constants.get(ref.value, ANY_TENSOR),
+            ValueRef,
+        )
+        for index in find_dependencies(trace, guards)
+    }
+    # `mask.all()` has nothing to compare.
+    return {
+        index: template
+        for index, template in arguments.items()
+        if any(leaf is not ANY_TENSOR for leaf in pytree.tree_leaves(template))
+    }
 
 
 def _find_shape_dependent_values(trace: Trace) -> set[int]:

@@ -162,6 +162,7 @@ class Trace:
     # Contents of integer and boolean tensors that are passed to units (indices, lengths, masks).
     # The profiler calls the units with these, because a unit may not run with arbitrary indices.
     unit_integer_inputs: Mapping[int, Tensor] = field(default_factory=dict)
+    unit_written_buffers: frozenset[str] = frozenset()  # names of buffers that units write to
 
     def make_remote_tensors(self, device: torch.device) -> Callable[[int], RemoteTensor]:
         """Return a function from values to remote tensors, with one tensor for each value.

@@ -24,10 +24,16 @@ from penstock.errors import CutError
 from penstock.model.isolation import isolated
 from penstock.model.traced.containers import apply_container_updates, find_shared_containers
 from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
-from penstock.model.traced.interception import HookSkipped, NullHookHandle, OpInterceptor
+from penstock.model.traced.interception import (
+    EscapedTensor,
+    HookSkipped,
+    NullHookHandle,
+    OpInterceptor,
+)
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
-from penstock.model.traced.proxies import ProxyModel, build_unit_proxy
+from penstock.model.traced.proxies import ProxyModel, UnitStateTracker, build_unit_proxy
 from penstock.model.traced.remote_tensor import RemoteTensor
+from penstock.model.traced.settings import SettingsReader
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     REFLECTED_COMPARISONS,
@@ -36,10 +42,9 @@ from penstock.model.traced.torch_functions import (
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode, ValueLeaf
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
-from penstock.model.traced.value_table import EscapedTensor
 from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
-from penstock.torch_compat import force_eager
+from penstock.torch_compat import FakeTensor, force_eager
 
 # ---- the consistency check ---------------------------------------------------------------------
 #
@@ -201,7 +206,7 @@ def trace_model(
     # A forward may call functions that cache their results (`functools.cache` on a mask). They
     # compute in the first run only, so the check after it finds another path. The second trace sees
     # the filled caches, as every later run does.
-    for _ in range(2):
+    for is_rerun in (False, True):
         leaves = [
             _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
         ]
@@ -213,7 +218,9 @@ def trace_model(
             suspend_cell_rng(),
         ):
             uninitialized = replace_meta_tensors(model, units.values(), fake_factory)
-            trace, constants, is_stable = _trace_once(model, units, leaves, spec, fake_factory)
+            trace, constants, is_stable = _trace_once(
+                model, units, leaves, spec, fake_factory, is_rerun
+            )
         if is_stable:
             break
     uninitialized.check_not_read(trace)
@@ -226,6 +233,7 @@ def _trace_once(
     leaves: list[Any],
     tree_spec: Any,
     fake_factory: FakeTensorFactory,
+    is_rerun: bool,
 ) -> tuple[Trace, dict[int, Tensor], bool]:
     """Trace the forward, then check it.
 
@@ -241,6 +249,9 @@ def _trace_once(
     tracer = Tracer([model, proxy_model.model], fake_factory)
     tracer.unit_hooks = proxy_model.unit_hooks
     tracer.shared_containers = find_shared_containers(parents, units)
+    shared_state = SettingsReader(parents)
+    state_before = shared_state.read_by_name()
+    tracer.unit_state = UnitStateTracker(proxy_model, units, tracer.shared_containers)
     inputs = tracer.value_table.register_inputs(
         [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     )
@@ -249,7 +260,7 @@ def _trace_once(
     }
     with tracer:
         output = proxy_model.model(*args, **kwargs)
-    _warn_about_lost_attributes(proxy_model)
+    lost = _find_lost_attributes(proxy_model)
     reassigned_buffers = {
         f"{name}.{key}" if name else key: buffer
         for name, (_, copy) in proxy_model.parent_copies.items()
@@ -257,9 +268,24 @@ def _trace_once(
         if buffer is not None and buffer is not buffers_before[name].get(key)
     }
     trace = tracer.build_trace(inputs, output, reassigned_buffers)
+    state_after = shared_state.read_by_name()
+    changed = [name for name, key in state_after.items() if state_before.get(name) != key]
     # A new ProxyModel: the forward may have set attributes on the copies of the first one.
     is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
-    return trace, tracer.value_table.collect_constants(), is_stable
+    if lost:
+        next_call = ProxyModel(model, proxies)
+        next_call.take_state(proxy_model)
+        _check_lost_attributes(lost, trace, next_call, args, kwargs, fake_factory)
+    # A cache is filled in the first run only. Python values that follow from data may be the same
+    # in a second run, because the data are.
+    if changed and (is_rerun or any(node.is_guard for node in trace.nodes)):
+        raise CutError(
+            f"the forward changes {', '.join(changed)}, which all stages share: a global variable, "
+            "an attribute of a class, or an object that Penstock does not copy. Stages that run at "
+            "the same time would overwrite it. Pass the value as an argument, or keep it in an "
+            "attribute of the model, a dict, a list or a plain object that the model holds."
+        )
+    return trace, tracer.value_table.collect_constants(), is_stable and not changed
 
 
 def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
@@ -267,25 +293,78 @@ def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
     return [m for unit in units.values() if is_remote_unit(unit) for m in unit.modules()]
 
 
-def _warn_about_lost_attributes(proxy_model: ProxyModel) -> None:
-    """Warn about numbers that the forward changes on parents, such as a counter.
+def _find_lost_attributes(proxy_model: ProxyModel) -> dict[str, bool]:
+    """Return the names of values that the forward leaves on parents, and whether each is a number.
+
+    The others are tensors that were computed from units.
 
     Every stage runs the parents' forward for every micro-batch, and would count each of them. So
     changes to attributes of parents are undone after each micro-batch.
     """
-    names = [
-        f"{name}.{key}".lstrip(".")
+    return {
+        f"{name}.{key}".lstrip("."): not isinstance(value, FakeTensor)
         for name, (original, parent_copy) in proxy_model.parent_copies.items()
         for key, value in parent_copy.__dict__.items()
-        if type(value) in (int, float) and value != original.__dict__.get(key, value)
-    ]
-    if names:
+        if isinstance(value, FakeTensor)
+        or (type(value) in (int, float) and value != original.__dict__.get(key, value))
+    }
+
+
+def _check_lost_attributes(
+    lost: Mapping[str, bool],
+    trace: Trace,
+    next_call: ProxyModel,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    fake_factory: FakeTensorFactory,
+) -> None:
+    """Raise if the forward depends on what an earlier call has left; otherwise warn of numbers.
+
+    The forward is traced once more, in the state that the first call has left. What it computes
+    from the inputs alone may differ, because it may have cached that.
+    """
+    tracer = Tracer([next_call.model], fake_factory)
+    tracer.unit_hooks = next_call.unit_hooks
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tracer.value_table.register_inputs(tensors)
+    try:
+        with tracer:
+            next_call.model(*args, **kwargs)
+        is_same = _list_computations(tracer.nodes) == _list_computations(trace.nodes)
+    except EscapedTensor:
+        is_same = False
+    except Exception:  # code of the model that fails in this state says nothing about the path
+        is_same = True
+    if not is_same:
+        raise CutError(
+            f"the forward changes {', '.join(lost)} on modules around the units, and depends on "
+            "what an earlier call has left there. Every stage runs that code for every "
+            "micro-batch, so the change is undone after each one. Change it outside of the "
+            "forward, once per step, or put all that depends on it into one unit with units=."
+        )
+    numbers = [name for name, is_number in lost.items() if is_number]
+    if numbers:
         warnings.warn(
-            f"the forward changes {', '.join(names)} on modules around the units. Every stage runs "
-            "that code for every micro-batch, so the change is undone after each one. Keep such a "
-            "number inside a unit, in a buffer, or outside of the model.",
+            f"the forward changes {', '.join(numbers)} on modules around the units. Every stage "
+            "runs that code for every micro-batch, so the change is undone after each one. Keep "
+            "such a number inside a unit, in a buffer, or outside of the model.",
             stacklevel=2,
         )
+
+
+def _list_computations(nodes: Sequence[TraceNode]) -> list[Any]:
+    """Return the functions, units and plain arguments of the nodes that are not input-only."""
+    return [
+        (str(node.func), node.literals, _list_plain_arguments(node))
+        for node in nodes
+        if not node.input_only and node.kind is not NodeKind.NON_TENSOR
+    ]
+
+
+def _list_plain_arguments(node: TraceNode) -> list[Any]:
+    if node.kind is not NodeKind.UNIT:
+        return []
+    return [leaf for leaf in node.arg_template[0] if isinstance(leaf, bool | int | float | str)]
 
 
 def trace_expanding_units(
@@ -336,11 +415,10 @@ def _find_units_to_expand(escaped: EscapedTensor, units: Mapping[str, nn.Module]
     """Return the unit that a tensor escaped from, and all others of its class."""
     module = units.get(escaped.unit)
     if module is None or not is_expandable(module):
-        unit = f"unit '{escaped.unit}'" if escaped.unit else "a unit"
         raise CutError(
-            f"at {escaped.location}, the forward uses a tensor that {unit} made but did not return "
-            "(it was stored in an attribute, captured by a hook or hidden in an object). The unit "
-            "has no submodules that could be units instead. Return the tensor from its forward."
+            f"at {escaped.location}, {escaped.problem} (it is in an attribute, captured by a hook "
+            "or hidden in an object). The unit has no submodules that could be units instead. Let "
+            "the unit take what it reads as an argument, and return what others read."
         )
     return {name for name, other in units.items() if type(other) is type(module)
             and is_expandable(other)}  # fmt: skip

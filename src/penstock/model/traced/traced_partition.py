@@ -15,15 +15,16 @@ later traces must find every unit, parameter and written buffer on the stage tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
-from penstock.fingerprint import Fingerprinter, ModelSettings, ObjectIdentity, read_model_settings
+from penstock.fingerprint import Fingerprinter, ObjectIdentity
 from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition, StageMap
@@ -41,11 +42,13 @@ from penstock.model.traced.guards import (
     find_loss_targets,
     read_torch_state,
 )
+from penstock.model.traced.interception import EscapedTensor
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
+from penstock.model.traced.settings import ModelSettings, SettingsReader, read_state_key
 from penstock.model.traced.stage_program import StageProgram, build_stage_program
+from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
-from penstock.model.traced.value_table import EscapedTensor
 from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
@@ -168,6 +171,10 @@ class _CompiledTrace:
     loss_targets: LossTargets | None
     target_replay: TraceReplay  # computes the loss targets, if there are any
     fingerprint: str  # of the assignment, which all processes must agree on
+    # Tensors in attributes and variables, if a guard depends on one. None: they do not matter.
+    tensors: tuple[ObjectIdentity, ...] | None
+    # `requires_grad` of all parameters, if the forward asks for it. None: it does not matter.
+    requires_grad: tuple[bool, ...] | None
 
 
 TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
@@ -185,6 +192,7 @@ class TraceMemory:
     # The children of the pipe and of the parents, their parameters and their buffers at the first
     # check; see `check_unchanged`.
     initial_members: list[Any] = field(default_factory=list)
+    settings_reader: SettingsReader | None = None  # made by the first use
 
     def __reduce__(self) -> tuple[type[TraceMemory], tuple[()]]:
         return TraceMemory, ()
@@ -223,9 +231,10 @@ class TracedPartition(Partition):
         constants: Mapping[int, Tensor],
     ) -> None:
         """Put the trace of the example into the cache."""
-        key, _, _ = self._make_cache_key(*example, self.read_settings())
+        settings = self.read_settings()
+        key, _, _ = self._make_cache_key(*example, settings)
         if key not in self._memory.cache:
-            self._add_to_cache(key, trace, assignment, constants)
+            self._add_to_cache(key, trace, assignment, constants, settings)
 
     def named_roots(self) -> list[tuple[str, nn.Module]]:
         """Return the model."""
@@ -251,7 +260,29 @@ class TracedPartition(Partition):
         Each call returns a new object. Stages copy all attributes of the parents whenever they see
         a new object, because not every attribute is part of the settings.
         """
-        return read_model_settings(self.parents.values())
+        if self._memory.settings_reader is None:
+            self._memory.settings_reader = SettingsReader(self.parents.values())
+        return self._memory.settings_reader.read()
+
+    def _read_requires_grad(self) -> tuple[bool, ...]:
+        """Return `requires_grad` of all parameters, also of those of other processes."""
+        modules = (self.model, *self.units.values())
+        return tuple([p.requires_grad for module in modules for p in module.parameters()])
+
+    @cached_property
+    def _shared_units(self) -> dict[str, nn.Module]:
+        """Units of which several stages have copies with the same tensors."""
+        owners = self.ownership.unit_owners
+        shared = {name for name, stages in owners.items() if len(stages) > 1}
+        for parameter, stages in self.ownership.parameter_owners.items():
+            unit = next((name for name in owners if parameter.startswith(f"{name}.")), None)
+            if unit is not None and not stages.issubset(owners[unit]):
+                shared.add(unit)
+        return {name: unit for name, unit in self.units.items() if name in shared}
+
+    @cached_property
+    def _shared_modules(self) -> list[nn.Module]:
+        return [module for unit in self._shared_units.values() for module in unit.modules()]
 
     def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
         """Raise if a unit, or a member of a parent, was replaced since the model was cut.
@@ -269,15 +300,19 @@ class TracedPartition(Partition):
                 )
         # The first call, when the pipe is built, takes the members to compare with.
         around_units = _iter_members(self.parents, self.ownership.buffer_writers)
-        members = [*children.values(), *around_units]  # `pipe.head = layer` changes only the former
+        # `pipe.head = layer` changes only the children of the pipe.
+        members = [*children.values(), *around_units, *_iter_unit_members(self._shared_modules)]
         initial = self._memory.initial_members = self._memory.initial_members or members
         if are_same_objects(members, initial):
             return
-        names = ", ".join(f"'{name}'" if name else "the model" for name in self.parents)
+        names = ", ".join(
+            f"'{name}'" if name else "the model" for name in (*self.parents, *self._shared_units)
+        )
         raise RunError(
-            "a parameter, buffer or submodule around the units was replaced, added or removed "
-            f"after the pipe was made, in one of {names}, and the change would not be used. Make "
-            "the Pipe after the change, or change the tensor in place (copy_, load_state_dict)."
+            "a parameter, buffer or submodule was replaced, added or removed after the pipe was "
+            f"made, around the units or in a unit that several stages use (one of {names}), and "
+            "the change would not be used. Make the Pipe after the change, or change the tensor in "
+            "place (copy_, load_state_dict without assign=True)."
         )
 
     def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
@@ -300,6 +335,7 @@ class TracedPartition(Partition):
             )
             for piece in pieces
         ]
+        self._check_asked_buffers(plans)
         # Micro-batches of one batch may take different paths through the forward. The program is
         # the same for all of them, so an edge that one micro-batch needs is an edge for all.
         edges = sorted({edge for plan in plans for edge in plan.compiled.assignment.edges})
@@ -334,6 +370,27 @@ class TracedPartition(Partition):
             loss_shares,
             label_inputs,
         )
+
+    def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:
+        """Raise if the path depends on a buffer that the forward itself changes.
+
+        The paths of all micro-batches are found before the first one runs. A process does not see
+        at all what the units of another one write.
+        """
+        for compiled in (plan.compiled for plan in plans):
+            written_here = compiled.assignment.buffer_writers.keys() if len(plans) > 1 else ()
+            written_in_units: Collection[str] = compiled.assignment.trace.unit_written_buffers
+            if len(plans) == 1 and self.local_model is None:
+                written_in_units = ()
+            names = compiled.guards.buffer_names & {*written_here, *written_in_units}
+            if names:
+                raise CutError(
+                    f"the path of the forward depends on {', '.join(map(repr, sorted(names)))}, "
+                    "and the forward changes this buffer. So each micro-batch would take the path "
+                    "of another state than in the unsplit model, which runs the batch at once. "
+                    "Compute with the buffer instead of branching on it (torch.where), or change "
+                    "it outside of the forward, once per step. In one process, chunks=1 works."
+                )
 
     def _assign_inputs(
         self,
@@ -370,7 +427,7 @@ class TracedPartition(Partition):
         key, leaves, spec = self._make_cache_key(args, kwargs, settings)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for compiled in self._memory.cache.get(key, ()):
-            if compiled.guards.matches(tensors):
+            if self._is_current(compiled, settings) and compiled.guards.matches(tensors):
                 self._memory.cache.move_to_end(key)
                 return TracedMicrobatch(compiled, leaves, spec, tensors)
         try:
@@ -379,9 +436,8 @@ class TracedPartition(Partition):
             # While the example is traced, the unit would be opened and its children become units.
             # Now the units are fixed.
             raise CutError(
-                f"at {escaped.location}, the forward uses a tensor that unit '{escaped.unit}' "
-                "made but did not return. This did not happen with the example. Make the Pipe "
-                "with an example like these inputs."
+                f"at {escaped.location}, with these inputs {escaped.problem}. This did not happen "
+                "with the example. Make the Pipe with an example like these inputs."
             ) from None
         # The new trace is assigned to the stages as the example left them: units and parameters
         # stay where they are, and a buffer is changed by the stage that changed it before.
@@ -393,8 +449,14 @@ class TracedPartition(Partition):
             trace, self.ownership.find_stage, self.ownership.num_stages, owners
         )
         self._check_ownership(assignment)
-        compiled = self._add_to_cache(key, trace, assignment, constants)
+        compiled = self._add_to_cache(key, trace, assignment, constants, settings)
         return TracedMicrobatch(compiled, leaves, spec, tensors)
+
+    def _is_current(self, compiled: _CompiledTrace, settings: ModelSettings) -> bool:
+        """Return whether what a trace depends on, besides its inputs and its key, is the same."""
+        return compiled.tensors in (None, settings.tensors) and (
+            compiled.requires_grad is None or compiled.requires_grad == self._read_requires_grad()
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -427,18 +489,25 @@ class TracedPartition(Partition):
                 )
 
     def _add_to_cache(
-        self, key: Any, trace: Trace, assignment: TraceAssignment, constants: Mapping[int, Tensor]
+        self,
+        key: Any,
+        trace: Trace,
+        assignment: TraceAssignment,
+        constants: Mapping[int, Tensor],
+        settings: ModelSettings,
     ) -> _CompiledTrace:
         """Compile a trace into stage programs and guards, and remember it."""
         programs = {
-            stage: build_stage_program(assignment, stage, device)
+            stage: build_stage_program(assignment, stage, device, constants)
             for stage, device in self.devices.items()
         }
         loss_targets = find_loss_targets(trace)
         goals = [] if loss_targets is None else [loss_targets.target, loss_targets.class_weights]
         producers = [trace.values[value].producer for value in goals if value is not None]
+        guards = InputGuards(trace, constants, self._get_buffer)
+        asks_requires_grad = any(node.func in MODE_DEPENDENT for node in trace.nodes)
         compiled = _CompiledTrace(
-            InputGuards(trace, constants, self._get_buffer),
+            guards,
             assignment,
             programs,
             loss_targets,
@@ -446,6 +515,8 @@ class TracedPartition(Partition):
                 trace, constants, self._get_buffer, [p for p in producers if p is not None]
             ),
             fingerprint_assignment(assignment),
+            settings.tensors if guards.depend_on_constants else None,
+            self._read_requires_grad() if asks_requires_grad else None,
         )
         # The newest first: the next micro-batches are probably like this one.
         traces = self._memory.cache.setdefault(key, [])
@@ -634,12 +705,15 @@ def _iter_members(
                 yield buffer
 
 
+def _iter_unit_members(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the children and parameters of modules inside units."""
+    for module in modules:
+        yield from module._modules.values()
+        yield from module._parameters.values()
+
+
 def _make_leaf_key(leaf: Any) -> Any:
-    """Return what of an input decides the path of a forward: metadata, or the object itself."""
+    """Return what of an input decides the path of a forward: metadata, or Python values."""
     if isinstance(leaf, Tensor):
         return TensorSpec.from_tensor(leaf)
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), ObjectIdentity(leaf)
-    return type(leaf), leaf
+    return read_state_key(leaf)

@@ -46,12 +46,14 @@ from penstock.model.traced.dry_run import (
 )
 from penstock.model.traced.guards import CROSS_ENTROPY_FUNCTIONS
 from penstock.model.traced.interception import (
+    EscapedTensor,
     FunctionCall,
     NullHookHandle,
     OpInterceptor,
     get_source_location,
     without_interception,
 )
+from penstock.model.traced.proxies import UnitStateTracker
 from penstock.model.traced.torch_functions import (
     ASSERTIONS,
     BINCOUNT,
@@ -74,7 +76,7 @@ from penstock.model.traced.trace import (
     ValueLeaf,
     ValueRef,
 )
-from penstock.model.traced.value_table import EscapedTensor, ValueTable
+from penstock.model.traced.value_table import ValueTable
 from penstock.nested_values import (
     flatten,
     iter_hidden_tensors,
@@ -230,9 +232,11 @@ class Tracer(OpInterceptor):
         self.nodes: list[TraceNode] = []
         # By unit: lists, dicts and attributes through which a tensor could leave the unit.
         self.shared_containers: Mapping[str, Sequence[Any]] = {}
+        self.unit_state: UnitStateTracker | None = None
         self._random_ranges, self._call_counts = dict[int, tuple[Any, Any]](), Counter[str]()
         self._packed_lengths = PackedSequenceLengths(fake_factory)
         self._unit_integer_inputs: dict[int, Tensor] = {}
+        self._written_in_units: list[Tensor] = []
 
     # ---- operations ---------------------------------------------------------------------------
 
@@ -510,9 +514,13 @@ class Tracer(OpInterceptor):
         # A tensor may leave a unit through a list that others hold as well. Where the unit does not
         # run, the list would stay empty.
         has_changed = track_container_changes(self.shared_containers.get(name, ()))
+        if self.unit_state is not None and self.unit_state.is_stale(name):
+            problem = f"unit '{name}' shares an object with the forward, which has changed it"
+            raise EscapedTensor(name, get_source_location(), problem)
         with without_interception(self):
             output = self._trace_unit(name, target, args, kwargs)
-        if has_changed():
+        has_left_state = self.unit_state is not None and self.unit_state.has_left_state(name)
+        if has_changed() or has_left_state:
             raise EscapedTensor(name, get_source_location())
         return output
 
@@ -546,7 +554,13 @@ class Tracer(OpInterceptor):
         with self.unit_hooks.get(name, NO_REBOUND_HOOKS).install(target):
             fake_args, fake_kwargs = unflatten(fakes, spec)
             output, _ = run_on_fakes(
-                self.value_table.fake_factory, name, target, fake_args, fake_kwargs, known_tensors
+                self.value_table.fake_factory,
+                name,
+                target,
+                fake_args,
+                fake_kwargs,
+                known_tensors,
+                self._written_in_units,
             )
         mutated = select_originals(
             tensors, fake_tensors, find_mutated(None, fake_tensors, versions)
@@ -656,4 +670,5 @@ class Tracer(OpInterceptor):
             reassigned,
             shape_reads,
             self._unit_integer_inputs,
+            self.value_table.find_buffer_names(self._written_in_units),
         )

@@ -22,23 +22,11 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.traced.dry_run import FakeTensorFactory
-from penstock.model.traced.interception import get_source_location
+from penstock.model.traced.interception import EscapedTensor, get_source_location
 from penstock.model.traced.torch_functions import SIZE_QUERIES
 from penstock.model.traced.trace import TracedValue
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import FakeTensor, get_storage_address
-
-
-class EscapedTensor(Exception):
-    """A tensor of a unit reached the forward without being returned by the unit.
-
-    It was stored in an attribute, captured by a hook or hidden in an object. A stage that does not
-    run the unit would not have it. The remedy is to expand the unit: its submodules become units.
-    """
-
-    def __init__(self, unit: str, location: str) -> None:
-        super().__init__(unit)
-        self.unit, self.location = unit, location
 
 
 class ValueTable:
@@ -94,6 +82,10 @@ class ValueTable:
         return self.register(
             tensor, TracedValue(spec, not parameter, None, name, parameter, buffer)
         )
+
+    def find_buffer_names(self, tensors: Sequence[Tensor]) -> frozenset[str]:
+        """Return the names of those tensors that are buffers."""
+        return frozenset(self._buffer_names[id(t)] for t in tensors if id(t) in self._buffer_names)
 
     def record_metadata_read(self, func: Any, args: tuple[Any, ...]) -> None:
         """Note that Python read the size of a tensor. Reads of other metadata need no note."""
