@@ -20,7 +20,7 @@ that does none of this runs without any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +44,7 @@ from penstock.stage.cell_graph import (
     enter_graph,
     find_gradient_edge,
 )
+from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
     FlatValues,
@@ -64,6 +65,8 @@ from penstock.stage.payload import (
 )
 from penstock.stage.recompute import (
     BufferSnapshot,
+    check_repeated,
+    checksum,
     exclude_written,
     find_changed,
     find_written,
@@ -89,6 +92,8 @@ class _RecomputeInputs:
         written_buffers: Snapshots, from before the forward, of the buffers that it changed.
         unwritten_buffers: Snapshots of the other buffers, which must stay unchanged.
         aux_loss_count: How many losses the forward has added, those of earlier stages included.
+        host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
+        outputs: Copies of the outputs by destination, if the recomputation is compared with them.
     """
 
     payloads: dict[int, Payload]
@@ -96,6 +101,8 @@ class _RecomputeInputs:
     written_buffers: list[BufferSnapshot]
     unwritten_buffers: list[BufferSnapshot]
     aux_loss_count: int
+    host_rng: HostRngCell | None
+    outputs: dict[int, list[Tensor]]
 
 
 class StageRunner:
@@ -140,6 +147,11 @@ class StageRunner:
         self.has_recomputed = False
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
+        # The seed of the call, for draws from `random` and `numpy.random`, and the lock that a cell
+        # holds while it has these generators for itself. None: it must not draw from them.
+        self.call_seed = 0
+        self.host_rng_lock: AbstractContextManager[object] | None = host_rng_lock
+        self.used_host_generators: set[str] = set()
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
         # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
@@ -162,13 +174,17 @@ class StageRunner:
         self._pending_weight_grads: dict[int, list[PendingWeightGrad]] = {}
         # Indices of collected gradients that were allocated here, and may be added to in place.
         self._owned_sums: set[int] = set()
-        # How many losses the last forward or recomputation has added.
+        # How many losses the last forward or recomputation has added, and what it has drawn from
+        # `random` and `numpy.random`.
         self._aux_loss_count = 0
+        self._host_rng: HostRngCell | None = None
+        # The micro-batch whose recomputation is compared with its forward. None: not yet known.
+        self._compared_microbatch: int | None = None
 
     @property
     def has_drawn(self) -> bool:
         """Return whether the stage has drawn random numbers in any forward."""
-        return bool(self._behavior.draws_random)
+        return bool(self._behavior.draws_random or self._behavior.draws_host_random)
 
     @property
     def may_draw_random(self) -> bool:
@@ -177,6 +193,11 @@ class StageRunner:
         It may if it has drawn before, if it has not run yet, or if the partition says so.
         """
         return self._behavior.draws_random is not False or self.stage.may_draw_random
+
+    @property
+    def may_draw_host_random(self) -> bool:
+        """Return whether the stage may draw from `random` or `numpy.random`."""
+        return self._behavior.draws_host_random is not False
 
     # ---- forward and recomputation -------------------------------------------------------------
 
@@ -294,6 +315,13 @@ class StageRunner:
                 f"{saved.aux_loss_count} in their forward. Call penstock.add_loss in both; the "
                 "loss counts only once."
             )
+        if self._host_rng is not None and saved.host_rng is not None:
+            self._host_rng.check_repeats(saved.host_rng)
+        if microbatch == self._compared_microbatch and not self._behavior.repeats_forward:
+            for dst, tensors in saved.outputs.items():
+                check_repeated(tensors, outputs[dst][0])
+            self._behavior.repeats_forward = True
+            saved.outputs = {}
         self._record_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
@@ -312,17 +340,31 @@ class StageRunner:
             if p is not None
         ]
 
-    def _check_parameter_writes(self, versions: list[tuple[int, int]]) -> None:
+    def _checksum_parameters(self) -> list[Tensor | None]:
+        return [
+            checksum(p)
+            for module in self._static_modules
+            for p in module._parameters.values()
+            if p is not None
+        ]
+
+    def _check_parameter_writes(
+        self, versions: list[tuple[int, int]], checksums: list[Tensor | None]
+    ) -> None:
         """Raise if a forward that will be recomputed has changed a parameter in a lasting way.
 
-        An embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
+        A write through `.data` changes no version, so the first forward compares checksums, too. An
+        embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
         """
-        before = iter(versions)
+        before, sums_before = iter(versions), iter(checksums)
         for module in self._static_modules:
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                is_written = next(before, None) != (parameter.data_ptr(), parameter._version)
+                old_sum = next(sums_before, None)
+                is_written = next(before, None) != (parameter.data_ptr(), parameter._version) or (
+                    old_sum is not None and bool(old_sum != checksum(parameter))
+                )
                 is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
                 if is_written and not (is_embedding and module.max_norm is not None):
                     raise RunError(
@@ -343,12 +385,14 @@ class StageRunner:
         )
         buffers = snapshot_buffers(self._modules_with_buffers)
         parameter_versions = self._read_parameter_versions()
+        is_compared = not behavior.repeats_forward and self._compared_microbatch is None
+        checksums = self._checksum_parameters() if is_compared else []
         before = payload_versions(input_payloads.values())
         with mark_checkpointing:
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         self._parameter_versions = self._read_parameter_versions()
-        if self._parameter_versions != parameter_versions:
-            self._check_parameter_writes(parameter_versions)
+        if is_compared or self._parameter_versions != parameter_versions:
+            self._check_parameter_writes(parameter_versions, checksums)
         after = payload_versions(input_payloads.values())
         mutated = before != after
         if mutated and behavior.mutates_inputs is False:
@@ -360,13 +404,23 @@ class StageRunner:
         behavior.mutates_inputs = mutated or bool(behavior.mutates_inputs)
         written = find_written(buffers, behavior.silent_writes)
         unwritten = exclude_written(buffers, written)
+        flat_outputs = flatten_outputs(outputs)
+        copies: dict[int, list[Tensor]] = {}
+        if is_compared:
+            self._compared_microbatch = microbatch
+            copies = {
+                dst: [tensor.clone() for tensor in tensors]
+                for dst, (tensors, _) in flat_outputs.items()
+            }
         return _RecomputeInputs(
             originals if mutated else input_payloads,
             payload_versions(originals.values()) if mutated else after,
             written,
             unwritten,
             self._aux_loss_count,
-        ), flatten_outputs(outputs)
+            self._host_rng,
+            copies,
+        ), flat_outputs
 
     def _build_graph(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -423,7 +477,7 @@ class StageRunner:
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
-            if self._needs_context or self.may_draw_random:
+            if self._needs_context or self.may_draw_random or self.may_draw_host_random:
                 outputs = self._run_in_context(microbatch, values)
             else:
                 outputs = self.stage.compute(values)
@@ -440,7 +494,10 @@ class StageRunner:
             torch.is_grad_enabled() and (self.stage.index, microbatch) in self._split_cells,
         )
         rng_mode: CellRngMode | None = None
+        self._host_rng = None
         with ExitStack() as stack:
+            if self.may_draw_host_random:
+                self._host_rng = stack.enter_context(self._build_host_rng(microbatch))
             # Parameter proxies are installed first: the deferral of weight gradients puts its own
             # proxies on top of them.
             if self._proxies is not None:
@@ -451,12 +508,34 @@ class StageRunner:
                     self._weight_grad_deferral.activate()
                 )
             if self.may_draw_random:
-                rng_mode = CellRngMode(self.rng_source(microbatch))
+                is_first = behavior.draws_random is None
+                rng_mode = CellRngMode(self.rng_source(microbatch), detect_seeding=is_first)
                 stack.enter_context(rng_mode)
             outputs = self.stage.compute(values)
-        if rng_mode is not None:
+        # A layer that draws from its own generator is refused in a forward that will be recomputed,
+        # so the mode has to stay: it is not known whether this stage draws.
+        if rng_mode is not None and (rng_mode.has_drawn or not rng_mode.used_own_generator):
             behavior.draws_random = rng_mode.has_drawn or bool(behavior.draws_random)
+        if self._host_rng is not None:
+            self._record_host_draws(self._host_rng)
         return outputs
+
+    def _build_host_rng(self, microbatch: int) -> HostRngCell:
+        lock = nullcontext() if self.host_rng_lock is None else self.host_rng_lock
+        return HostRngCell(self.call_seed, self.stage.index, microbatch, lock)
+
+    def _record_host_draws(self, host_rng: HostRngCell) -> None:
+        """Remember whether the layers have drawn from `random` or `numpy.random`."""
+        if host_rng.used and self.host_rng_lock is None:
+            raise RunError(
+                f"these layers draw from {' and '.join(sorted(host_rng.used))}, which the threads "
+                "of all stages share. Stages that wait for other processes in their forward cannot "
+                "take turns. Draw with torch, whose random numbers are repeated."
+            )
+        self.used_host_generators |= host_rng.used
+        self._behavior.draws_host_random = bool(host_rng.used or self._behavior.draws_host_random)
+        if not self._behavior.draws_host_random:
+            self._host_rng = None
 
     @cached_property
     def _weight_grad_deferral(self) -> WeightGradDeferral:
