@@ -327,6 +327,10 @@ class StageRunner:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
 
+    def awaits_recompute(self, microbatch: int) -> bool:
+        """Return whether the forward of a micro-batch has built no graph yet."""
+        return microbatch in self._recompute_inputs
+
     def _record_parameter_versions(self) -> None:
         """Remember the versions of the parameters, if a recomputation will compare them."""
         if self._recompute_inputs:
