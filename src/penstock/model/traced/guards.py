@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.device.accelerator import list_autocast_types
+from penstock.model.traced.torch_functions import get_function_name
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.nested_values import flatten, iter_tensors, map_tensors, unflatten
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, find_loss_tensor
@@ -244,6 +245,81 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
         class_weights.value if isinstance(class_weights, ValueRef) else None,
         ignore_index,
     )
+
+
+# ---- how the model's own loss combines ----------------------------------------------------------
+#
+# Losses of micro-batches are averaged, as most losses are means over rows. The last operations of
+# the forward show some that are not.
+
+_RESCALING_FUNCTIONS = frozenset(
+    getattr(namespace, name)
+    for namespace in (torch, Tensor)
+    for name in ("mul", "div", "__mul__", "__rmul__", "__truediv__")
+    if hasattr(namespace, name)
+)
+_SUMS = frozenset([torch.sum, Tensor.sum])
+# Functions of all numbers of a tensor whose result for a batch cannot be computed from the results
+# for its parts.
+_UNCOMBINABLE_FUNCTIONS = frozenset(
+    getattr(namespace, name)
+    for namespace in (torch, Tensor)
+    for name in (
+        *("max", "min", "amax", "amin", "argmax", "argmin", "norm", "prod", "std", "var", "median"),
+        *("logsumexp", "quantile", "any", "all"),
+    )
+    if hasattr(namespace, name)
+) | {torch.linalg.norm, torch.linalg.vector_norm}
+
+
+@dataclass(frozen=True)
+class LossCombination:
+    """How the model's own loss of a batch follows from those of its micro-batches.
+
+    Attributes:
+        is_sum: Whether it is their sum.
+        may_be_sum: Whether it is a sum that was multiplied or divided by a Python number. That may
+            be the number of rows of the micro-batch, and then it is a mean.
+        obstacle: The function and its location that rule out both a sum and a mean, or "".
+    """
+
+    is_sum: bool = False
+    may_be_sum: bool = False
+    obstacle: str = ""
+
+
+def find_loss_combination(trace: Trace) -> LossCombination:
+    """Return what the last operations of a forward show about the model's own loss."""
+    node = _find_loss_node(trace)
+    if node is None or any(trace.values[value].tensor_spec.shape for value in node.produced_values):
+        return LossCombination()
+    is_rescaled = False
+    while node is not None and node.func in _SCALING_FUNCTIONS:
+        sources = [value for value in node.inputs if not _is_whole_number(trace, value)]
+        if len(sources) != 1 or trace.values[sources[0]].tensor_spec.shape:
+            return LossCombination()
+        if len(node.inputs) == 1:  # otherwise the other factor is an input, the same for all parts
+            is_rescaled |= node.func in _RESCALING_FUNCTIONS
+        producer = trace.values[sources[0]].producer
+        node = None if producer is None else trace.nodes[producer]
+    if node is None:
+        return LossCombination()
+    if node.func in _UNCOMBINABLE_FUNCTIONS:
+        return LossCombination(obstacle=f"{get_function_name(node.func)} ({node.location})")
+    is_loss_function = getattr(functional, getattr(node.func, "__name__", ""), None) is node.func
+    if node.func in _SUMS or (is_loss_function and "'sum'" in node.literals):
+        return LossCombination(is_sum=not is_rescaled, may_be_sum=is_rescaled)
+    return LossCombination()
+
+
+def _is_whole_number(trace: Trace, value: int) -> bool:
+    """Return whether a value is an input without dims, or follows from such inputs alone."""
+    traced = trace.values[value]
+    if traced.tensor_spec.shape:
+        return False
+    if traced.producer is None:
+        return traced.input_index is not None
+    return all(_is_whole_number(trace, source) for source in trace.nodes[traced.producer].inputs)
 
 
 def _find_loss_node(trace: Trace) -> TraceNode | None:

@@ -36,8 +36,10 @@ from penstock.model.traced.assignment import (
 )
 from penstock.model.traced.guards import (
     InputGuards,
+    LossCombination,
     LossTargets,
     TraceReplay,
+    find_loss_combination,
     find_loss_targets,
     read_torch_state,
 )
@@ -166,6 +168,7 @@ class _CompiledTrace:
     assignment: TraceAssignment
     programs: Mapping[int, StageProgram]
     loss_targets: LossTargets | None
+    loss_combination: LossCombination
     target_replay: TraceReplay  # computes the loss targets, if there are any
     fingerprint: str  # of the assignment, which all processes must agree on
 
@@ -309,7 +312,10 @@ class TracedPartition(Partition):
         # Without a target, the model may compute the loss itself, from labels among its inputs.
         model_targets = None if target else _find_model_targets(plans)
         loss_shares: Sequence[float | Tensor] = ()
-        if not batch.uses_model_loss:
+        sums_loss = batch.returns_loss and _is_loss_summed(batch, plans)
+        if not batch.uses_model_loss and sums_loss:
+            loss_shares = [1.0] * len(pieces)
+        elif not batch.uses_model_loss:
             loss_shares = _compute_loss_shares(rows, model_targets, last_device)
         elif model_targets is not None:
             targets = [move_to_device(labels, last_device) for labels in model_targets[0]]
@@ -333,6 +339,7 @@ class TracedPartition(Partition):
             target_counter,
             loss_shares,
             label_inputs,
+            sums_loss=sums_loss and batch.uses_model_loss,
         )
 
     def _assign_inputs(
@@ -442,6 +449,7 @@ class TracedPartition(Partition):
             assignment,
             programs,
             loss_targets,
+            find_loss_combination(trace),
             TraceReplay(
                 trace, constants, self._get_buffer, [p for p in producers if p is not None]
             ),
@@ -569,6 +577,30 @@ class TracedMicrobatch:
         return ForwardRequest(
             self.compiled.programs, plain_leaves, positions, self.tree_spec, settings, destinations
         )
+
+
+def _is_loss_summed(batch: Batch, plans: Sequence[TracedMicrobatch]) -> bool:
+    """Return whether the model's own losses are summed. Raise if they cannot be combined."""
+    if len(plans) == 1 or batch.reduction is not None:
+        return batch.reduction == "sum"
+    combinations = [plan.compiled.loss_combination for plan in plans]
+    for obstacle in (c.obstacle for c in combinations if c.obstacle):
+        raise RunError(
+            f"the model returns one number, computed by {obstacle}, and that of the batch does not "
+            "follow from those of its micro-batches. Return the tensor that it is computed from, "
+            "use chunks=1, or set reduction='mean' or 'sum' to combine the numbers so."
+        )
+    # The Hugging Face Trainer passes the number of targets of the whole batch, and the loss is a
+    # sum that is divided by it.
+    if batch.keyword_inputs.get("num_items_in_batch") is not None:
+        if all(combination.is_sum or combination.may_be_sum for combination in combinations):
+            return True
+        raise RunError(
+            "num_items_in_batch was given, but it is not clear that the model's loss is a sum "
+            "divided by it. Set reduction='sum' if it is, so that the losses of micro-batches are "
+            "added, or leave num_items_in_batch out."
+        )
+    return all(combination.is_sum for combination in combinations)
 
 
 def _compute_loss_shares(
