@@ -323,7 +323,7 @@ class Equilibrium(nn.Module):
 
         def solve(gradient: Tensor) -> Tensor:
             if self.how == "backward":
-                end.backward(gradient)  # type: ignore[no-untyped-call]
+                end.backward(gradient)
                 return gradient
             total = gradient
             for _ in range(3):

@@ -51,6 +51,7 @@ class Batch:
         uses_model_loss: Whether this is a step whose loss the model computes itself.
         reduction: How losses are combined: "mean", "sum", or None for what the loss does.
         is_step: Whether this is `pipe.step`. Otherwise it is `pipe(x)`.
+        return_outputs: Whether a step returns the outputs of the model.
     """
 
     inputs: tuple[Any, ...]
@@ -60,6 +61,7 @@ class Batch:
     uses_model_loss: bool = False
     reduction: str | None = None
     is_step: bool = False
+    return_outputs: bool = False
 
     @property
     def returns_loss(self) -> bool:

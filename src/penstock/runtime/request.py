@@ -20,7 +20,6 @@ class Request(Batch):
         training: Whether the pipe is in training mode.
         runtime: The runtime that was asked for.
         loss_fn: The loss of a step. None: the model computes it.
-        return_outputs: Whether a step returns the outputs of the model.
         scaler: The scaler of the gradients of a step.
         optimizer: The optimizer whose `step()` is called after the backwards.
     """
@@ -29,7 +28,6 @@ class Request(Batch):
     training: bool = True
     runtime: str = "threads"
     loss_fn: LossFn | None = None
-    return_outputs: bool = False
     scaler: torch.amp.GradScaler | None = None
     optimizer: torch.optim.Optimizer | None = None
 

@@ -42,7 +42,10 @@ COMBINED: dict[str, tuple[Callable[..., Any], Any]] = {
     "mean": (lambda x, _: x.square().mean(), None),
     "sum by the rows": (lambda x, _: x.square().sum() / len(x), None),
     "num_items_in_batch": (lambda x, n: x.square().sum() / n, 24),
-    "num_items_in_batch, a tensor": (lambda x, n: x.square().sum() / n.to(x.dtype), torch.tensor(24)),
+    "num_items_in_batch, a tensor": (
+        lambda x, n: x.square().sum() / n.to(x.dtype),
+        torch.tensor(24),
+    ),
 }
 
 
@@ -65,9 +68,9 @@ def test_own_loss_of_the_batch_is_that_of_the_unsplit_model(kind: str, door: str
     found = pipe.step(**inputs).loss if door == "step" else first(pipe(**inputs))
     assert closely(found.detach(), expected.detach())
     if expected.requires_grad:
-        expected.backward()  # type: ignore[no-untyped-call]
+        expected.backward()
         if door == "call":
-            found.backward()  # type: ignore[no-untyped-call]
+            found.backward()
         assert same_gradients(model, reference)
 
 

@@ -30,6 +30,7 @@ from penstock.model.traced.torch_functions import get_function_name
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.nested_values import flatten, iter_tensors, map_tensors, unflatten
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, find_loss_tensor
+from penstock.torch_compat import pytree
 
 # ---- modes of PyTorch: a part of the cache key ---------------------------------------------------
 
@@ -328,15 +329,27 @@ def _find_loss_node(trace: Trace) -> TraceNode | None:
     The output is rebuilt with a tensor without memory for each value, and the code that finds the
     loss in a real output is applied to it. The tensor that it returns identifies the value.
     """
+    output, markers = _rebuild_output(trace)
+    loss = find_loss_tensor(output)
+    for index, marker in markers.items():
+        if marker is loss:
+            producer = trace.values[trace.output.leaves[index].value].producer
+            return None if producer is None else trace.nodes[producer]
+    return None
+
+
+def _rebuild_output(trace: Trace) -> tuple[Any, dict[int, Tensor]]:
+    """Return the output with a tensor without memory for each value, and these by leaf."""
     markers = {
         index: trace.values[leaf.value].tensor_spec.allocate("meta")
         for index, leaf in enumerate(trace.output.leaves)
         if isinstance(leaf, ValueLeaf)
     }
     leaves = [markers.get(index, leaf) for index, leaf in enumerate(trace.output.leaves)]
-    loss = find_loss_tensor(unflatten(leaves, trace.output.tree_spec))
-    for index, marker in markers.items():
-        if marker is loss:
-            producer = trace.values[trace.output.leaves[index].value].producer
-            return None if producer is None else trace.nodes[producer]
-    return None
+    return unflatten(leaves, trace.output.tree_spec), markers
+
+
+def find_output_shapes(trace: Trace) -> list[tuple[int, ...]]:
+    """Return the shape of each leaf of the output. What is not a tensor has the empty shape."""
+    leaves = pytree.tree_leaves(_rebuild_output(trace)[0])
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]

@@ -15,7 +15,7 @@ later traces must find every unit, parameter and written buffer on the stage tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
 from penstock.fingerprint import Fingerprinter, ModelSettings, ObjectIdentity, read_model_settings
-from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
+from penstock.microbatch import (
+    MicrobatchRows,
+    check_inputs,
+    is_row_dim_ambiguous,
+    move_to_device,
+    scatter,
+    take_rows,
+)
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
@@ -41,6 +48,7 @@ from penstock.model.traced.guards import (
     TraceReplay,
     find_loss_combination,
     find_loss_targets,
+    find_output_shapes,
     read_torch_state,
 )
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
@@ -171,6 +179,40 @@ class _CompiledTrace:
     loss_combination: LossCombination
     target_replay: TraceReplay  # computes the loss targets, if there are any
     fingerprint: str  # of the assignment, which all processes must agree on
+    # by index of a leaf of the output, its dim with rows, or None; empty until it is needed
+    _output_dims: dict[int, int | None] = field(default_factory=dict)
+
+    def find_output_dims(
+        self, count: int, trace_larger: Callable[[], TracedMicrobatch]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the dims of outputs that have the rows of a micro-batch with `count` rows.
+
+        If the sizes of an output do not tell, a trace with one row more does. Otherwise nothing is
+        returned.
+        """
+        shapes = find_output_shapes(self.assignment.trace)
+        ambiguous = [shape for shape in shapes if is_row_dim_ambiguous(shape, count)]
+        if ambiguous and not self._output_dims:
+            try:
+                larger = find_output_shapes(trace_larger().compiled.assignment.trace)
+                columns = [[*zip(*pair, strict=True)] for pair in zip(shapes, larger, strict=True)]
+            except Exception as error:
+                raise RunError(
+                    f"an output of shape {ambiguous[0]} has the {count} rows of its micro-batch on "
+                    "dim 0 or on another dim, and the model cannot be traced with one row more to "
+                    "see on which one. Use another number of chunks."
+                ) from error
+            for index, sizes in enumerate(columns):
+                dims = [dim for dim, (size, larger_size) in enumerate(sizes) if size != larger_size]
+                if len(dims) > 1:
+                    raise RunError(
+                        f"an output of shape {shapes[index]} has rows on the dims {dims}: it "
+                        "relates rows of the batch to each other, and a micro-batch does not have "
+                        "the rows of the others. Compute it from the output of the pipe, or use "
+                        "chunks=1."
+                    )
+                self._output_dims[index] = dims[0] if dims else None
+        return tuple((index, dim) for index, dim in self._output_dims.items() if dim is not None)
 
 
 TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
@@ -292,7 +334,8 @@ class TracedPartition(Partition):
         last_device = devices.get(last_stage)
         target = tuple(move_to_device(value, last_device) for value in batch.target)
         names = [*(f"input {index}" for index in range(len(inputs))), *keyword_inputs, "target"]
-        pieces, rows = scatter((*inputs, *keyword_inputs.values(), *target), batch.chunks, names)
+        values = *inputs, *keyword_inputs.values(), *target
+        pieces, rows = scatter(values, batch.chunks, names)
         settings, keywords_start = self.read_settings(), len(inputs)
         keywords_end = keywords_start + len(keyword_inputs)
         plans = [
@@ -303,6 +346,15 @@ class TracedPartition(Partition):
             )
             for piece in pieces
         ]
+        if len(pieces) > 1 and not rows.dim and (batch.return_outputs or not batch.is_step):
+
+            def trace_larger() -> TracedMicrobatch:
+                larger = take_rows(values, rows, rows.counts[0] + 1)
+                keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
+                return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
+
+            dims = plans[0].compiled.find_output_dims(rows.counts[0], trace_larger)
+            rows = rows._replace(output_dims=dims)
         # Micro-batches of one batch may take different paths through the forward. The program is
         # the same for all of them, so an edge that one micro-batch needs is an edge for all.
         edges = sorted({edge for plan in plans for edge in plan.compiled.assignment.edges})
