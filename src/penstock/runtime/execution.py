@@ -155,6 +155,8 @@ class Execution:
         ]
         # A seed is made only if a stage may need it: reading the generator takes time.
         runners = self.stage_runners
+        for runner in runners:
+            runner.peers = runners
         if any(runner.may_draw_random or runner.may_draw_host_random for runner in runners):
             seed = rng_policy.make_seed()
             host_rng_lock = select_host_rng_lock() if allow_host_rng else None

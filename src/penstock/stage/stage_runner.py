@@ -152,6 +152,7 @@ class StageRunner:
         self.call_seed = 0
         self.host_rng_lock: AbstractContextManager[object] | None = host_rng_lock
         self.used_host_generators: set[str] = set()
+        self.peers: Sequence[StageRunner] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
         # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
@@ -465,7 +466,33 @@ class StageRunner:
         if self._is_tracked and not behavior.uses_only_parameters:
             graph.check_leaves_are_parameters(set(self._used_parameters()))
             behavior.uses_only_parameters = True
+        elif not self._is_tracked and not behavior.stays_in_stage:
+            self._check_stays_in_stage(graph)
+            behavior.stays_in_stage = True
         return graph, outputs
+
+    def _check_stays_in_stage(self, graph: CellGraph) -> None:
+        """Raise if the graph of a cell goes on into that of another stage.
+
+        A layer may keep a tensor in an attribute, which a later layer or the loss reads. It is in
+        the graph of its own cell, and perhaps of another micro-batch.
+        """
+        own = {*self.parameters, *self._used_parameters()}
+        owners = {
+            parameter: peer.stage
+            for peer in self.peers
+            if peer is not self
+            for parameter in (*peer.parameters, *peer._used_parameters())
+            if parameter not in own
+        }
+        for leaf in graph.find_leaves() if owners else ():
+            if leaf in owners:
+                raise RunError(
+                    f"this stage, or its loss, uses a tensor that {owners[leaf]} has computed but "
+                    "not returned, such as an auxiliary loss that a layer keeps in an attribute. "
+                    "It may be that of another micro-batch. Return the tensor, or add the loss in "
+                    "the layer with penstock.add_loss."
+                )
 
     @mark_cell_boundary
     def _run_layers(self, microbatch: int, values: NeighborValues) -> NeighborValues:
