@@ -194,18 +194,33 @@ class SeededRng:
 # ---- the dispatch mode -------------------------------------------------------------------------
 
 
+_EMPTY_OPS = frozenset(
+    [
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    ]
+)
+
+
 class CellRngMode(CompileFriendlyDispatchMode):
     """A dispatch mode that redirects random operations to a source, or to a seed.
 
     With `detect_seeding` it raises if a layer seeds the default generator, from which it would then
-    not draw.
+    not draw. With `fill_empty`, the contents of `torch.empty` are zeros, so that two runs can be
+    compared.
 
     Attributes:
         used_own_generator: Whether a layer has drawn from a generator of its own.
     """
 
-    def __init__(self, source: RngSource | int, detect_seeding: bool = False) -> None:
+    def __init__(
+        self, source: RngSource | int, detect_seeding: bool = False, fill_empty: bool = False
+    ) -> None:
         super().__init__()
+        self._fill_empty = fill_empty
         self._source = SeededRng(source) if isinstance(source, int) else source
         self._shared_state = read_shared_cpu_state() if detect_seeding else None
         self.used_own_generator = False
@@ -235,7 +250,10 @@ class CellRngMode(CompileFriendlyDispatchMode):
         with DisableTorchFunction():
             draws = torch.Tag.nondeterministic_seeded in func.tags
             if not draws or is_deterministic_call(func, args, kwargs):
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if self._fill_empty and func in _EMPTY_OPS:
+                    result.zero_()
+                return result
             return self._run_random_op(func, args, kwargs)
 
     def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,8 +19,8 @@ that does none of this runs without any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -179,8 +179,10 @@ class StageRunner:
         # `random` and `numpy.random`.
         self._aux_loss_count = 0
         self._host_rng: HostRngCell | None = None
-        # The micro-batch whose recomputation is compared with its forward. None: not yet known.
+        # The micro-batch whose recomputation is compared with its forward, and whether one of the
+        # two runs now.
         self._compared_microbatch: int | None = None
+        self._is_compared = False
 
     @property
     def has_drawn(self) -> bool:
@@ -305,7 +307,8 @@ class StageRunner:
         # place gets copies.
         inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
         state = restore_state(self._modules, self._training_flags, saved.written_buffers)
-        with mark_recomputing, state:
+        is_compared = microbatch == self._compared_microbatch and not self._behavior.repeats_forward
+        with mark_recomputing, state, self._marked_as_compared(is_compared):
             self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         # The value of an auxiliary loss comes from the forward, its gradient from the
         # recomputation. A layer that adds it in only one of the two would train on a loss that is
@@ -318,7 +321,7 @@ class StageRunner:
             )
         if self._host_rng is not None and saved.host_rng is not None:
             self._host_rng.check_repeats(saved.host_rng)
-        if microbatch == self._compared_microbatch and not self._behavior.repeats_forward:
+        if is_compared:
             for dst, tensors in saved.outputs.items():
                 check_repeated(tensors, outputs[dst][0])
             self._behavior.repeats_forward = True
@@ -327,6 +330,14 @@ class StageRunner:
         if OUTSIDE not in outputs:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
+
+    @contextmanager
+    def _marked_as_compared(self, is_compared: bool) -> Iterator[None]:
+        self._is_compared = is_compared
+        try:
+            yield
+        finally:
+            self._is_compared = False
 
     def awaits_recompute(self, microbatch: int) -> bool:
         """Return whether the forward of a micro-batch has built no graph yet."""
@@ -393,7 +404,7 @@ class StageRunner:
         is_compared = not behavior.repeats_forward and self._compared_microbatch is None
         checksums = self._checksum_parameters() if is_compared else []
         before = payload_versions(input_payloads.values())
-        with mark_checkpointing:
+        with mark_checkpointing, self._marked_as_compared(is_compared):
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         self._parameter_versions = self._read_parameter_versions()
         if is_compared or self._parameter_versions != parameter_versions:
@@ -508,7 +519,12 @@ class StageRunner:
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
-            if self._needs_context or self.may_draw_random or self.may_draw_host_random:
+            if (
+                self._needs_context
+                or self._is_compared
+                or self.may_draw_random
+                or self.may_draw_host_random
+            ):
                 outputs = self._run_in_context(microbatch, values)
             else:
                 outputs = self.stage.compute(values)
@@ -538,9 +554,9 @@ class StageRunner:
                 self._pending_weight_grads[microbatch] = stack.enter_context(
                     self._weight_grad_deferral.activate()
                 )
-            if self.may_draw_random:
+            if self.may_draw_random or self._is_compared:
                 is_first = behavior.draws_random is None
-                rng_mode = CellRngMode(self.rng_source(microbatch), detect_seeding=is_first)
+                rng_mode = CellRngMode(self.rng_source(microbatch), is_first, self._is_compared)
                 stack.enter_context(rng_mode)
             outputs = self.stage.compute(values)
         # A layer that draws from its own generator is refused in a forward that will be recomputed,
