@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ from penstock.checker.report import Difference
 from penstock.microbatch import gather
 from penstock.model.traced.torch_functions import is_metadata_only
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.stage.host_rng import HostRngCell
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import BatchNormBase, pytree
 
 # ---- random numbers of cells ---------------------------------------------------------------------
@@ -59,7 +61,9 @@ class CellRngEmulator:
             CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
             for stage in range(self._num_stages)
         ]
-        with ExitStack() as hooks, ExitStack() as current_cell:
+        host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())
+        host_streams: list[AbstractContextManager[None]] = []  # of the units that are running
+        with ExitStack() as hooks, ExitStack() as current_cell, host_rng:
 
             def enter_stage(stage: int) -> None:
                 current_cell.close()
@@ -70,11 +74,15 @@ class CellRngEmulator:
 
             def enter_unit(name: str, call_stages: Sequence[int]) -> None:
                 inter_unit_mode.unit_depth += 1
-                enter_stage(call_stages[min(call_counts[name], len(call_stages) - 1)])
+                stage = call_stages[min(call_counts[name], len(call_stages) - 1)]
+                enter_stage(stage)
+                host_streams.append(host_rng.draw_from(stage))
+                host_streams[-1].__enter__()
                 call_counts[name] += 1
 
             def exit_unit() -> None:
                 inter_unit_mode.unit_depth -= 1
+                host_streams.pop().__exit__(None, None, None)
 
             for name, (unit, call_stages) in self._units.items():
                 # First of all hooks: a hook of the user's may draw, too.
@@ -87,7 +95,7 @@ class CellRngEmulator:
             if self._function_stages:
                 hooks.enter_context(inter_unit_mode)
             yield
-        self._used_rng |= any(cell.has_drawn for cell in cells)
+        self._used_rng |= any(cell.has_drawn for cell in cells) or bool(host_rng.used)
 
     def advance_generator(self) -> None:
         """Advance torch's generator if a cell drew, as a pipe does at the end of a step."""
@@ -157,9 +165,10 @@ def detect_batch_dependence(checked: CheckedModel, training: bool = True) -> Bat
         for name, module in model.named_modules()
         if isinstance(module, BatchNormBase) and (module.training or module.running_mean is None)
     ]
-    with CellRngMode(0) as random, torch.no_grad():
+    host_rng = HostRngCell(0, OUTSIDE, 0, nullcontext())
+    with CellRngMode(0) as random, host_rng, torch.no_grad():
         checked.run_model(model, checked.arguments.take_whole_batch())
-    return BatchDependence(random.has_drawn, tuple(norms))
+    return BatchDependence(random.has_drawn or bool(host_rng.used), tuple(norms))
 
 
 # ---- outcomes and their comparison ---------------------------------------------------------------
