@@ -253,14 +253,16 @@ class LossStageFunction:
         aux_losses = thread_state.sink
         if isinstance(aux_losses, CollectedLosses):
             aux_losses.layer_count = len(aux_losses)
+        recorder: CrossEntropyRecorder | None = None
         if self.loss_fn is None:
             result = extract_model_loss(output)
         else:
-            recorder = CrossEntropyRecorder()
-            with mark_only_run(), recorder if self._records_counts else nullcontext():
+            if self._records_counts and not _is_on_accelerator(targets):
+                recorder = CrossEntropyRecorder()
+            with mark_only_run(), nullcontext() if recorder is None else recorder:
                 result = self.loss_fn(output, *targets)
         loss, extras = parse_loss(result, self.origin)
-        if self.loss_fn is not None and extras.weight is None:
+        if recorder is not None and extras.weight is None:
             self._check_counted_alike(recorder.shares)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:
@@ -291,6 +293,10 @@ class LossStageFunction:
                 "itself as loss_fn, which Penstock weighs by its targets, or return "
                 "penstock.Weighted(loss, weight)."
             )
+
+
+def _is_on_accelerator(targets: tuple[Any, ...]) -> bool:
+    return bool(targets) and isinstance(targets[0], Tensor) and not targets[0].is_cpu
 
 
 def extract_model_loss(output: Any) -> Any:
