@@ -489,7 +489,7 @@ class StageRunner:
         the graph of its own cell, and perhaps of another micro-batch.
         """
         own = {*self.parameters, *self._used_parameters()}
-        owners = {
+        owners: dict[Tensor, Stage] = {
             parameter: peer.stage
             for peer in self.peers
             if peer is not self

@@ -50,8 +50,8 @@ def test_outputs_are_joined_on_the_dim_that_has_the_rows(
     model, x = Hidden(end).double(), torch.randn(8, 4, dtype=torch.float64)
     pipe = Pipe(model, chunks, stages=2, devices=["cpu"] * 2, example=x)
     if door == "step":
-        found = pipe.step(x, loss_fn=lambda _: x.new_ones((), requires_grad=True), outputs=True)
-        found = found.outputs
+        result = pipe.step(x, loss_fn=lambda _: x.new_ones((), requires_grad=True), outputs=True)
+        found = result.outputs
     else:
         found = pipe(x)
     expected = model(x)

@@ -275,18 +275,24 @@ _UNCOMBINABLE_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class LossCombination:
-    """How the model's own loss of a batch follows from those of its micro-batches.
+    """What the last operations of a forward show about how losses of micro-batches combine.
 
     Attributes:
-        is_sum: Whether it is their sum.
-        may_be_sum: Whether it is a sum that was multiplied or divided by a Python number. That may
-            be the number of rows of the micro-batch, and then it is a mean.
+        is_sum: Whether the loss is a sum, perhaps multiplied or divided by numbers.
+        summed_shape: The shape of the tensor that is summed. It may have no rows: `mean(0).sum()`.
+        factors: The Python numbers, as text. One may be the number of rows of the micro-batch, and
+            then the loss is a mean.
         obstacle: The function and its location that rule out both a sum and a mean, or "".
     """
 
     is_sum: bool = False
-    may_be_sum: bool = False
+    summed_shape: tuple[int, ...] = ()
+    factors: tuple[str, ...] = ()
     obstacle: str = ""
+
+    def is_sum_over_rows(self, larger: LossCombination) -> bool:
+        """Return whether it is a sum over rows, given that of a micro-batch with one row more."""
+        return self.summed_shape != larger.summed_shape and self.factors == larger.factors
 
 
 def find_loss_combination(trace: Trace) -> LossCombination:
@@ -294,23 +300,36 @@ def find_loss_combination(trace: Trace) -> LossCombination:
     node = _find_loss_node(trace)
     if node is None or any(trace.values[value].tensor_spec.shape for value in node.produced_values):
         return LossCombination()
-    is_rescaled = False
-    while node is not None and node.func in _SCALING_FUNCTIONS:
-        sources = [value for value in node.inputs if not _is_whole_number(trace, value)]
-        if len(sources) != 1 or trace.values[sources[0]].tensor_spec.shape:
-            return LossCombination()
-        if len(node.inputs) == 1:  # otherwise the other factor is an input, the same for all parts
-            is_rescaled |= node.func in _RESCALING_FUNCTIONS
-        producer = trace.values[sources[0]].producer
-        node = None if producer is None else trace.nodes[producer]
+    node, factors = _skip_scaling(trace, node)
     if node is None:
         return LossCombination()
     if node.func in _UNCOMBINABLE_FUNCTIONS:
         return LossCombination(obstacle=f"{get_function_name(node.func)} ({node.location})")
     is_loss_function = getattr(functional, getattr(node.func, "__name__", ""), None) is node.func
-    if node.func in _SUMS or (is_loss_function and "'sum'" in node.literals):
-        return LossCombination(is_sum=not is_rescaled, may_be_sum=is_rescaled)
-    return LossCombination()
+    if node.func not in _SUMS and not (is_loss_function and "'sum'" in node.literals):
+        return LossCombination()
+    summed = trace.values[node.inputs[0]]
+    if summed.producer is not None:
+        factors += _skip_scaling(trace, trace.nodes[summed.producer])[1]
+    return LossCombination(True, summed.tensor_spec.shape, factors)
+
+
+def _skip_scaling(trace: Trace, node: TraceNode) -> tuple[TraceNode | None, tuple[str, ...]]:
+    """Return the node that is then scaled and reshaped until `node`, and the Python factors.
+
+    It is None if the result also depends on another tensor than an input without dims, which is the
+    same for all micro-batches.
+    """
+    factors: tuple[str, ...] = ()
+    while node.func in _SCALING_FUNCTIONS:
+        sources = [value for value in node.inputs if not _is_whole_number(trace, value)]
+        if node.func in _RESCALING_FUNCTIONS:
+            factors += (node.literals,)
+        producer = trace.values[sources[0]].producer if len(sources) == 1 else None
+        if producer is None:
+            return None, factors
+        node = trace.nodes[producer]
+    return node, factors
 
 
 def _is_whole_number(trace: Trace, value: int) -> bool:

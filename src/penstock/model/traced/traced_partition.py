@@ -346,13 +346,14 @@ class TracedPartition(Partition):
             )
             for piece in pieces
         ]
+
+        def trace_larger() -> TracedMicrobatch:
+            """Trace a micro-batch with one row more, to see which shapes depend on the rows."""
+            larger = take_rows(values, rows, rows.counts[0] + 1)
+            keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
+            return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
+
         if len(pieces) > 1 and not rows.dim and (batch.return_outputs or not batch.is_step):
-
-            def trace_larger() -> TracedMicrobatch:
-                larger = take_rows(values, rows, rows.counts[0] + 1)
-                keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
-                return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
-
             dims = plans[0].compiled.find_output_dims(rows.counts[0], trace_larger)
             rows = rows._replace(output_dims=dims)
         # Micro-batches of one batch may take different paths through the forward. The program is
@@ -364,7 +365,7 @@ class TracedPartition(Partition):
         # Without a target, the model may compute the loss itself, from labels among its inputs.
         model_targets = None if target else _find_model_targets(plans)
         loss_shares: Sequence[float | Tensor] = ()
-        sums_loss = batch.returns_loss and _is_loss_summed(batch, plans)
+        sums_loss = batch.returns_loss and _is_loss_summed(batch, plans, trace_larger)
         if not batch.uses_model_loss and sums_loss:
             loss_shares = [1.0] * len(pieces)
         elif not batch.uses_model_loss:
@@ -631,7 +632,9 @@ class TracedMicrobatch:
         )
 
 
-def _is_loss_summed(batch: Batch, plans: Sequence[TracedMicrobatch]) -> bool:
+def _is_loss_summed(
+    batch: Batch, plans: Sequence[TracedMicrobatch], trace_larger: Callable[[], TracedMicrobatch]
+) -> bool:
     """Return whether the model's own losses are summed. Raise if they cannot be combined."""
     if len(plans) == 1 or batch.reduction is not None:
         return batch.reduction == "sum"
@@ -645,14 +648,24 @@ def _is_loss_summed(batch: Batch, plans: Sequence[TracedMicrobatch]) -> bool:
     # The Hugging Face Trainer passes the number of targets of the whole batch, and the loss is a
     # sum that is divided by it.
     if batch.keyword_inputs.get("num_items_in_batch") is not None:
-        if all(combination.is_sum or combination.may_be_sum for combination in combinations):
+        if all(combination.is_sum for combination in combinations):
             return True
         raise RunError(
             "num_items_in_batch was given, but it is not clear that the model's loss is a sum "
             "divided by it. Set reduction='sum' if it is, so that the losses of micro-batches are "
             "added, or leave num_items_in_batch out."
         )
-    return all(combination.is_sum for combination in combinations)
+    if not all(combination.is_sum for combination in combinations):
+        return False
+    # `x.mean(0).sum()` and `x.sum() / len(x)` are means over rows.
+    try:
+        larger = trace_larger().compiled.loss_combination
+    except Exception as error:
+        raise RunError(
+            "the model returns a sum, and it cannot be traced with one row more to see whether "
+            "that is a sum or a mean over the rows. Set reduction='sum' or 'mean'."
+        ) from error
+    return combinations[0].is_sum_over_rows(larger)
 
 
 def _compute_loss_shares(
