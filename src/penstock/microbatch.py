@@ -171,6 +171,8 @@ class MicrobatchRows(NamedTuple):
 
     counts: tuple[int, ...] = ()  # empty if the batch contains nothing to split
     dim: int = 0
+    # by index of a leaf of the output, the dim that its rows are on; others are found by their size
+    output_dims: tuple[tuple[int, int], ...] = ()
 
     def fractions(self) -> list[float]:
         """Return each micro-batch's fraction of all rows.
@@ -345,6 +347,17 @@ def _describe_mismatch(name: str, leaf: Any, rows: MicrobatchRows) -> str:
     )
 
 
+def is_row_dim_ambiguous(shape: Sequence[int], count: int) -> bool:
+    """Return whether an output of a micro-batch has its rows on dim 0 or on another dim.
+
+    Both have the size for it, as in `torch.stack(hidden)` of two layers and two rows.
+
+    >>> [is_row_dim_ambiguous(shape, 2) for shape in [(2, 2, 5), (4, 2), (2, 5)]]
+    [True, True, False]
+    """
+    return len(shape) > 1 and shape[0] % count == 0 and count in shape[1:]
+
+
 # ---- joining -------------------------------------------------------------------------------------
 
 
@@ -364,8 +377,9 @@ def gather(
     >>> gather([(torch.zeros(2), "a"), (torch.ones(1), "b")], MicrobatchRows((2, 1)))
     (tensor([0., 0., 1.]), ['a', 'b'])
     """
+    known_dims = dict(rows.output_dims)
     if all(isinstance(output, Tensor) for output in outputs):
-        return _join_outputs(tuple(outputs), rows)
+        return _join_outputs(tuple(outputs), rows, known_dims.get(0))
     flat = [pytree.tree_flatten(output) for output in outputs]
     # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
@@ -373,15 +387,19 @@ def gather(
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
     known_leaves = known_leaves or {}
     leaves = [
-        known_leaves[index] if index in known_leaves else _join_outputs(column, rows)
+        known_leaves[index]
+        if index in known_leaves
+        else _join_outputs(column, rows, known_dims.get(index))
         for index, column in enumerate(columns)
     ]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows) -> Any:
+def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:
     if not all(isinstance(value, Tensor) for value in outputs):
         return list(outputs)
+    if known_dim is not None:
+        return torch.cat(outputs, known_dim)
     if not rows.counts:  # the batch contained nothing to split, so there is one micro-batch
         return outputs[0] if outputs[0].dim() else list(outputs)
     dims = [d for d in dict.fromkeys((rows.dim, 0)) if _has_rows(outputs, rows, d)]

@@ -158,8 +158,12 @@ def iter_hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from iter_hidden_tensors(item, depth - 1)
     elif depth and isinstance(leaf, dict):
         yield from iter_hidden_tensors(list(leaf.values()), depth)
-    elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-        yield from iter_hidden_tensors(list(vars(leaf).values()), depth)
+    elif depth and not isinstance(leaf, type):
+        slots = [name for kind in type(leaf).__mro__ for name in kind.__dict__.get("__slots__", ())]
+        attributes = [getattr(leaf, name) for name in slots if hasattr(leaf, name)]
+        attributes += getattr(leaf, "__dict__", {}).values()
+        if attributes:
+            yield from iter_hidden_tensors(attributes, depth)
 
 
 def iter_captured_values(function: FunctionType) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support import (
     batch,
     closely,
     differences,
+    each_checkpoint,
     each_runtime,
     same_gradients,
     trained,
@@ -299,3 +301,64 @@ def test_nested_pipe_under_zero_bubble(checkpoint: str, runtime: str) -> None:
     pipe.step(x, target=target)
     nn.functional.mse_loss(reference(x), target).backward()
     assert same_gradients(model, reference)
+
+
+class Equilibrium(nn.Module):
+    """A deep equilibrium layer: a hook solves for the gradient with `torch.autograd.grad`."""
+
+    def __init__(self, how: str = "grad") -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(6, 6, dtype=torch.float64), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        def iterate(state: Tensor) -> Tensor:
+            return torch.tanh(0.1 * self.linear(state) + x)
+
+        with torch.no_grad():
+            state = iterate(iterate(torch.zeros_like(x)))
+        state = iterate(state)
+        start = state.detach().requires_grad_()
+        end = iterate(start)
+
+        def solve(gradient: Tensor) -> Tensor:
+            if self.how == "backward":
+                end.backward(gradient)
+                return gradient
+            total = gradient
+            for _ in range(3):
+                (slope,) = torch.autograd.grad(
+                    end, start, total, retain_graph=True, allow_unused=self.how == "unused"
+                )
+                total = slope + gradient
+            return total
+
+        if state.requires_grad:
+            state.register_hook(solve)
+        return state
+
+
+@each_runtime
+@each_checkpoint
+def test_deep_equilibrium_layer_under_zero_bubble(checkpoint: str, runtime: str) -> None:
+    """The gradients that pass by the weights in the layer's own `grad` are not the loss's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Equilibrium(), nn.Linear(6, 3)).double()
+    reference = copy.deepcopy(model)
+    x, target = batch(8)
+    pipe = Pipe(
+        model, 2, checkpoint, stages=3, devices=["cpu"] * 3, schedule="zb-h1", runtime=runtime,
+        loss_fn=nn.functional.mse_loss,
+    )  # fmt: skip
+    pipe.step(x, target=target)
+    nn.functional.mse_loss(reference(x), target).backward()
+    assert same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("how", ["unused", "backward"])
+def test_layer_that_may_want_weight_gradients_in_its_backward_is_refused(how: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Equilibrium(how), nn.Linear(6, 3)).double()
+    pipe = Pipe(
+        model, 2, "never", stages=3, devices=["cpu"] * 3, schedule="zb-h1", loss_fn=torch.sum
+    )
+    with pytest.raises(RunError, match="a layer computes gradients in its backward"):
+        pipe.step(batch(8)[0])

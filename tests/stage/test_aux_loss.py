@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from penstock import Pipe, add_loss, added_losses, is_recomputing
+from penstock import Pipe, RunError, add_loss, added_losses, is_recomputing
 from tests.support import (
     Do,
     Pop,
@@ -254,3 +254,28 @@ def test_add_loss_inside_reentrant_torch_checkpoint_is_refused() -> None:
     x, target = batch(7)
     with pytest.raises(RuntimeError, match=r"nothing collects.* use_reentrant=False"):
         pipe.step(x.requires_grad_(), target=target)
+
+
+class KeepsLoss(nn.Module):
+    """A layer that keeps a balance loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.kept = x.square().mean()
+        return x
+
+
+@each_runtime
+def test_loss_that_a_layer_of_another_stage_keeps_is_refused(runtime: str) -> None:
+    keeper = KeepsLoss()
+    layers = nn.Sequential(keeper, nn.Linear(4, 4))
+    pipe = Pipe(layers, 2, "never", stages=2, devices=["cpu"] * 2, runtime=runtime)
+    with pytest.raises(RunError, match=r"uses a tensor that stage 0 \(layer 0: KeepsLoss\) has"):
+        pipe.step(torch.ones(4, 4), loss_fn=lambda y: y.sum() + keeper.kept)
+    pipe = Pipe(layers, 2, "never", stages=1, devices=["cpu"], runtime=runtime)
+    pipe.step(torch.ones(4, 4), loss_fn=lambda y: y.sum() + keeper.kept)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from penstock import Pipe
 from penstock.stage.caller_context import CallerContext
-from tests.support import Watch, each_runtime
+from tests.support import Watch, each_checkpoint, each_runtime
 
 CPU = frozenset({"cpu"})
+FACTOR = ContextVar("factor", default=1.0)
 
 
 def state() -> tuple[Any, ...]:
@@ -92,6 +94,26 @@ def test_default_dtype_of_the_caller_applies_in_stages() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert seen == [torch.float64, torch.float64]
+
+
+@each_runtime
+@each_checkpoint
+def test_layers_and_their_recomputation_see_the_context_variables_of_the_caller(
+    checkpoint: str, runtime: str
+) -> None:
+    seen = []
+    layers = [Watch(lambda x: seen.append(FACTOR.get())) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(1, 1), *layers)
+    pipe = Pipe(model, 2, checkpoint, stages=[2, 1], runtime=runtime)
+    token = FACTOR.set(3.0)
+    try:
+        loss = pipe(torch.zeros(4, 1)).sum()
+    finally:
+        FACTOR.reset(token)
+    loss.backward()  # outside of the context
+    assert set(seen) == {3.0}
+    pipe(torch.zeros(4, 1))
+    assert set(seen[-4:]) == {1.0}
 
 
 # ---- CallerContext itself -----------------------------------------------------------------

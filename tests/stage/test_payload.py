@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
+from penstock.nested_values import iter_hidden_tensors
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from tests.support import Do, closely, each_checkpoint
 
@@ -88,7 +90,50 @@ def test_stages_pass_nested_values_with_tensors(checkpoint: str) -> None:
     assert closely(x.grad, torch.tensor([[3.0], [1.0], [3.0]]))
 
 
-def test_tensor_hidden_in_an_object_between_stages_is_refused() -> None:
-    pipe = Pipe(nn.Sequential(Do(Hidden), Do(lambda hidden: hidden.inner)), 2, stages=2)
-    with pytest.raises(TypeError, match="a Hidden that goes from one stage to another has a"):
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+
+HIDING: dict[str, Callable[[Tensor], Any]] = {
+    "attribute": Hidden,
+    "object in an object": lambda x: Hidden(Hidden(x)),  # type: ignore[arg-type]
+    "list in an object": lambda x: Hidden([x]),  # type: ignore[arg-type]
+    "slot": Slotted,
+    "distribution": lambda x: torch.distributions.Normal(x, 1.0, validate_args=False),
+}
+each_hiding = pytest.mark.parametrize("hide", HIDING.values(), ids=list(HIDING))
+
+
+@each_hiding
+def test_tensor_hidden_in_an_object_between_stages_is_refused(
+    hide: Callable[[Tensor], Any],
+) -> None:
+    pipe = Pipe(nn.Sequential(Do(hide), Do(lambda hidden: hidden.inner)), 2, stages=2)
+    with pytest.raises(TypeError, match=r"a \w+ that goes from one stage to another has a tensor"):
         pipe(torch.zeros(4))
+
+
+@each_hiding
+@each_checkpoint
+def test_tensor_hidden_in_the_output_of_a_pipe_is_refused_if_it_may_be_differentiated(
+    hide: Callable[[Tensor], Any], checkpoint: str
+) -> None:
+    """A backward from it reached the last stage only."""
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Do(hide)), 2, checkpoint, stages=2)
+    x = torch.zeros(4, 2)
+    with pytest.raises(TypeError, match=r"the model returned a \w+ with a tensor inside"):
+        pipe(x)
+    with torch.no_grad():
+        assert len(pipe(x)) == 2
+    pipe.step(x, loss_fn=lambda hidden: next(iter_hidden_tensors(hidden)).sum())
+
+
+def test_constant_tensor_hidden_in_the_output_of_a_pipe_is_passed_on() -> None:
+    ones = Hidden(torch.ones(2))
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Do(lambda x: (x, ones))), 2, "never", stages=2)
+    y, (first, second) = pipe(torch.zeros(4, 2))
+    assert y.requires_grad
+    assert first is second is ones

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import Pipe, RunError, is_checkpointing, is_recomputing
 from penstock.stage.recompute import mark_checkpointing, mark_recomputing
-from tests.support import each_door, each_runtime
+from tests.support import Do, each_door, each_runtime
 
 
 class RecordsRecompute(nn.Module):
@@ -95,15 +97,17 @@ def test_recompute_marks_are_reset_after_an_error() -> None:
 class Codebook(nn.Module):
     """A layer whose parameter follows a running mean of its inputs."""
 
-    def __init__(self, assigns: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.assigns, self.max_norm = assigns, 1.0  # only an embedding has the latter by itself
+        self.how, self.max_norm = how, 1.0  # only an embedding has the latter by itself
         self.code = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         new = 0.9 * self.code + 0.1 * x.detach().mean(0)
-        if self.assigns:
+        if self.how == "assigned":
             self.code = nn.Parameter(new, requires_grad=False)
+        elif self.how == ".data":
+            self.code.data.copy_(new)
         else:
             with torch.no_grad():
                 self.code.copy_(new)
@@ -111,13 +115,13 @@ class Codebook(nn.Module):
 
 
 @each_door
-@pytest.mark.parametrize("assigns", [False, True])
-def test_recomputed_forward_that_changes_its_parameter_is_refused(door: str, assigns: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Codebook(assigns))
+@pytest.mark.parametrize("how", ["in place", "assigned", ".data"])
+def test_recomputed_forward_that_changes_its_parameter_is_refused(door: str, how: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Codebook(how))
     pipe = Pipe(model, 2, "always", loss_fn=lambda y: y.square().mean())
     with pytest.raises(RunError, match="the forward of Codebook changes its parameter 'code'"):
         pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4))
-    if assigns:  # a parameter that changes in place cannot be differentiated anyway
+    if how == "assigned":  # a parameter that changes in place cannot be differentiated anyway
         Pipe(model, 2, "never", loss_fn=lambda y: y.square().mean()).step(torch.ones(4, 4))
 
 
@@ -160,3 +164,58 @@ def test_recomputation_finds_the_python_state_of_its_forward(door: str, checkpoi
         assert first.grad is not None
         assert second.grad is not None
         assert torch.allclose(first.grad, second.grad, rtol=1e-10)
+
+
+class Counts(nn.Module):
+    """A layer that multiplies by the number of its calls, or by 1 if it leaves out the second."""
+
+    def __init__(self, knows: bool) -> None:
+        super().__init__()
+        self.knows, self.calls = knows, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not (self.knows and is_recomputing())
+        return x * (1 if self.knows else self.calls)
+
+
+OWN = random.Random(0)
+
+
+UNREPEATABLE: dict[str, Callable[[], nn.Module]] = {
+    "grad mode": lambda: Do(lambda x: x * 2 if torch.is_grad_enabled() else x * 1),
+    "requires_grad": lambda: Do(lambda x: x * 2 if x.requires_grad else x * 1),
+    "own generator": lambda: Do(lambda x: x * OWN.random()),
+}
+
+
+@each_runtime
+@each_door
+@pytest.mark.parametrize("kind", UNREPEATABLE)
+def test_layer_whose_recomputation_gives_another_output_is_refused(
+    kind: str, door: str, runtime: str
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), UNREPEATABLE[kind](), Do(lambda x: x.sum(1)))
+    pipe = Pipe(layers, 2, "always", stages=[2, 1], runtime=runtime, loss_fn=torch.mean)
+    with pytest.raises(RunError, match="the recomputation of these layers gave another output"):
+        pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4)).sum().backward()
+
+
+@each_door
+def test_recomputation_that_rounds_differently_is_accepted(door: str) -> None:
+    """Without a graph PyTorch may choose another kernel."""
+    noise = Do(lambda x: x * (1 + 1e-6 * torch.is_grad_enabled()))
+    layers = nn.Sequential(nn.Linear(4, 4), noise, Counts(knows=True), nn.Linear(4, 4))
+    pipe = Pipe(layers, 2, "always", stages=[3, 1], loss_fn=lambda y: y.sum())
+    x = torch.full((4, 4), torch.nan)
+    pipe.step(x) if door == "step" else pipe(x).sum().backward()
+
+
+def test_uninitialised_memory_in_an_output_does_not_count_as_a_difference() -> None:
+    def half_filled(x: Tensor) -> Tensor:
+        whole = x.new_empty(len(x), 512)
+        whole[:, :4] = x
+        return whole
+
+    layers = nn.Sequential(nn.Linear(4, 4), Do(half_filled), Do(lambda x: x[:, :4].sum(1)))
+    pipe = Pipe(layers, 2, "always", stages=[2, 1], loss_fn=torch.mean)
+    pipe.step(torch.ones(4, 4))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from penstock import Pipe
+from penstock.errors import RunError
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 from tests.support import (
     CHECKPOINTS,
@@ -51,6 +53,8 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
     "multinomial": lambda: Do(lambda x: x[:, torch.multinomial(torch.ones(WIDTH), 3)].repeat(1, 2)),
     "gumbel": lambda: Do(lambda x: x * functional.gumbel_softmax(x, hard=False)),
     "attention": lambda: Do(attended),
+    "random": lambda: Do(lambda x: x * random.random()),
+    "numpy": lambda: Do(lambda x: x * float(numpy.random.rand())),
 }
 
 
@@ -206,19 +210,54 @@ def test_torch_checkpoint_around_the_whole_pipe_may_draw(runtime: str) -> None:
     assert all(map(bitwise, *gradients))
 
 
+@pytest.mark.parametrize("kind", ["dropout", "random"])
 @pytest.mark.parametrize("inside", RUNTIMES)
 @each_runtime
-def test_nested_pipe_with_dropout_inside_a_recomputing_pipe(runtime: str, inside: str) -> None:
+def test_nested_pipe_that_draws_inside_a_recomputing_pipe(
+    runtime: str, inside: str, kind: str
+) -> None:
     """The inner pipe draws its seed like any other random number of the stage that contains it."""
 
     def found(checkpoint: str) -> list[Tensor]:
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), DRAWS[kind](), nn.Linear(WIDTH, WIDTH))
         inner = Pipe(layers, 2, "never", stages=3, runtime=inside)
         outer = nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)).double()
         return learned(Pipe(outer, 3, checkpoint, stages=2, runtime=runtime))
 
     assert all(map(bitwise, found("always"), found("never")))
+
+
+@each_runtime
+def test_own_generator_is_refused_also_after_a_batch_without_recomputation(runtime: str) -> None:
+    """A batch of one row has one micro-batch, which is not recomputed."""
+    own = torch.Generator()
+    layers = nn.Sequential(Do(lambda x: x * torch.rand(1, generator=own)), nn.Linear(2, 2))
+    pipe = Pipe(layers, 2, stages=2, runtime=runtime)
+    x = torch.ones(4, 2, requires_grad=True)
+    pipe(x[:1]).sum().backward()
+    with pytest.raises(RunError, match="draws random numbers from its own generator"):
+        pipe(x)
+
+
+def seeded_noise(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return x + torch.randn(x.shape)
+
+
+def seeded_for_good(x: Tensor) -> Tensor:
+    torch.manual_seed(torch.initial_seed())
+    return x + torch.randn(x.shape)
+
+
+@each_runtime
+@pytest.mark.parametrize("layer", [seeded_noise, seeded_for_good])
+def test_seeding_inside_a_layer_is_refused(layer: Callable[[Tensor], Tensor], runtime: str) -> None:
+    torch.rand(1)  # leave the beginning of the seed
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Do(layer)), 2, stages=2, runtime=runtime)
+    with pytest.raises(RunError, match=r"this layer calls torch.manual_seed\(\d+\)"):
+        pipe(torch.ones(4, 2))
 
 
 # ---- CellRngMode itself -------------------------------------------------------------------

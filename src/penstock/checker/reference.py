@@ -10,115 +10,36 @@ draw.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments, call_like_pipe
 from penstock.checker.report import Difference
 from penstock.microbatch import gather
-from penstock.model.traced.torch_functions import is_metadata_only
+from penstock.model.unsplit import UnsplitCells
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
-from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock.stage.host_rng import HostRngCell
+from penstock.stage.rng import CellRngMode, advance_caller_rng, peek_seed
+from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import BatchNormBase, pytree
 
 # ---- random numbers of cells ---------------------------------------------------------------------
-#
-# In a pipe each cell (a stage on a micro-batch) draws from a generator of its own. The unsplit
-# model has to switch to the generator of a stage whenever its forward reaches code of that stage:
-#
-#     in a unit        a forward pre-hook switches to the stage of this call of the unit
-#     between units    a function mode switches to the stage that the trace gives the operation
-
-# By function, the stages of its calls between units in order. None: it runs on every stage.
-FunctionStages = Mapping[Any, Sequence[int | None]]
 
 
-class CellRngEmulator:
-    """Lets the unsplit model draw the random numbers that the cells of a pipe would draw."""
-
-    def __init__(self, checked: CheckedModel, model: nn.Module) -> None:
-        partition = checked.partition
-        self._num_stages = len(partition.stages)
-        self._units = {
-            name: (model.get_submodule(name), call_stages)
-            for name, call_stages in partition.find_unit_stages().items()
-        }
-        self._function_stages = partition.find_function_stages()
-        self._seed, self._used_rng = peek_seed(), False
-
-    @contextmanager
-    def emulate(self, microbatch: int) -> Iterator[None]:
-        """Run the model on a micro-batch in this context."""
-        cells = [
-            CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
-            for stage in range(self._num_stages)
-        ]
-        with ExitStack() as hooks, ExitStack() as current_cell:
-
-            def enter_stage(stage: int) -> None:
-                current_cell.close()
-                current_cell.enter_context(cells[stage])
-
-            inter_unit_mode = InterUnitRngMode(self._function_stages, enter_stage)
-            call_counts: Counter[str] = Counter()  # calls of each unit so far
-
-            def enter_unit(name: str, call_stages: Sequence[int]) -> None:
-                inter_unit_mode.unit_depth += 1
-                enter_stage(call_stages[min(call_counts[name], len(call_stages) - 1)])
-                call_counts[name] += 1
-
-            def exit_unit() -> None:
-                inter_unit_mode.unit_depth -= 1
-
-            for name, (unit, call_stages) in self._units.items():
-                # First of all hooks: a hook of the user's may draw, too.
-                pre_hook = unit.register_forward_pre_hook(
-                    lambda *_, name=name, stages=call_stages: enter_unit(name, stages), prepend=True
-                )
-                post_hook = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
-                hooks.callback(pre_hook.remove)
-                hooks.callback(post_hook.remove)
-            if self._function_stages:
-                hooks.enter_context(inter_unit_mode)
-            yield
-        self._used_rng |= any(cell.has_drawn for cell in cells)
-
-    def advance_generator(self) -> None:
-        """Advance torch's generator if a cell drew, as a pipe does at the end of a step."""
-        if self._used_rng:
-            advance_caller_rng()
-
-
-class InterUnitRngMode(TorchFunctionMode):
-    """Lets an operation between units draw from the generator of the stage that would run it."""
-
-    def __init__(self, function_stages: FunctionStages, enter_stage: Callable[[int], None]) -> None:
-        super().__init__()
-        self._stage_iterators = {func: iter(stages) for func, stages in function_stages.items()}
-        self._enter_stage = enter_stage
-        self.unit_depth = 0  # how many units are running, one inside another
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Switch to the stage of this call, and run the function."""
-        if (
-            not self.unit_depth
-            and func in self._stage_iterators
-            and not is_metadata_only(func, args)
-        ):
-            stage = next(self._stage_iterators[func], None)
-            if stage is not None:
-                self._enter_stage(stage)
-        return func(*args, **(kwargs or {}))
+def emulate_cells(checked: CheckedModel, model: nn.Module) -> UnsplitCells:
+    """Return the cells of a pipe, whose random numbers a copy of the unsplit model is to draw."""
+    partition = checked.partition
+    unit_stages = [
+        (model.get_submodule(name), stages) for name, stages in partition.find_unit_stages().items()
+    ]
+    functions = partition.find_function_stages()
+    return UnsplitCells(peek_seed(), len(partition.stages), unit_stages, functions)
 
 
 # ---- models that depend on the split of the batch ------------------------------------------------
@@ -161,9 +82,10 @@ def detect_batch_dependence(checked: CheckedModel, training: bool = True) -> Bat
     ]
     arguments = checked.arguments.take_whole_batch()
     loss_weight = checked.compute_loss_weight(arguments)
-    with CellRngMode(0) as random, torch.no_grad():
+    host_rng = HostRngCell(0, OUTSIDE, 0, nullcontext())
+    with CellRngMode(0) as random, host_rng, torch.no_grad():
         checked.call_model(model, arguments, loss_weight)
-    return BatchDependence(random.has_drawn, tuple(norms))
+    return BatchDependence(random.has_drawn or bool(host_rng.used), tuple(norms))
 
 
 # ---- outcomes and their comparison ---------------------------------------------------------------
@@ -284,13 +206,14 @@ def run_unsplit(
     for layer in model.modules():
         if isinstance(layer, DeferredStatsBatchNorm):
             layer.begin_minibatch(len(pieces))
-    rng_emulator = CellRngEmulator(checked, model)
+    cells = emulate_cells(checked, model)
     calls = []
     for microbatch, piece in enumerate(pieces):
         loss_weight = checked.compute_loss_weight(piece)
-        with rng_emulator.emulate(microbatch):
+        with cells.emulate(microbatch):
             calls.append(checked.call_model(model, piece, loss_weight))
-    rng_emulator.advance_generator()
+    if cells.has_drawn:  # as a pipe does at the end of a step
+        advance_caller_rng()
     total = _reduce_losses(
         calls, [1.0] if whole_batch else rows.fractions(), checked.loss_reduction.is_sum
     )

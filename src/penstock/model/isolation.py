@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,38 +36,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.model.traced.containers import has_same_contents, is_state_object, set_contents
+from penstock.stage.host_rng import HostRngState
 
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
 TensorMap = Callable[[Tensor], Tensor]
 
 # ---- random generators ---------------------------------------------------------------------------
-
-
-class HostRngState:
-    """The states of the global generators of Python, and of NumPy if anything has imported it."""
-
-    def __init__(self) -> None:
-        self._python_state = random.getstate()
-        self._numpy_state = _get_numpy_state()
-
-    def find_used(self) -> list[str]:
-        """Return the names of the generators that were drawn from since."""
-        states = (
-            ("random", self._python_state, random.getstate()),
-            ("numpy.random", self._numpy_state, _get_numpy_state()),
-        )
-        return [name for name, before, now in states if str(before) != str(now)]
-
-    def restore(self) -> None:
-        """Set the states back."""
-        random.setstate(self._python_state)
-        if self._numpy_state is not None:
-            sys.modules["numpy"].random.set_state(self._numpy_state)
-
-
-def _get_numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state()
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class Batch:
         target: The target in a tuple, or an empty tuple.
         chunks: The number of micro-batches to split it into.
         uses_model_loss: Whether this is a step whose loss the model computes itself.
+        reduction: How losses are combined: "mean", "sum", or None for what the loss does.
+        is_step: Whether this is `pipe.step`. Otherwise it is `pipe(x)`.
+        return_outputs: Whether a step returns the outputs of the model.
     """
 
     inputs: tuple[Any, ...]
@@ -56,6 +59,17 @@ class Batch:
     target: tuple[Any, ...] = ()
     chunks: int = 1
     uses_model_loss: bool = False
+    reduction: str | None = None
+    is_step: bool = False
+    return_outputs: bool = False
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether a number that the model returns is the loss of the batch, or all of its output.
+
+        A `loss_fn` takes the output of each micro-batch instead.
+        """
+        return self.uses_model_loss or not self.is_step
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,13 @@ class StageInputs:
     label_inputs: Sequence[tuple[Any, ...]] = ()
     # the tensors before the split, if all inputs are tensors that are split by their rows
     unsplit_tensors: tuple[Tensor, ...] = ()
+    # whether the losses of a step, which the model computes itself, are known to be sums
+    sums_loss: bool = False
 
     def refine_reduction(self, reduction: LossReduction) -> LossReduction:
-        """Return the reduction, with the target counter of the model's own loss if it has one."""
+        """Return the reduction, as far as the inputs show more about the model's own loss."""
+        if self.sums_loss:
+            return LossReduction(is_sum=True)
         if self.target_count is None or reduction.is_sum:
             return reduction
         return replace(reduction, target_counter=self.target_count)

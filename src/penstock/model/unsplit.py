@@ -1,8 +1,8 @@
 """Run a model that is cut into stages as the unsplit model, with the numbers of the pipe.
 
-The audit of a step compares the pipe with the user's own forward. That forward runs on the modules
-where they are: stages may be on several devices, and in a pipe each cell (a stage on a micro-batch)
-draws from a random generator of its own. So whenever the forward reaches code of another stage, it
+The audit of a step, and `penstock.check`, compare a pipe with the user's own forward. That forward
+runs on the modules where they are: stages may be on several devices, and in a pipe each cell (a
+stage on a micro-batch) draws from random generators of its own. So whenever the forward reaches code of another stage, it
 switches to the generator and the device of that stage:
 
     in a unit        a forward pre-hook switches to the stage of this call of the unit, and moves
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.microbatch import move_to_device
 from penstock.model.traced.torch_functions import is_metadata_only
+from penstock.stage.host_rng import HostRngCell
 from penstock.stage.rng import CellRngMode, derive_cell_seed
+from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import pytree
 
 # By function, the stages of its calls between units in order. None: it runs on every stage.
@@ -62,7 +64,9 @@ class UnsplitCells:
             CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
             for stage in range(self._num_stages)
         ]
-        with ExitStack() as hooks, ExitStack() as current_cell:
+        host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())
+        host_streams: list[AbstractContextManager[None]] = []  # of the units that are running
+        with ExitStack() as hooks, ExitStack() as current_cell, host_rng:
 
             def enter_stage(stage: int) -> None:
                 current_cell.close()
@@ -76,13 +80,17 @@ class UnsplitCells:
                 index: int, call_stages: Sequence[int], args: Any, kwargs: Any
             ) -> tuple[Any, Any] | None:
                 mode.unit_depth += 1
-                enter_stage(call_stages[min(call_counts[index], len(call_stages) - 1)])
+                stage = call_stages[min(call_counts[index], len(call_stages) - 1)]
+                enter_stage(stage)
+                host_streams.append(host_rng.draw_from(stage))
+                host_streams[-1].__enter__()
                 call_counts[index] += 1
                 device = mode.current_device
                 return None if device is None else move_to_device((args, kwargs), device)
 
             def exit_unit() -> None:
                 mode.unit_depth -= 1
+                host_streams.pop().__exit__(None, None, None)
 
             for index, (unit, call_stages) in enumerate(self._unit_stages):
                 # First of all hooks: a hook of the user's may draw, too.
@@ -100,7 +108,7 @@ class UnsplitCells:
                 hooks.enter_context(mode)
             enter_stage(0)
             yield
-        self.has_drawn |= any(cell.has_drawn for cell in cells)
+        self.has_drawn |= any(cell.has_drawn for cell in cells) or bool(host_rng.used)
 
 
 class _StageSwitchMode(TorchFunctionMode):

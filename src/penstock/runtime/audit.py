@@ -31,7 +31,6 @@ from penstock.data_parallel.dtensor import is_dtensor
 from penstock.data_parallel.sync import Replicas
 from penstock.errors import AuditError
 from penstock.microbatch import MicrobatchRows
-from penstock.model.isolation import HostRngState
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit_reference import BufferKey, Reference, ReferenceForward, running
@@ -186,7 +185,6 @@ class Audit:
         self._reference_outputs: dict[str, Digest] = {}
         self._split_problem: str | None = None
         self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
-        self._used_host_rng: list[str] = []
         self._uses_shared_rng = False  # the forward has seeded torch's generator, or drawn from it
         self._failure: Exception | None = None  # an error of the unsplit model
 
@@ -199,11 +197,10 @@ class Audit:
         """
         try:
             with self._reference.isolate():
-                host_rng, torch_state = HostRngState(), torch.get_rng_state()
+                torch_state = torch.get_rng_state()
                 batch = self._reference.take_batch(*self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
-                self._used_host_rng = host_rng.find_used()
                 self._uses_shared_rng = not torch.equal(torch_state, torch.get_rng_state())
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:
@@ -436,11 +433,6 @@ class Audit:
 
     def _find_likely_cause(self, is_forward: bool) -> str:
         """Return a sentence about the likely cause and its cure."""
-        if self._used_host_rng:
-            return (
-                f"The forward draws from {' and '.join(self._used_host_rng)}, whose numbers differ "
-                "each time. Draw with torch."
-            )
         if not is_forward:
             return (
                 "The forward is right, so a layer computes something else when it is recomputed, "

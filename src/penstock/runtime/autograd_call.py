@@ -27,7 +27,13 @@ from penstock.model.stage_inputs import (
 )
 from penstock.runtime.execution import Execution
 from penstock.runtime.program_cache import Phase
-from penstock.stage.payload import Payload, PayloadLayout, tensor_versions, unflatten_values
+from penstock.stage.payload import (
+    Payload,
+    PayloadLayout,
+    check_no_hidden_outputs,
+    tensor_versions,
+    unflatten_values,
+)
 from penstock.torch_compat import keeps_graph
 
 
@@ -76,6 +82,10 @@ class AutogradCall:
         parameters = [p for runner in self.execution.stage_runners for p in runner.parameters]
         tensors: Sequence[Tensor] = PipeFunction.apply(self, *self.inputs, *parameters)  # type: ignore[no-untyped-call]
         del gradient_edges
+        last_runner = self.execution.stage_runners[-1]
+        for microbatch, layout in enumerate(self._output_layouts):
+            if layout is not None:
+                check_no_hidden_outputs(layout, not last_runner.awaits_recompute(microbatch))
         return tensors
 
     def unflatten_outputs(self, tensors: Sequence[Tensor]) -> list[Any]:

@@ -33,6 +33,7 @@ from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline, cost_from_spans
 from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.caller_context import CallerContext
+from penstock.stage.host_rng import advance_host_rng, select_host_rng_lock
 from penstock.stage.parameter_proxies import StageProxies
 from penstock.stage.payload import Payload
 from penstock.stage.rng import (
@@ -122,6 +123,7 @@ class Execution:
         require_known_leaves: Whether to raise if a layer uses a trainable tensor that is not a
             registered parameter.
         rng_policy: The source of random numbers.
+        allow_host_rng: Whether layers may draw from `random` and `numpy.random`.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Execution:
         aux_sink: AuxLossSink | None = None,
         require_known_leaves: bool = False,
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
+        allow_host_rng: bool = True,
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
@@ -164,10 +167,15 @@ class Execution:
             if placement[stage.index] in devices
         ]
         # A seed is made only if a stage may need it: reading the generator takes time.
-        if any(runner.may_draw_random for runner in self.stage_runners):
+        runners = self.stage_runners
+        for runner in runners:
+            runner.peers = runners
+        if any(runner.may_draw_random or runner.may_draw_host_random for runner in runners):
             seed = rng_policy.make_seed()
-            for runner in self.stage_runners:
+            host_rng_lock = select_host_rng_lock() if allow_host_rng else None
+            for runner in runners:
                 runner.rng_source = partial(rng_policy.make_cell_rng, seed, runner.stage.index)
+                runner.call_seed, runner.host_rng_lock = seed, host_rng_lock
         self.is_cleared = self._rng_advanced = False
         self.workers = [
             Worker(
@@ -265,6 +273,7 @@ class Execution:
         if self.used_rng and not self._rng_advanced:
             self._rng_advanced = True
             self._rng_policy.advance_rng()
+            advance_host_rng(set().union(*(r.used_host_generators for r in self.stage_runners)))
 
     def build_measured_run(self, program: Program) -> MeasuredRun:
         """Return the times at which each rank ran its actions."""

@@ -41,6 +41,9 @@ class InlineExecutor:
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Run the actions of all ranks in the execution order of the phase."""
+        context.run_with_variables(self._execute, workers, phase, context)
+
+    def _execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         # On the CPU there is nothing to activate, and a context per action costs time.
         needs_contexts = self._action_context is not _no_context or any(
             worker.device.has_streams or worker.device.device.type != "cpu" for worker in workers

@@ -406,6 +406,7 @@ class LocalCall:
             aux_sink,
             in_caller_graph or self._overrides.require_known_leaves,
             rng_policy,
+            allow_host_rng=self._engine.replicas.is_empty,
         )
 
     def build_loss(self, execution: Execution, reduction: LossReduction) -> LossAccumulator:

@@ -366,7 +366,7 @@ def _combine_metric(
     def combine_leaves(leaves: tuple[Any, ...]) -> Any:
         if all(map(_is_scalar, leaves)):
             return loss_accumulator.combine([_to_scalar_tensor(leaf, device) for leaf in leaves])
-        return gather(leaves, rows)
+        return gather(leaves, rows._replace(output_dims=()))
 
     leaves = [
         combine_leaves(leaves) for leaves in zip(*(leaves for leaves, _ in flattened), strict=True)

@@ -19,10 +19,7 @@ class Request(Batch):
         checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never".
         training: Whether the pipe is in training mode.
         runtime: The runtime that was asked for.
-        reduction: How losses are combined: "mean", "sum", or None for what `loss_fn` does.
-        is_step: Whether this is `pipe.step`. Otherwise it is `pipe(x)`.
         loss_fn: The loss of a step. None: the model computes it.
-        return_outputs: Whether a step returns the outputs of the model.
         scaler: The scaler of the gradients of a step.
         optimizer: The optimizer whose `step()` is called after the backwards.
         audit: Which calls are compared with the unsplit model: "first", "off", or every n-th.
@@ -31,10 +28,7 @@ class Request(Batch):
     checkpoint: str = "except_last"
     training: bool = True
     runtime: str = "threads"
-    reduction: str | None = None
-    is_step: bool = False
     loss_fn: LossFn | None = None
-    return_outputs: bool = False
     scaler: torch.amp.GradScaler | None = None
     optimizer: torch.optim.Optimizer | None = None
     audit: str | int = "off"

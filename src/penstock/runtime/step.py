@@ -332,7 +332,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     stages = append_loss(
         pipe.placed_partition.partition.stages,
         request.loss_fn,
-        reduction.target_counter,
+        reduction,
         call.has_target,
         request.return_outputs,
     )

@@ -140,7 +140,7 @@ class ThreadExecutor:
         for worker in workers:
             worker.forward_lock = self._forward_lock
         jobs = [
-            partial(self._run_lane, worker, lane, context)
+            partial(context.run_with_variables, self._run_lane, worker, lane, context)
             for worker, lane in zip(workers, phase.lanes, strict=True)
         ]
         self._pool.run_jobs(jobs, self._mailboxes.stop)

@@ -1,15 +1,16 @@
-"""The thread-local PyTorch state of the caller, which worker threads apply when they compute.
+"""The thread-local state of the caller, which worker threads apply when they compute.
 
-Grad mode, inference mode, autocast, the default device and hooks on saved tensors belong to a
-thread. A worker thread starts with PyTorch's defaults. Without this module, `with torch.autocast`
-around a call of the pipe would have no effect on its stages.
+Grad mode, inference mode, autocast, the default device, hooks on saved tensors and context
+variables belong to a thread. A worker thread starts with the defaults. Without this module, `with
+torch.autocast` around a call of the pipe would have no effect on its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.torch_compat import are_checkpoint_hooks, get_saved_tensor_hooks
 
 @dataclass(frozen=True)
 class CallerContext:
-    """The PyTorch state of a calling thread, as far as it matters to a forward.
+    """The state of a calling thread, as far as it matters to a forward.
 
     Attributes:
         grad_enabled: The grad mode. The runtime applies it, together with inference mode.
@@ -30,6 +31,7 @@ class CallerContext:
         autocast_cache_enabled: Whether autocast caches the weights that it has cast.
         default_device: The device of `torch.set_default_device`, or None for the CPU.
         saved_tensors_hooks: The innermost hooks on saved tensors, or None.
+        variables: The caller's context variables (`contextvars`).
     """
 
     grad_enabled: bool
@@ -38,6 +40,7 @@ class CallerContext:
     autocast_cache_enabled: bool
     default_device: torch.device | None
     saved_tensors_hooks: tuple[Any, Any] | None
+    variables: Context = field(default_factory=copy_context, compare=False, repr=False)
 
     @staticmethod
     def current(device_types: frozenset[str]) -> CallerContext:
@@ -65,6 +68,14 @@ class CallerContext:
             and self.default_device is None
             and self.saved_tensors_hooks is None
         )
+
+    def run_with_variables(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function under the context variables of the caller.
+
+        Threads cannot enter one context at the same time, so each call has a copy. What layers set
+        is gone after it.
+        """
+        self.variables.copy().run(function, *args)
 
     @contextmanager
     def apply_for_forward(self) -> Iterator[None]:

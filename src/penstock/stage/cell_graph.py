@@ -30,6 +30,9 @@ from penstock.torch_compat import PythonNode, run_backward
 Gradients = tuple[Tensor | None, ...]
 TensorOrEdge = Tensor | GradientEdge
 
+# The globals of the frames that run the backward of a cell. A hook finds them on the stack.
+BACKWARD_GLOBALS = globals()
+
 
 def accumulate_grads(roots: Sequence[Any], gradients: Sequence[Tensor], retain_graph: bool) -> None:
     """Run a backward from the roots with these gradients, and add to the `.grad` of each leaf."""

@@ -13,14 +13,17 @@ own rows, so the runtime needs a weight for each micro-batch:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
@@ -123,6 +126,31 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     return None
 
 
+class CrossEntropyRecorder(TorchFunctionMode):
+    """Records what share of its targets each mean cross-entropy counts, in a `loss_fn` of any form.
+
+    Targets on a GPU are not read: that would wait for the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: list[float] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and look at its arguments if it is a cross-entropy."""
+        kwargs = kwargs or {}
+        if func in _COUNTED_LOSS_FUNCTIONS and torch.is_grad_enabled():
+            arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+            target, index = arguments["target"], arguments.get("ignore_index", DEFAULT_IGNORE_INDEX)
+            is_mean = arguments.get("reduction", "mean") == "mean"
+            if is_mean and target.is_cpu and target.numel():
+                count = TargetCounter(index, arguments.get("weight"))(target)
+                self.shares.append(float(count) / target.numel())
+        return func(*args, **kwargs)
+
+
 # ---- the last stage ----------------------------------------------------------------------------
 
 
@@ -166,13 +194,13 @@ NO_EXTRAS = LossExtras()
 def append_loss(
     stages: Sequence[Stage],
     loss_fn: LossFn | None,
-    target_counter: TargetCounter | None,
+    reduction: LossReduction,
     has_target: bool,
     return_outputs: bool,
 ) -> list[Stage]:
     """Return the stages of a training step: the last one computes the loss, too."""
     *others, last = stages
-    with_loss = LossStageFunction(last.compute, loss_fn, target_counter, has_target, return_outputs)
+    with_loss = LossStageFunction(last.compute, loss_fn, reduction, has_target, return_outputs)
     return [*others, replace(last, compute=with_loss)]
 
 
@@ -194,9 +222,17 @@ class LossStageFunction:
 
     compute: StageFunction
     loss_fn: LossFn | None
-    target_counter: TargetCounter | None
+    reduction: LossReduction
     has_target: bool
     return_outputs: bool
+    # the shares of counted targets of the first micro-batch
+    _counted_shares: list[list[float]] = field(default_factory=list)
+
+    @cached_property
+    def _records_counts(self) -> bool:
+        """Whether it matters how a loss counts, and is not known. A compiled one is opaque."""
+        is_known = self.reduction.is_sum or self.reduction.target_counter is not None
+        return not is_known and unwrap_compiled(self.loss_fn) is self.loss_fn
 
     @cached_property
     def origin(self) -> str:
@@ -217,27 +253,50 @@ class LossStageFunction:
         aux_losses = thread_state.sink
         if isinstance(aux_losses, CollectedLosses):
             aux_losses.layer_count = len(aux_losses)
+        recorder: CrossEntropyRecorder | None = None
         if self.loss_fn is None:
             result = extract_model_loss(output)
         else:
-            with mark_only_run():
+            if self._records_counts and not _is_on_accelerator(targets):
+                recorder = CrossEntropyRecorder()
+            with mark_only_run(), nullcontext() if recorder is None else recorder:
                 result = self.loss_fn(output, *targets)
         loss, extras = parse_loss(result, self.origin)
+        if recorder is not None and extras.weight is None:
+            self._check_counted_alike(recorder.shares)
+        target_counter = self.reduction.target_counter
         if extras.weight is not None:
             _zero_grad_if_weightless(output, extras.weight)
             if isinstance(aux_losses, CollectedLosses) and aux_losses:
                 loss = loss + sum_losses(aux_losses).to(loss.device)
                 aux_losses.clear()
-        elif self.target_counter is not None and targets and isinstance(targets[0], Tensor):
-            weight = self.target_counter(targets[0])
+        elif target_counter is not None and targets and isinstance(targets[0], Tensor):
+            weight = target_counter(targets[0])
             extras = extras._replace(weight=weight)
             # Without class weights, a weight of 0 means that all targets are ignored. PyTorch's
             # losses give those no gradient anyway.
-            if self.target_counter.class_weights is not None:
+            if target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
         if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
+
+    def _check_counted_alike(self, shares: list[float]) -> None:
+        """Raise if the cross-entropies in `loss_fn` count more targets here than elsewhere."""
+        self._counted_shares.append(shares)
+        pairs = zip(self._counted_shares[0], shares, strict=False)
+        if any(abs(first - share) > 1e-9 * abs(first) for first, share in pairs):
+            raise RunError(
+                "a cross-entropy in loss_fn counts more targets, or heavier classes, in one "
+                "micro-batch than in another, so the mean of the batch is not the mean over its "
+                "rows. Pass nn.CrossEntropyLoss(...) or functools.partial(cross_entropy, ...) "
+                "itself as loss_fn, which Penstock weighs by its targets, or return "
+                "penstock.Weighted(loss, weight)."
+            )
+
+
+def _is_on_accelerator(targets: tuple[Any, ...]) -> bool:
+    return bool(targets) and isinstance(targets[0], Tensor) and not targets[0].is_cpu
 
 
 def extract_model_loss(output: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
+from penstock.nested_values import iter_hidden_tensors
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import REGISTER_PYTREE_NODE, pytree, wait_for_collective
 
@@ -108,15 +109,35 @@ def unflatten_values(tensors: Sequence[Tensor], layout: PayloadLayout | None) ->
 def check_no_hidden_tensors(layout: PayloadLayout) -> None:
     """Raise if an object that pytree does not know holds a tensor: it would get no gradient."""
     for leaf in layout.leaves:
-        hidden = [
-            name for name, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, Tensor)
-        ]
-        if hidden:
+        if _may_hide_tensors(leaf) and next(iter_hidden_tensors(leaf), None) is not None:
             raise PenstockTypeError(
-                f"a {type(leaf).__name__} that goes from one stage to another has a tensor in its "
-                f"attribute '{hidden[0]}', which would get no gradient. Return tuples, lists or "
-                f"dicts, or register the class with {REGISTER_PYTREE_NODE}."
+                f"a {type(leaf).__name__} that goes from one stage to another has a tensor inside, "
+                "which would get no gradient. Return tuples, lists or dicts, or register the class "
+                f"with {REGISTER_PYTREE_NODE}."
             )
+
+
+def check_no_hidden_outputs(layout: PayloadLayout, has_graph: bool) -> None:
+    """Raise if the caller gets a tensor whose backward would end in the last stage.
+
+    Without a graph, in a forward that will be recomputed, any tensor that is not an integer may be
+    one.
+    """
+    for leaf in layout.leaves:
+        if _may_hide_tensors(leaf) and any(
+            tensor.grad_fn is not None or (not has_graph and is_differentiable(tensor))
+            for tensor in iter_hidden_tensors(leaf)
+        ):
+            raise PenstockTypeError(
+                f"the model returned a {type(leaf).__name__} with a tensor inside, and a backward "
+                "from it would reach the last stage only. Return tuples, lists or dicts, register "
+                f"the class with {REGISTER_PYTREE_NODE}, or call pipe.step with a loss_fn, which "
+                "gets the object."
+            )
+
+
+def _may_hide_tensors(leaf: Any) -> bool:
+    return leaf is not None and not isinstance(leaf, int | float | str | nn.Module)
 
 
 # ---- shared memory -----------------------------------------------------------------------------

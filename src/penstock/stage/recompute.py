@@ -7,6 +7,9 @@ advance twice. The same goes for Python attributes that a layer sets, such as a 
     forward         snapshot_buffers -> run -> find_written, exclude_written
     recomputation   restore_state(written) -> run -> put the current buffers back
 
+What else a layer may depend on cannot be restored: attributes, globals, the grad mode. So the first
+recomputation of a stage is compared with its forward (`check_repeated`).
+
 Layers can ask which run they are in: `is_checkpointing`, `is_recomputing`.
 """
 
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.torch_compat import NormBase
 
 # ---- questions that a layer may ask ------------------------------------------------------------
@@ -323,6 +327,58 @@ def restore_state(
             _set_training(modules, current_flags)
         for owner, name, buffer in current_buffers:
             owner._buffers[name] = buffer
+
+
+# ---- the first recomputation of a stage --------------------------------------------------------
+
+# How far a recomputation may be from its forward, relative to the largest number of a tensor. With
+# a graph PyTorch may choose another kernel, and some kernels add in no fixed order.
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
+_LOW_PRECISION_TOLERANCE = 5e-2
+
+
+def checksum(tensor: Tensor) -> Tensor | None:
+    """Return the sum of a tensor's bit patterns, or None for a kind of tensor that has none."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtype = integer.get(tensor.element_size())
+    if dtype is None or not _is_plain(tensor):
+        return None
+    return tensor.detach().view(dtype).sum(dtype=torch.int64)
+
+
+def check_repeated(forward: Sequence[Tensor], repeated: Sequence[Tensor]) -> None:
+    """Raise if a recomputation gave other outputs than the forward."""
+    pairs = zip(forward, repeated, strict=False)
+    if len(forward) == len(repeated) and all(_is_close(old, new.detach()) for old, new in pairs):
+        return
+    raise RunError(
+        "the recomputation of these layers gave another output than their forward, so their "
+        "gradients would be wrong. A layer depends on something that changed in between: on state "
+        "that it keeps in an attribute or a global, on a random generator of its own, or on "
+        "torch.is_grad_enabled() or x.requires_grad, which are False in a forward that will be "
+        "recomputed. Let it depend on inputs, parameters and buffers only (is_recomputing() tells "
+        "the second run), or set checkpoint='never'."
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_known_type = type(tensor) in (Tensor, nn.Parameter)
+    return is_known_type and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _is_close(old: Tensor, new: Tensor) -> bool:
+    if not _is_plain(old) or not _is_plain(new):
+        return True
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    if torch.equal(old, new):
+        return True
+    if not (old.is_floating_point() or old.is_complex()):
+        return False
+    tolerance = _TOLERANCES.get(old.dtype, _LOW_PRECISION_TOLERANCE)
+    finite = old[old.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    return torch.allclose(old, new, rtol=0, atol=tolerance * largest, equal_nan=True)
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

@@ -68,6 +68,33 @@ def seed_shared_generators(seed: int, device: torch.device) -> None:
         get_shared_generator(where).manual_seed(seed)
 
 
+def read_shared_cpu_state() -> torch.Tensor:
+    """Return the state of the CPU's default generator, at a moment when no cell replaces it."""
+    with _shared_generator_lock:
+        return torch.default_generator.get_state()
+
+
+def _check_not_seeded(state_before: torch.Tensor) -> None:
+    """Raise if the CPU's default generator was seeded since it had this state.
+
+    Draws of other threads move it on, too, but do not bring it to the beginning of a seed.
+    """
+    state = read_shared_cpu_state()
+    if torch.equal(state, state_before):
+        return
+    before, now = torch.Generator(), torch.Generator()
+    before.set_state(state_before)
+    now.set_state(state)
+    is_fresh = torch.equal(state, torch.Generator().manual_seed(now.initial_seed()).get_state())
+    if is_fresh or before.initial_seed() != now.initial_seed():
+        raise RunError(
+            f"this layer calls torch.manual_seed({now.initial_seed()}), but in a pipe the layers "
+            "of each stage and micro-batch draw from generators of their own, which that does not "
+            "seed. Seed before you call the pipe, or draw with "
+            "generator=torch.Generator().manual_seed(...) and checkpoint='never'."
+        )
+
+
 # ---- seeds -------------------------------------------------------------------------------------
 
 
@@ -181,12 +208,36 @@ class SeededRng:
 # ---- the dispatch mode -------------------------------------------------------------------------
 
 
-class CellRngMode(CompileFriendlyDispatchMode):
-    """A dispatch mode that redirects random operations to a source, or to a seed."""
+_EMPTY_OPS = frozenset(
+    [
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    ]
+)
 
-    def __init__(self, source: RngSource | int) -> None:
+
+class CellRngMode(CompileFriendlyDispatchMode):
+    """A dispatch mode that redirects random operations to a source, or to a seed.
+
+    With `detect_seeding` it raises if a layer seeds the default generator, from which it would then
+    not draw. With `fill_empty`, the contents of `torch.empty` are zeros, so that two runs can be
+    compared.
+
+    Attributes:
+        used_own_generator: Whether a layer has drawn from a generator of its own.
+    """
+
+    def __init__(
+        self, source: RngSource | int, detect_seeding: bool = False, fill_empty: bool = False
+    ) -> None:
         super().__init__()
+        self._fill_empty = fill_empty
         self._source = SeededRng(source) if isinstance(source, int) else source
+        self._shared_state = read_shared_cpu_state() if detect_seeding else None
+        self.used_own_generator = False
 
     @property
     def has_drawn(self) -> bool:
@@ -213,7 +264,10 @@ class CellRngMode(CompileFriendlyDispatchMode):
         with DisableTorchFunction():
             draws = torch.Tag.nondeterministic_seeded in func.tags
             if not draws or is_deterministic_call(func, args, kwargs):
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if self._fill_empty and func in _EMPTY_OPS:
+                    result.zero_()
+                return result
             return self._run_random_op(func, args, kwargs)
 
     def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,6 +277,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
             with without_innermost_dispatch_mode():
                 return self._run_random_op(func, args, kwargs)
         if kwargs.get("generator") is not None:
+            self.used_own_generator = True
             if is_checkpointing():
                 raise RunError(
                     "this layer draws random numbers from its own generator, which the "
@@ -231,6 +286,8 @@ class CellRngMode(CompileFriendlyDispatchMode):
                 )
             return func(*args, **kwargs)  # the layer manages its own generator
         _reject_inside_torch_checkpoint()
+        if self._shared_state is not None:
+            _check_not_seeded(self._shared_state)
         cell_generator = self._source.generator_for(_find_device(args, kwargs))
         if any(argument.name == "generator" for argument in get_schema_arguments(func)):
             return func(*args, **{**kwargs, "generator": cell_generator})

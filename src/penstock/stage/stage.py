@@ -26,16 +26,22 @@ class ObservedBehavior:
     stage pays for them until a forward has shown that it does not need them.
 
     Attributes:
-        draws_random: Whether it draws random numbers.
+        draws_random: Whether it draws random numbers with PyTorch.
+        draws_host_random: Whether it draws from `random` or `numpy.random`.
         mutates_inputs: Whether it changes its inputs in place.
         uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
+        stays_in_stage: Whether a check has shown that its graph reaches no other stage.
+        repeats_forward: Whether a recomputation was compared with its forward, and gave the same.
         silent_writes: The buffers that it writes without a change of their version counter.
         written_attributes: The Python attributes that its modules set, such as a counter.
     """
 
     draws_random: bool | None = None
+    draws_host_random: bool | None = None
     mutates_inputs: bool | None = None
     uses_only_parameters: bool = False
+    stays_in_stage: bool = False
+    repeats_forward: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
     written_attributes: WrittenAttributes | None = None
 

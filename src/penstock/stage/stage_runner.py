@@ -20,7 +20,7 @@ that does none of this runs without any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +44,7 @@ from penstock.stage.cell_graph import (
     enter_graph,
     find_gradient_edge,
 )
+from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
     FlatValues,
@@ -65,6 +66,8 @@ from penstock.stage.payload import (
 from penstock.stage.recompute import (
     AttributeSnapshot,
     BufferSnapshot,
+    check_repeated,
+    checksum,
     exclude_written,
     find_changed,
     find_written,
@@ -96,6 +99,8 @@ class _RecomputeInputs:
         unwritten_buffers: Snapshots of the other buffers, which must stay unchanged.
         aux_loss_count: How many losses the forward has added, those of earlier stages included.
         attributes: Snapshots, from before the forward, of Python attributes that it sets.
+        host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
+        outputs: Copies of the outputs by destination, if the recomputation is compared with them.
     """
 
     payloads: dict[int, Payload]
@@ -104,6 +109,8 @@ class _RecomputeInputs:
     unwritten_buffers: list[BufferSnapshot]
     aux_loss_count: int
     attributes: list[AttributeSnapshot]
+    host_rng: HostRngCell | None
+    outputs: dict[int, list[Tensor]]
 
 
 class StageRunner:
@@ -148,6 +155,12 @@ class StageRunner:
         self.has_recomputed = False
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
+        # The seed of the call, for draws from `random` and `numpy.random`, and the lock that a cell
+        # holds while it has these generators for itself. None: it must not draw from them.
+        self.call_seed = 0
+        self.host_rng_lock: AbstractContextManager[object] | None = host_rng_lock
+        self.used_host_generators: set[str] = set()
+        self.peers: Sequence[StageRunner] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
         # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
@@ -170,13 +183,19 @@ class StageRunner:
         self._pending_weight_grads: dict[int, list[PendingWeightGrad]] = {}
         # Indices of collected gradients that were allocated here, and may be added to in place.
         self._owned_sums: set[int] = set()
-        # How many losses the last forward or recomputation has added.
+        # How many losses the last forward or recomputation has added, and what it has drawn from
+        # `random` and `numpy.random`.
         self._aux_loss_count = 0
+        self._host_rng: HostRngCell | None = None
+        # The micro-batch whose recomputation is compared with its forward, and whether one of the
+        # two runs now.
+        self._compared_microbatch: int | None = None
+        self._is_compared = False
 
     @property
     def has_drawn(self) -> bool:
         """Return whether the stage has drawn random numbers in any forward."""
-        return bool(self._behavior.draws_random)
+        return bool(self._behavior.draws_random or self._behavior.draws_host_random)
 
     @property
     def may_draw_random(self) -> bool:
@@ -185,6 +204,11 @@ class StageRunner:
         It may if it has drawn before, if it has not run yet, or if the partition says so.
         """
         return self._behavior.draws_random is not False or self.stage.may_draw_random
+
+    @property
+    def may_draw_host_random(self) -> bool:
+        """Return whether the stage may draw from `random` or `numpy.random`."""
+        return self._behavior.draws_host_random is not False
 
     # ---- forward and recomputation -------------------------------------------------------------
 
@@ -291,7 +315,9 @@ class StageRunner:
         # place gets copies.
         inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
         state = restore_state(self._modules, self._training_flags, saved.written_buffers)
-        with mark_recomputing, state, restore_attributes(saved.attributes):
+        is_compared = microbatch == self._compared_microbatch and not self._behavior.repeats_forward
+        attributes = restore_attributes(saved.attributes)
+        with mark_recomputing, state, attributes, self._marked_as_compared(is_compared):
             self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         # The value of an auxiliary loss comes from the forward, its gradient from the
         # recomputation. A layer that adds it in only one of the two would train on a loss that is
@@ -302,10 +328,29 @@ class StageRunner:
                 f"{saved.aux_loss_count} in their forward. Call penstock.add_loss in both; the "
                 "loss counts only once."
             )
+        if self._host_rng is not None and saved.host_rng is not None:
+            self._host_rng.check_repeats(saved.host_rng)
+        if is_compared:
+            for dst, tensors in saved.outputs.items():
+                check_repeated(tensors, outputs[dst][0])
+            self._behavior.repeats_forward = True
+            saved.outputs = {}
         self._record_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
+
+    @contextmanager
+    def _marked_as_compared(self, is_compared: bool) -> Iterator[None]:
+        self._is_compared = is_compared
+        try:
+            yield
+        finally:
+            self._is_compared = False
+
+    def awaits_recompute(self, microbatch: int) -> bool:
+        """Return whether the forward of a micro-batch has built no graph yet."""
+        return microbatch in self._recompute_inputs
 
     def _record_parameter_versions(self) -> None:
         """Remember the versions of the parameters, if a recomputation will compare them."""
@@ -320,17 +365,31 @@ class StageRunner:
             if p is not None
         ]
 
-    def _check_parameter_writes(self, versions: list[tuple[int, int]]) -> None:
+    def _checksum_parameters(self) -> list[Tensor | None]:
+        return [
+            checksum(p)
+            for module in self._static_modules
+            for p in module._parameters.values()
+            if p is not None
+        ]
+
+    def _check_parameter_writes(
+        self, versions: list[tuple[int, int]], checksums: list[Tensor | None]
+    ) -> None:
         """Raise if a forward that will be recomputed has changed a parameter in a lasting way.
 
-        An embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
+        A write through `.data` changes no version, so the first forward compares checksums, too. An
+        embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
         """
-        before = iter(versions)
+        before, sums_before = iter(versions), iter(checksums)
         for module in self._static_modules:
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                is_written = next(before, None) != (parameter.data_ptr(), parameter._version)
+                old_sum = next(sums_before, None)
+                is_written = next(before, None) != (parameter.data_ptr(), parameter._version) or (
+                    old_sum is not None and bool(old_sum != checksum(parameter))
+                )
                 is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
                 if is_written and not (is_embedding and module.max_norm is not None):
                     raise RunError(
@@ -356,16 +415,18 @@ class StageRunner:
         else:
             attributes = snapshot_attributes(written_attributes)
         parameter_versions = self._read_parameter_versions()
+        is_compared = not behavior.repeats_forward and self._compared_microbatch is None
+        checksums = self._checksum_parameters() if is_compared else []
         before = payload_versions(input_payloads.values())
-        with mark_checkpointing:
+        with mark_checkpointing, self._marked_as_compared(is_compared):
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         self._parameter_versions = self._read_parameter_versions()
-        if self._parameter_versions != parameter_versions:
-            self._check_parameter_writes(parameter_versions)
         if written_attributes is None:
             names = find_written_attributes(self._modules, attributes)
             behavior.written_attributes = names
             attributes = select_attributes(attributes, names)
+        if is_compared or self._parameter_versions != parameter_versions:
+            self._check_parameter_writes(parameter_versions, checksums)
         after = payload_versions(input_payloads.values())
         mutated = before != after
         if mutated and behavior.mutates_inputs is False:
@@ -377,6 +438,14 @@ class StageRunner:
         behavior.mutates_inputs = mutated or bool(behavior.mutates_inputs)
         written = find_written(buffers, behavior.silent_writes)
         unwritten = exclude_written(buffers, written)
+        flat_outputs = flatten_outputs(outputs)
+        copies: dict[int, list[Tensor]] = {}
+        if is_compared:
+            self._compared_microbatch = microbatch
+            copies = {
+                dst: [tensor.clone() for tensor in tensors]
+                for dst, (tensors, _) in flat_outputs.items()
+            }
         return _RecomputeInputs(
             originals if mutated else input_payloads,
             payload_versions(originals.values()) if mutated else after,
@@ -384,7 +453,9 @@ class StageRunner:
             unwritten,
             self._aux_loss_count,
             attributes,
-        ), flatten_outputs(outputs)
+            self._host_rng,
+            copies,
+        ), flat_outputs
 
     def _build_graph(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -425,7 +496,33 @@ class StageRunner:
         if self._is_tracked and not behavior.uses_only_parameters:
             graph.check_leaves_are_parameters(set(self._used_parameters()))
             behavior.uses_only_parameters = True
+        elif not self._is_tracked and not behavior.stays_in_stage:
+            self._check_stays_in_stage(graph)
+            behavior.stays_in_stage = True
         return graph, outputs
+
+    def _check_stays_in_stage(self, graph: CellGraph) -> None:
+        """Raise if the graph of a cell goes on into that of another stage.
+
+        A layer may keep a tensor in an attribute, which a later layer or the loss reads. It is in
+        the graph of its own cell, and perhaps of another micro-batch.
+        """
+        own = {*self.parameters, *self._used_parameters()}
+        owners: dict[Tensor, Stage] = {
+            parameter: peer.stage
+            for peer in self.peers
+            if peer is not self
+            for parameter in (*peer.parameters, *peer._used_parameters())
+            if parameter not in own
+        }
+        for leaf in graph.find_leaves() if owners else ():
+            if leaf in owners:
+                raise RunError(
+                    f"this stage, or its loss, uses a tensor that {owners[leaf]} has computed but "
+                    "not returned, such as an auxiliary loss that a layer keeps in an attribute. "
+                    "It may be that of another micro-batch. Return the tensor, or add the loss in "
+                    "the layer with penstock.add_loss."
+                )
 
     @mark_cell_boundary
     def _run_layers(self, microbatch: int, values: NeighborValues) -> NeighborValues:
@@ -441,7 +538,12 @@ class StageRunner:
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
-            if self._needs_context or self.may_draw_random:
+            if (
+                self._needs_context
+                or self._is_compared
+                or self.may_draw_random
+                or self.may_draw_host_random
+            ):
                 outputs = self._run_in_context(microbatch, values)
             else:
                 outputs = self.stage.compute(values)
@@ -458,7 +560,10 @@ class StageRunner:
             torch.is_grad_enabled() and (self.stage.index, microbatch) in self._split_cells,
         )
         rng_mode: CellRngMode | None = None
+        self._host_rng = None
         with ExitStack() as stack:
+            if self.may_draw_host_random:
+                self._host_rng = stack.enter_context(self._build_host_rng(microbatch))
             # Parameter proxies are installed first: the deferral of weight gradients puts its own
             # proxies on top of them.
             if self._proxies is not None:
@@ -468,13 +573,35 @@ class StageRunner:
                 self._pending_weight_grads[microbatch] = stack.enter_context(
                     self._weight_grad_deferral.activate()
                 )
-            if self.may_draw_random:
-                rng_mode = CellRngMode(self.rng_source(microbatch))
+            if self.may_draw_random or self._is_compared:
+                is_first = behavior.draws_random is None
+                rng_mode = CellRngMode(self.rng_source(microbatch), is_first, self._is_compared)
                 stack.enter_context(rng_mode)
             outputs = self.stage.compute(values)
-        if rng_mode is not None:
+        # A layer that draws from its own generator is refused in a forward that will be recomputed,
+        # so the mode has to stay: it is not known whether this stage draws.
+        if rng_mode is not None and (rng_mode.has_drawn or not rng_mode.used_own_generator):
             behavior.draws_random = rng_mode.has_drawn or bool(behavior.draws_random)
+        if self._host_rng is not None:
+            self._record_host_draws(self._host_rng)
         return outputs
+
+    def _build_host_rng(self, microbatch: int) -> HostRngCell:
+        lock = nullcontext() if self.host_rng_lock is None else self.host_rng_lock
+        return HostRngCell(self.call_seed, self.stage.index, microbatch, lock)
+
+    def _record_host_draws(self, host_rng: HostRngCell) -> None:
+        """Remember whether the layers have drawn from `random` or `numpy.random`."""
+        if host_rng.used and self.host_rng_lock is None:
+            raise RunError(
+                f"these layers draw from {' and '.join(sorted(host_rng.used))}, which the threads "
+                "of all stages share. Stages that wait for other processes in their forward cannot "
+                "take turns. Draw with torch, whose random numbers are repeated."
+            )
+        self.used_host_generators |= host_rng.used
+        self._behavior.draws_host_random = bool(host_rng.used or self._behavior.draws_host_random)
+        if not self._behavior.draws_host_random:
+            self._host_rng = None
 
     @cached_property
     def _weight_grad_deferral(self) -> WeightGradDeferral:

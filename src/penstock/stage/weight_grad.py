@@ -13,8 +13,10 @@ three actions:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,14 +24,20 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.stage.cell_graph import (
+    BACKWARD_GLOBALS,
     GRAPH_ANCHOR,
     TensorOrEdge,
     accumulate_grads,
     find_gradient_edge,
 )
+from penstock.torch_compat import run_backward
 
 # From the gradient of an operation's output and from its input to the gradient of its weight.
 WeightGradFormula = Callable[[Tensor, Tensor], Tensor]
+
+_AUTOGRAD_CALLS = torch.autograd.grad.__code__, torch.autograd.backward.__code__
+# Where a release of PyTorch lacks the engine's own function, a cell uses the calls above.
+_RUN_BACKWARD_CODE = getattr(run_backward, "__code__", None)
 
 
 class WeightGradRecorder:
@@ -127,7 +135,7 @@ class PendingWeightGrad:
         if self._recorder.pending is not None:
             self._recorder.check_not_recording()
         gradient = gradients[0]
-        if gradient is None:
+        if gradient is None or _is_inside_own_grad():
             return
         # Until now autograd kept the whole base of a view alive. From here on only W needs the
         # view, and a copy of it lets the base be freed.
@@ -151,6 +159,34 @@ class PendingWeightGrad:
         if output_grad._version != self._output_grad_version:
             raise _changed_in_place_error(output_grad)
         return self._formula(output_grad, op_input)
+
+
+def _is_inside_own_grad() -> bool:
+    """Return whether a layer's own `torch.autograd.grad`, inside I, called the current hook.
+
+    A deep equilibrium layer solves for its gradient in a hook. The gradients that pass by on the
+    way are not those of the loss, and nobody asked for those of the weights: a call that does gets
+    an error of PyTorch's, as the weights of deferred operations are not in the graph. Raise if the
+    call would get None instead, or if it adds to the weights' `.grad`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    caller: FrameType | None = None
+    while frame is not None and frame.f_globals is not BACKWARD_GLOBALS:
+        if caller is None and frame.f_code in _AUTOGRAD_CALLS:
+            caller = frame
+        elif frame.f_code is _RUN_BACKWARD_CODE:
+            caller = None
+        frame = frame.f_back
+    # The cell's own backward calls neither, and without a cell there is no W.
+    if frame is None or caller is None:
+        return False
+    if caller.f_code is torch.autograd.grad.__code__ and not caller.f_locals["allow_unused"]:
+        return True
+    raise RunError(
+        "a layer computes gradients in its backward, with backward() or "
+        "grad(..., allow_unused=True), but this schedule defers the gradients of its weights to W, "
+        "so they would be incomplete. Use a schedule without W, such as '1f1b'."
+    )
 
 
 def _is_small_view(tensor: Tensor) -> bool:

@@ -27,9 +27,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.device.accelerator import list_autocast_types
+from penstock.model.traced.torch_functions import get_function_name
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.nested_values import flatten, iter_tensors, map_tensors, unflatten
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, find_loss_tensor
+from penstock.torch_compat import pytree
 
 # ---- modes of PyTorch: a part of the cache key ---------------------------------------------------
 
@@ -256,21 +258,127 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
     )
 
 
+# ---- how the model's own loss combines ----------------------------------------------------------
+#
+# Losses of micro-batches are averaged, as most losses are means over rows. The last operations of
+# the forward show some that are not.
+
+_RESCALING_FUNCTIONS = frozenset(
+    getattr(namespace, name)
+    for namespace in (torch, Tensor)
+    for name in ("mul", "div", "__mul__", "__rmul__", "__truediv__")
+    if hasattr(namespace, name)
+)
+_SUMS = frozenset([torch.sum, Tensor.sum])
+# Functions of all numbers of a tensor whose result for a batch cannot be computed from the results
+# for its parts.
+_UNCOMBINABLE_FUNCTIONS = frozenset(
+    getattr(namespace, name)
+    for namespace in (torch, Tensor)
+    for name in (
+        *("max", "min", "amax", "amin", "argmax", "argmin", "norm", "prod", "std", "var", "median"),
+        *("logsumexp", "quantile", "any", "all"),
+    )
+    if hasattr(namespace, name)
+) | {torch.linalg.norm, torch.linalg.vector_norm}
+
+
+@dataclass(frozen=True)
+class LossCombination:
+    """What the last operations of a forward show about how losses of micro-batches combine.
+
+    Attributes:
+        is_sum: Whether the loss is a sum, perhaps multiplied or divided by numbers.
+        summed_shape: The shape of the tensor that is summed. It may have no rows: `mean(0).sum()`.
+        factors: The Python numbers, as text. One may be the number of rows of the micro-batch, and
+            then the loss is a mean.
+        obstacle: The function and its location that rule out both a sum and a mean, or "".
+    """
+
+    is_sum: bool = False
+    summed_shape: tuple[int, ...] = ()
+    factors: tuple[str, ...] = ()
+    obstacle: str = ""
+
+    def is_sum_over_rows(self, larger: LossCombination) -> bool:
+        """Return whether it is a sum over rows, given that of a micro-batch with one row more."""
+        return self.summed_shape != larger.summed_shape and self.factors == larger.factors
+
+
+def find_loss_combination(trace: Trace) -> LossCombination:
+    """Return what the last operations of a forward show about the model's own loss."""
+    node = _find_loss_node(trace)
+    if node is None or any(trace.values[value].tensor_spec.shape for value in node.produced_values):
+        return LossCombination()
+    node, factors = _skip_scaling(trace, node)
+    if node is None:
+        return LossCombination()
+    if node.func in _UNCOMBINABLE_FUNCTIONS:
+        return LossCombination(obstacle=f"{get_function_name(node.func)} ({node.location})")
+    is_loss_function = getattr(functional, getattr(node.func, "__name__", ""), None) is node.func
+    if node.func not in _SUMS and not (is_loss_function and "'sum'" in node.literals):
+        return LossCombination()
+    summed = trace.values[node.inputs[0]]
+    if summed.producer is not None:
+        factors += _skip_scaling(trace, trace.nodes[summed.producer])[1]
+    return LossCombination(True, summed.tensor_spec.shape, factors)
+
+
+def _skip_scaling(trace: Trace, node: TraceNode) -> tuple[TraceNode | None, tuple[str, ...]]:
+    """Return the node that is then scaled and reshaped until `node`, and the Python factors.
+
+    It is None if the result also depends on another tensor than an input without dims, which is the
+    same for all micro-batches.
+    """
+    factors: tuple[str, ...] = ()
+    while node.func in _SCALING_FUNCTIONS:
+        sources = [value for value in node.inputs if not _is_whole_number(trace, value)]
+        if node.func in _RESCALING_FUNCTIONS:
+            factors += (node.literals,)
+        producer = trace.values[sources[0]].producer if len(sources) == 1 else None
+        if producer is None:
+            return None, factors
+        node = trace.nodes[producer]
+    return node, factors
+
+
+def _is_whole_number(trace: Trace, value: int) -> bool:
+    """Return whether a value is an input without dims, or follows from such inputs alone."""
+    traced = trace.values[value]
+    if traced.tensor_spec.shape:
+        return False
+    if traced.producer is None:
+        return traced.input_index is not None
+    return all(_is_whole_number(trace, source) for source in trace.nodes[traced.producer].inputs)
+
+
 def _find_loss_node(trace: Trace) -> TraceNode | None:
     """Return the node that produces the model's loss.
 
     The output is rebuilt with a tensor without memory for each value, and the code that finds the
     loss in a real output is applied to it. The tensor that it returns identifies the value.
     """
+    output, markers = _rebuild_output(trace)
+    loss = find_loss_tensor(output)
+    for index, marker in markers.items():
+        if marker is loss:
+            producer = trace.values[trace.output.leaves[index].value].producer
+            return None if producer is None else trace.nodes[producer]
+    return None
+
+
+def _rebuild_output(trace: Trace) -> tuple[Any, dict[int, Tensor]]:
+    """Return the output with a tensor without memory for each value, and these by leaf."""
     markers = {
         index: trace.values[leaf.value].tensor_spec.allocate("meta")
         for index, leaf in enumerate(trace.output.leaves)
         if isinstance(leaf, ValueLeaf)
     }
     leaves = [markers.get(index, leaf) for index, leaf in enumerate(trace.output.leaves)]
-    loss = find_loss_tensor(unflatten(leaves, trace.output.tree_spec))
-    for index, marker in markers.items():
-        if marker is loss:
-            producer = trace.values[trace.output.leaves[index].value].producer
-            return None if producer is None else trace.nodes[producer]
-    return None
+    return unflatten(leaves, trace.output.tree_spec), markers
+
+
+def find_output_shapes(trace: Trace) -> list[tuple[int, ...]]:
+    """Return the shape of each leaf of the output. What is not a tensor has the empty shape."""
+    leaves = pytree.tree_leaves(_rebuild_output(trace)[0])
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]

@@ -54,6 +54,7 @@ from penstock.model.traced.torch_functions import (
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, TraceNode, ValueLeaf
 from penstock.model.traced.traced_partition import ForwardRequest
 from penstock.nested_values import flatten, iter_tensors, map_call_tensors, map_tensors, unflatten
+from penstock.stage.host_rng import draw_between_units, draw_in_unit
 from penstock.stage.recompute import is_recomputing
 from penstock.stage.stage import OUTSIDE
 
@@ -192,7 +193,7 @@ class StageInterpreter(OpInterceptor):
         if self.checkpoint_options is not None:
             checkpoint_kwargs = {"use_reentrant": False, **self.checkpoint_options}
             run = partial(checkpoint, run, **checkpoint_kwargs)
-        with without_interception(self):
+        with without_interception(self), draw_in_unit():
             output = call_tracking_containers(run, resolved_args, resolved_kwargs)
             if instruction.expected_shapes:
                 _check_unit_shapes(instruction, output)
@@ -496,7 +497,8 @@ class StageForward:
             # The forward may end early inside a `no_grad` block of the model. This context restores
             # the grad mode in any case.
             grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-            with grad_mode, self._proxy_model.isolated_forward(reassigned_buffers), interpreter:
+            isolated = self._proxy_model.isolated_forward(reassigned_buffers)
+            with draw_between_units(), grad_mode, isolated, interpreter:
                 output = self._proxy_model.model(*args, **kwargs)
         except StageFinished:
             pass

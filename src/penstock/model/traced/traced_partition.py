@@ -15,7 +15,7 @@ later traces must find every unit, parameter and written buffer on the stage tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
 from penstock.fingerprint import Fingerprinter, ObjectIdentity
-from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
+from penstock.microbatch import (
+    MicrobatchRows,
+    check_inputs,
+    is_row_dim_ambiguous,
+    move_to_device,
+    scatter,
+    take_rows,
+)
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
@@ -37,9 +44,12 @@ from penstock.model.traced.assignment import (
 )
 from penstock.model.traced.guards import (
     InputGuards,
+    LossCombination,
     LossTargets,
     TraceReplay,
+    find_loss_combination,
     find_loss_targets,
+    find_output_shapes,
     read_torch_state,
 )
 from penstock.model.traced.interception import EscapedTensor
@@ -169,12 +179,47 @@ class _CompiledTrace:
     assignment: TraceAssignment
     programs: Mapping[int, StageProgram]
     loss_targets: LossTargets | None
+    loss_combination: LossCombination
     target_replay: TraceReplay  # computes the loss targets, if there are any
     fingerprint: str  # of the assignment, which all processes must agree on
     # Tensors in attributes and variables, if a guard depends on one. None: they do not matter.
     tensors: tuple[ObjectIdentity, ...] | None
     # `requires_grad` of all parameters, if the forward asks for it. None: it does not matter.
     requires_grad: tuple[bool, ...] | None
+    # by index of a leaf of the output, its dim with rows, or None; empty until it is needed
+    _output_dims: dict[int, int | None] = field(default_factory=dict)
+
+    def find_output_dims(
+        self, count: int, trace_larger: Callable[[], TracedMicrobatch]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the dims of outputs that have the rows of a micro-batch with `count` rows.
+
+        If the sizes of an output do not tell, a trace with one row more does. Otherwise nothing is
+        returned.
+        """
+        shapes = find_output_shapes(self.assignment.trace)
+        ambiguous = [shape for shape in shapes if is_row_dim_ambiguous(shape, count)]
+        if ambiguous and not self._output_dims:
+            try:
+                larger = find_output_shapes(trace_larger().compiled.assignment.trace)
+                columns = [[*zip(*pair, strict=True)] for pair in zip(shapes, larger, strict=True)]
+            except Exception as error:
+                raise RunError(
+                    f"an output of shape {ambiguous[0]} has the {count} rows of its micro-batch on "
+                    "dim 0 or on another dim, and the model cannot be traced with one row more to "
+                    "see on which one. Use another number of chunks."
+                ) from error
+            for index, sizes in enumerate(columns):
+                dims = [dim for dim, (size, larger_size) in enumerate(sizes) if size != larger_size]
+                if len(dims) > 1:
+                    raise RunError(
+                        f"an output of shape {shapes[index]} has rows on the dims {dims}: it "
+                        "relates rows of the batch to each other, and a micro-batch does not have "
+                        "the rows of the others. Compute it from the output of the pipe, or use "
+                        "chunks=1."
+                    )
+                self._output_dims[index] = dims[0] if dims else None
+        return tuple((index, dim) for index, dim in self._output_dims.items() if dim is not None)
 
 
 TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
@@ -324,7 +369,8 @@ class TracedPartition(Partition):
         last_device = devices.get(last_stage)
         target = tuple(move_to_device(value, last_device) for value in batch.target)
         names = [*(f"input {index}" for index in range(len(inputs))), *keyword_inputs, "target"]
-        pieces, rows = scatter((*inputs, *keyword_inputs.values(), *target), batch.chunks, names)
+        values = *inputs, *keyword_inputs.values(), *target
+        pieces, rows = scatter(values, batch.chunks, names)
         settings, keywords_start = self.read_settings(), len(inputs)
         keywords_end = keywords_start + len(keyword_inputs)
         plans = [
@@ -336,6 +382,16 @@ class TracedPartition(Partition):
             for piece in pieces
         ]
         self._check_asked_buffers(plans)
+
+        def trace_larger() -> TracedMicrobatch:
+            """Trace a micro-batch with one row more, to see which shapes depend on the rows."""
+            larger = take_rows(values, rows, 0, rows.counts[0] + 1)
+            keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
+            return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
+
+        if len(pieces) > 1 and not rows.dim and (batch.return_outputs or not batch.is_step):
+            dims = plans[0].compiled.find_output_dims(rows.counts[0], trace_larger)
+            rows = rows._replace(output_dims=dims)
         # Micro-batches of one batch may take different paths through the forward. The program is
         # the same for all of them, so an edge that one micro-batch needs is an edge for all.
         edges = sorted({edge for plan in plans for edge in plan.compiled.assignment.edges})
@@ -345,7 +401,10 @@ class TracedPartition(Partition):
         # Without a target, the model may compute the loss itself, from labels among its inputs.
         model_targets = None if target else _find_model_targets(plans)
         loss_shares: Sequence[float | Tensor] = ()
-        if not batch.uses_model_loss:
+        sums_loss = batch.returns_loss and _is_loss_summed(batch, plans, trace_larger)
+        if not batch.uses_model_loss and sums_loss:
+            loss_shares = [1.0] * len(pieces)
+        elif not batch.uses_model_loss:
             loss_shares = _compute_loss_shares(rows, model_targets, last_device)
         elif model_targets is not None:
             targets = [move_to_device(labels, last_device) for labels in model_targets[0]]
@@ -369,6 +428,7 @@ class TracedPartition(Partition):
             target_counter,
             loss_shares,
             label_inputs,
+            sums_loss=sums_loss and batch.uses_model_loss,
         )
 
     def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:
@@ -511,6 +571,7 @@ class TracedPartition(Partition):
             assignment,
             programs,
             loss_targets,
+            find_loss_combination(trace),
             TraceReplay(
                 trace, constants, self._get_buffer, [p for p in producers if p is not None]
             ),
@@ -660,6 +721,42 @@ def _find_function_stages(assignment: TraceAssignment) -> dict[Any, list[int | N
             stage = assignment.node_stages.get(index)
             function_stages.setdefault(node.func, []).append(stage)
     return function_stages
+
+
+def _is_loss_summed(
+    batch: Batch, plans: Sequence[TracedMicrobatch], trace_larger: Callable[[], TracedMicrobatch]
+) -> bool:
+    """Return whether the model's own losses are summed. Raise if they cannot be combined."""
+    if len(plans) == 1 or batch.reduction is not None:
+        return batch.reduction == "sum"
+    combinations = [plan.compiled.loss_combination for plan in plans]
+    for obstacle in (c.obstacle for c in combinations if c.obstacle):
+        raise RunError(
+            f"the model returns one number, computed by {obstacle}, and that of the batch does not "
+            "follow from those of its micro-batches. Return the tensor that it is computed from, "
+            "use chunks=1, or set reduction='mean' or 'sum' to combine the numbers so."
+        )
+    # The Hugging Face Trainer passes the number of targets of the whole batch, and the loss is a
+    # sum that is divided by it.
+    if batch.keyword_inputs.get("num_items_in_batch") is not None:
+        if all(combination.is_sum for combination in combinations):
+            return True
+        raise RunError(
+            "num_items_in_batch was given, but it is not clear that the model's loss is a sum "
+            "divided by it. Set reduction='sum' if it is, so that the losses of micro-batches are "
+            "added, or leave num_items_in_batch out."
+        )
+    if not all(combination.is_sum for combination in combinations):
+        return False
+    # `x.mean(0).sum()` and `x.sum() / len(x)` are means over rows.
+    try:
+        larger = trace_larger().compiled.loss_combination
+    except Exception as error:
+        raise RunError(
+            "the model returns a sum, and it cannot be traced with one row more to see whether "
+            "that is a sum or a mean over the rows. Set reduction='sum' or 'mean'."
+        ) from error
+    return combinations[0].is_sum_over_rows(larger)
 
 
 def _compute_loss_shares(

@@ -184,6 +184,7 @@ def build_graph_key(
         (*request.describe_options().values(), fingerprint(request.loss_fn)),
         _fingerprint_optimizer(request.optimizer, step_modules.parameters, fingerprint),
         (context, torch.get_default_dtype(), *get_global_hook_ids()),
+        frozenset((name, fingerprint(value)) for name, value in context.variables.items()),
         _get_kernel_flags(),
     )
     input_facts = (

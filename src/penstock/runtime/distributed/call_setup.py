@@ -157,8 +157,9 @@ class BatchAnnouncement:
     @staticmethod
     def from_json(text: str) -> BatchAnnouncement:
         """Return the announcement that `to_json` has written."""
-        (counts, dim), chunks, stages, target = json.loads(text)
-        return BatchAnnouncement(MicrobatchRows(tuple(counts), dim), chunks, tuple(stages), target)
+        (counts, dim, output_dims), chunks, stages, target = json.loads(text)
+        rows = MicrobatchRows(tuple(counts), dim, tuple(map(tuple, output_dims)))
+        return BatchAnnouncement(rows, chunks, tuple(stages), target)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""Tests of losses that the model computes itself: how those of micro-batches combine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import Pipe
+from penstock.errors import RunError
+from tests.support import closely, each_door, same_gradients
+
+
+class Returns(nn.Module):
+    """A model whose forward ends in a function of the last activations and of a whole number."""
+
+    def __init__(self, end: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.end = end
+
+    def forward(self, x: Tensor, num_items_in_batch: Any = None) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x, num_items_in_batch)
+
+
+COMBINED: dict[str, tuple[Callable[..., Any], Any]] = {
+    "sum": (lambda x, _: x.square().sum(), None),
+    "negative sum": (lambda x, _: -x.square().sum(), None),
+    "sum with the output": (lambda x, _: (x.sum().double(), x), None),
+    "sum of a loss function": (
+        lambda x, _: functional.mse_loss(x, x.detach() * 2, reduction="sum"),
+        None,
+    ),
+    "count": (lambda x, _: (x > 0).sum(), None),
+    "sum of means over rows": (lambda x, _: x.square().mean(0).sum(), None),
+    "sum of parts of a mean": (lambda x, _: (x.square() / len(x)).sum(), None),
+    "sum over a constant": (lambda x, _: 0.5 * x.square().sum() / 28, None),
+    "mean": (lambda x, _: x.square().mean(), None),
+    "sum by the rows": (lambda x, _: x.square().sum() / len(x), None),
+    "num_items_in_batch": (lambda x, n: x.square().sum() / n, 24),
+    "num_items_in_batch, a tensor": (
+        lambda x, n: x.square().sum() / n.to(x.dtype),
+        torch.tensor(24),
+    ),
+}
+
+
+@each_door
+@pytest.mark.parametrize("kind", COMBINED)
+def test_own_loss_of_the_batch_is_that_of_the_unsplit_model(kind: str, door: str) -> None:
+    torch.manual_seed(0)
+    (end, number), x = COMBINED[kind], torch.randn(7, 4, dtype=torch.float64)
+    if kind == "count" and door == "step":
+        pytest.skip("a count is not a loss")
+    model, inputs = Returns(end).double(), {"x": x, "num_items_in_batch": number}
+    reference = copy.deepcopy(model)
+    pipe = Pipe(model, 3, stages=3, devices=["cpu"] * 3, example=inputs)
+
+    def first(output: Any) -> Tensor:
+        loss: Tensor = output[0] if isinstance(output, tuple) else output
+        return loss
+
+    expected = first(reference(**inputs))
+    found = pipe.step(**inputs).loss if door == "step" else first(pipe(**inputs))
+    assert closely(found.detach(), expected.detach())
+    if expected.requires_grad:
+        expected.backward()
+        if door == "call":
+            found.backward()
+        assert same_gradients(model, reference)
+
+
+@each_door
+@pytest.mark.parametrize(
+    ("end", "number", "message"),
+    [
+        (lambda x, _: x.max(), None, r"the model returns one number, computed by max"),
+        (lambda x, _: x.norm() * 2, None, r"the model returns one number, computed by norm"),
+        (lambda x, n: x.square().mean() / n, 24, "num_items_in_batch was given, but it is not"),
+    ],
+)
+def test_own_loss_that_does_not_combine_is_refused(
+    end: Callable[..., Any], number: Any, message: str, door: str
+) -> None:
+    inputs = {"x": torch.randn(4, 4), "num_items_in_batch": number}
+    model = Returns(end)
+    pipe = Pipe(model, 2, stages=3, devices=["cpu"] * 3, example=inputs)
+    with pytest.raises(RunError, match=message):
+        pipe.step(**inputs) if door == "step" else pipe(**inputs)
+    pipe = Pipe(model, 2, stages=3, devices=["cpu"] * 3, example=inputs, reduction="mean")
+    assert pipe.step(**inputs).loss.isfinite()
+    pipe = Pipe(model, 1, stages=3, devices=["cpu"] * 3, example=inputs)
+    assert closely(pipe(**inputs).detach(), model(**inputs).detach())
