@@ -2,8 +2,8 @@
 
 The audit of a step, and `penstock.check`, compare a pipe with the user's own forward. That forward
 runs on the modules where they are: stages may be on several devices, and in a pipe each cell (a
-stage on a micro-batch) draws from random generators of its own. So whenever the forward reaches code of another stage, it
-switches to the generator and the device of that stage:
+stage on a micro-batch) draws from random generators of its own. So whenever the forward reaches
+code of another stage, it switches to the generators and the device of that stage:
 
     in a unit        a forward pre-hook switches to the stage of this call of the unit, and moves
                      the arguments

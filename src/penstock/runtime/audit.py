@@ -462,7 +462,7 @@ class Audit:
                 forwards = [self._run_rows(*rows, needs_eval) for rows in ranges]
                 if any(forward.has_drawn for forward in forwards):
                     return
-                halves = MicrobatchRows((middle - start, stop - middle), self._inputs.rows.dim)
+                halves = self._inputs.rows._replace(counts=(middle - start, stop - middle))
                 self._split_problem = self._find_split_problem(
                     forwards[:2], forwards[2] if needs_eval else whole, halves
                 )
@@ -511,7 +511,9 @@ class Audit:
                 "Return penstock.Weighted(loss, weight) if it is a mean over something else, or "
                 "pass reduction='sum' if it is a sum. A loss that mixes rows needs chunks=1."
             )
-        shares = rows.fractions() if self._inputs.loss_shares else ()
+        shares: Sequence[float] = rows.fractions() if self._inputs.loss_shares else ()
+        if all(share == 1 for share in self._inputs.loss_shares):  # the losses are added
+            shares = [1.0] * len(shares)
         merged = replace(self._inputs, rows=rows, loss_shares=shares).merge_outputs(
             [half.values[0] for half in halves]
         )

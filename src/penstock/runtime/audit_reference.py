@@ -202,7 +202,7 @@ class Reference:
         compute = LossStageFunction(
             run_model,
             self._request.loss_fn,
-            self._reduction.target_counter,
+            self._reduction,
             bool(targets),
             return_outputs=False,
         )
