@@ -48,12 +48,19 @@ def piped(model: nn.Module, example: Any, stages: int, runtime: str = "inline") 
     )
 
 
+ALL_CUTS = ((2, "inline"), (3, "threads"), (4, "inline"), (4, "threads"))
+ONE_CUT = ((4, "inline"),)
+
+
 def assert_same(
-    kind: type[nn.Module], lengths: Sequence[int] = (5, 7, 5), buffers: bool = True
+    kind: type[nn.Module],
+    lengths: Sequence[int] = (5, 7, 5),
+    buffers: bool = True,
+    cuts: Sequence[tuple[int, str]] = ALL_CUTS,
 ) -> None:
     """Assert equal gradients and buffers with 2, 3 and 4 stages, over several batches."""
     given = batches(*lengths)
-    for stages, runtime in ((2, "inline"), (3, "threads"), (4, "inline"), (4, "threads")):
+    for stages, runtime in cuts:
         model, unsplit = made(kind), made(kind)
         pipe = piped(model, given[0], stages, runtime)
         for batch in given:

@@ -47,6 +47,7 @@ from penstock.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     UnsupportedOperatorException,
+    pytree,
 )
 
 # ---- fake tensors ------------------------------------------------------------------------------
@@ -312,9 +313,13 @@ def select_originals(
     return [t for t, fake in zip(tensors, fake_tensors, strict=True) if id(fake) in ids]
 
 
-def get_rng_state(device: torch.device) -> Tensor:
-    """Return the state of the generators that a forward on the device draws from."""
-    return torch.cat(get_shared_rng_states([device]))
+def get_rng_state(device: torch.device, arguments: Any) -> Tensor:
+    """Return the state of the generators that a call on the device may draw from.
+
+    These are the default generators, and those among its arguments (`generator=`).
+    """
+    generators = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Generator))
+    return torch.cat([*get_shared_rng_states([device]), *(g.get_state() for g in generators)])
 
 
 # ---- models on the meta device -----------------------------------------------------------------

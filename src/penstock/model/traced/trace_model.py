@@ -206,8 +206,13 @@ def trace_model(
         ]
         fake_factory = FakeTensorFactory(device)
         with (
-            # Parameters are not written: operations get fake tensors in their place.
-            isolated(modules, copy_value=lambda tensor: not isinstance(tensor, nn.Parameter)),
+            # Parameters are not written: operations get fake tensors in their place. The forward
+            # runs on copies of the input tensors, but on the very objects among the inputs.
+            isolated(
+                modules,
+                inputs=[leaf for leaf in input_leaves if not isinstance(leaf, Tensor)],
+                copy_value=lambda tensor: not isinstance(tensor, nn.Parameter),
+            ),
             force_eager(),  # otherwise the compiler gives up on compiled modules under a mode
         ):
             uninitialized = replace_meta_tensors(model, units.values(), fake_factory)
