@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,15 @@ class ObservedBehavior:
         mutates_inputs: Whether it changes its inputs in place.
         uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
         silent_writes: The buffers that it writes without a change of their version counter.
+        detached_outputs: The outputs that are not in its graph, where it has several; by what
+            decides it. See `StageRunner._exclude_detached`.
     """
 
     draws_random: bool | None = None
     mutates_inputs: bool | None = None
     uses_only_parameters: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
+    detached_outputs: dict[Any, Mapping[int, Collection[int]]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
