@@ -16,7 +16,7 @@ that is skipped costs a few microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,6 +158,9 @@ class StageInterpreter(OpInterceptor):
             self._save_values(
                 instruction, result, lambda: list(iter_tensors((resolved_args, resolved_kwargs)))
             )
+        if instruction.returns_argument:
+            resolved = iter_tensors((resolved_args, resolved_kwargs))
+            return _restore_arguments(result, iter_tensors((args, kwargs)), resolved)
         return result
 
     def intercept_unit(
@@ -180,6 +183,9 @@ class StageInterpreter(OpInterceptor):
             self.notify_hooks(name, target, args, kwargs, output)
             return output
         resolved_args, resolved_kwargs = map_call_tensors(args, kwargs, self._resolve)
+        if instruction.returns_argument:  # before the call, which may fill a list among them
+            arguments = _find_tensors((args, kwargs))
+            resolved = _find_tensors((resolved_args, resolved_kwargs))
         unit, hooks = self._unit_modules[name], self.unit_hooks.get(name)
         run: Callable[..., Any] = unit if hooks is None else hooks.wrap(unit)
         # A parent called `torch.utils.checkpoint` on code around this unit. The region may span
@@ -192,12 +198,15 @@ class StageInterpreter(OpInterceptor):
             if instruction.expected_shapes:
                 _check_unit_shapes(instruction, output)
             if instruction.saved_values:  # may clone, and that is not a node of the forward
-                arguments = resolved_args, resolved_kwargs
-                self._save_values(instruction, output, lambda: _find_tensors(arguments))
+                self._save_values(
+                    instruction, output, lambda: _find_tensors((resolved_args, resolved_kwargs))
+                )
         if isinstance(output, OutputWithContainerUpdates) is not instruction.fills_container:
             raise self._divergence_error(
                 f"unit '{name}', which fills a list or a dict in some calls only"
             )
+        if instruction.returns_argument:
+            output = _restore_arguments(output, arguments, resolved)
         return apply_container_updates(output, args, kwargs)
 
     def resolve_output(self, output: Any) -> Any:
@@ -357,6 +366,19 @@ def _check_unit_shapes(instruction: Instruction, result: Any) -> None:
                 "the tensor. Let the unit return one shape (pad, or mask instead of indexing), or "
                 "put all that depends on the shape into one unit with units=."
             )
+
+
+def _restore_arguments(result: Any, arguments: Iterable[Tensor], resolved: Iterable[Tensor]) -> Any:
+    """Return the result of a node with the forward's own tensors for arguments that it returns.
+
+    The node was run on `resolved`. The forward must not go on with two objects for one tensor: a
+    change in place by another stage is noted for one object only.
+    """
+    originals = {id(new): old for old, new in zip(arguments, resolved, strict=True)}
+    if isinstance(result, Tensor):
+        return originals.get(id(result), result)
+    leaves, spec = flatten(result)
+    return unflatten([originals.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def _find_tensors(arguments: Any) -> list[Tensor]:

@@ -44,6 +44,7 @@ class Instruction:
         rebound_values: Pairs (old, new) of values: another stage changes `old` in place at this
             node, and from here on `new` takes its place.
         fills_container: Whether the unit puts something into a list or dict of its caller.
+        returns_argument: Whether the result contains one of the arguments, as for `x.add_(1)`.
     """
 
     node: TraceNode
@@ -54,6 +55,7 @@ class Instruction:
     expected_shapes: tuple[Shape | None, ...] = ()
     rebound_values: tuple[tuple[int, int], ...] = ()
     fills_container: bool = False
+    returns_argument: bool = False
 
 
 class SavedValue(NamedTuple):
@@ -124,6 +126,8 @@ def build_stage_program(
                 saved_values=inplace.find_saved_values(node),
                 expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
                 fills_container=output_context is OutputWithContainerUpdates,
+                returns_argument=node.output is not None
+                and any(isinstance(leaf, ArgumentLeaf) for leaf in node.output.leaves),
             )
         else:
             placeholder, is_static = _build_placeholder(node, remote_tensor)

@@ -271,7 +271,10 @@ class Tracer(OpInterceptor):
         )
         check_no_transform(node)
         if func in MODE_DEPENDENT:
-            result = call(*args, **kwargs)
+            # Not of the real tensor: it does not see what was written into its fake.
+            result, _ = function_call.call_with_mapped_tensors(
+                lambda t: t if self._is_input_only(t) else self.value_table.get_fake(t)
+            )
             self.nodes.append(
                 replace(node, kind=NodeKind.HOST_READ, inputs=(), recorded_result=result)
             )
