@@ -144,7 +144,9 @@ def map_tensors(value: Any, transform: Callable[[Any], Any], leaf_type: type = T
         return {key: map_tensors(item, transform, leaf_type) for key, item in value.items()}
     if kind is slice:
         return slice(*map_tensors((value.start, value.stop, value.step), transform, leaf_type))
-    if isinstance(value, tuple | list | dict):  # a named tuple, torch.Size, ...
+    if kind is torch.Size:  # `x.new(size)` makes another tensor from a plain tuple
+        return value
+    if isinstance(value, tuple | list | dict):  # a named tuple, ...
         leaves, spec = pytree.tree_flatten(value, lambda item: isinstance(item, leaf_type))
         mapped = [map_tensors(leaf, transform, leaf_type) for leaf in leaves]
         return pytree.tree_unflatten(mapped, spec)

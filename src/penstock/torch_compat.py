@@ -210,6 +210,14 @@ def is_compiled_by_dynamo(module: nn.Module) -> bool:
     )
 
 
+def get_eager_function(function: Any) -> Any:
+    """Return the function that `torch.compile` has decorated, or None for any other object.
+
+    There is no public way to ask. Where the attribute is missing, nothing counts as compiled.
+    """
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
 def unwrap_compiled(module: Any) -> Any:
     """Return the module that `torch.compile(module)` wraps, or the argument itself."""
     return getattr(module, "_orig_mod", module)
