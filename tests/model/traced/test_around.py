@@ -433,3 +433,22 @@ class NewOfASize(Four):
 def test_new_of_a_size_between_units() -> None:
     """The size became a tuple, of which `new` makes a tensor with these numbers."""
     assert_same(NewOfASize, (5,), cuts=ONE_CUT)
+
+
+class AsksForGradMode(Four):
+    """Branches on the grad mode, also inside a `no_grad` of its own."""
+
+    def forward(self, x: Tensor) -> Any:
+        for unit in (self.a, self.b, self.c, self.d):
+            x = unit(x)
+            with torch.no_grad():
+                if torch.is_grad_enabled():
+                    x = x * 100
+            if torch.is_grad_enabled():
+                x = x * 2
+        return x
+
+
+def test_grad_mode_in_a_forward_that_is_recomputed() -> None:
+    """A forward without a graph found the mode off and took another path."""
+    assert_same(AsksForGradMode, (5,), cuts=ONE_CUT)

@@ -53,7 +53,7 @@ from penstock.model.traced.torch_functions import (
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, TraceNode, ValueLeaf
 from penstock.model.traced.traced_partition import ForwardRequest
 from penstock.nested_values import flatten, iter_tensors, map_call_tensors, map_tensors, unflatten
-from penstock.stage.recompute import is_recomputing
+from penstock.stage.recompute import is_checkpointing, is_recomputing
 from penstock.stage.stage import OUTSIDE
 
 
@@ -98,8 +98,10 @@ class StageInterpreter(OpInterceptor):
         unit_modules: Mapping[str, nn.Module],
         received: dict[int, Tensor],
         inputs: Mapping[int, Tensor],
+        builds_graph: bool,
     ) -> None:
         super().__init__()
+        self._builds_graph = builds_graph
         self._instructions, self._end = program.instructions, program.end
         self._device, self._is_last = program.device, program.is_last
         self._unit_modules, self._received = unit_modules, received
@@ -151,7 +153,11 @@ class StageInterpreter(OpInterceptor):
         # `register_hook` raises on a tensor without a graph, as in a forward to be recomputed.
         if func in HOOK_REGISTRATION and not resolved_args[0].requires_grad:
             call = _register_no_hook
-        result = call(*resolved_args, **resolved_kwargs)
+        if self._builds_graph:
+            result = call(*resolved_args, **resolved_kwargs)
+        else:
+            with torch.set_grad_enabled(False):
+                result = call(*resolved_args, **resolved_kwargs)
         if isinstance(result, tuple | list) and node.output is not None:
             self._check_result_count(node, result)
         if instruction.saved_values:
@@ -194,7 +200,11 @@ class StageInterpreter(OpInterceptor):
             checkpoint_kwargs = {"use_reentrant": False, **self.checkpoint_options}
             run = partial(checkpoint, run, **checkpoint_kwargs)
         with without_interception(self):
-            output = call_tracking_containers(run, resolved_args, resolved_kwargs)
+            if self._builds_graph:
+                output = call_tracking_containers(run, resolved_args, resolved_kwargs)
+            else:
+                with torch.set_grad_enabled(False):
+                    output = call_tracking_containers(run, resolved_args, resolved_kwargs)
             if instruction.expected_shapes:
                 _check_unit_shapes(instruction, output)
             if instruction.saved_values:  # may clone, and that is not a node of the forward
@@ -453,7 +463,12 @@ class StageForward:
             for source, values in program.recv_values.items()
             for value, tensor in zip(values, inputs_by_source[source], strict=True)
         }
-        interpreter = StageInterpreter(program, self._unit_modules, received, inputs)
+        # `torch.is_grad_enabled()` in the forward must answer the same in a forward that will be
+        # recomputed. So the mode stays on there, and each node switches it off for itself.
+        hides_mode = is_checkpointing() and not program.runs_backward
+        interpreter = StageInterpreter(
+            program, self._unit_modules, received, inputs, builds_graph=not hides_mode
+        )
         interpreter.unit_hooks = self._proxy_model.unit_hooks
         # A recomputation must not advance buffers a second time.
         reassigned_buffers = () if is_recomputing() else program.reassigned_buffers
@@ -461,7 +476,7 @@ class StageForward:
         try:
             # The forward may end early inside a `no_grad` block of the model. This context restores
             # the grad mode in any case.
-            grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+            grad_mode = torch.set_grad_enabled(torch.is_grad_enabled() or hides_mode)
             with grad_mode, self._proxy_model.isolated_forward(reassigned_buffers), interpreter:
                 output = self._proxy_model.model(*args, **kwargs)
         except StageFinished:

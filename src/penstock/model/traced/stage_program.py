@@ -22,7 +22,7 @@ from penstock.model.traced.assignment import TraceAssignment, locate_value
 from penstock.model.traced.containers import OutputWithContainerUpdates
 from penstock.model.traced.interception import NullHookHandle
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.model.traced.torch_functions import HOOK_REGISTRATION
+from penstock.model.traced.torch_functions import BACKWARD_CALLS, HOOK_REGISTRATION
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode, ValueLeaf
 
 Shape = tuple[int, ...]
@@ -90,6 +90,7 @@ class StageProgram:
         uses_rng: Whether an operation between units draws random numbers.
         mutates_inputs: Whether the stage changes a received tensor or a tensor of the batch in
             place.
+        runs_backward: Whether the forward runs a backward between units.
     """
 
     instructions: tuple[Instruction, ...]
@@ -105,6 +106,7 @@ class StageProgram:
     device: torch.device
     uses_rng: bool
     mutates_inputs: bool
+    runs_backward: bool
 
 
 def build_stage_program(
@@ -154,6 +156,7 @@ def build_stage_program(
         device,
         any(trace.nodes[node_index].uses_rng for node_index in stage_assignment.nodes),
         inplace.mutates_inputs(trace.inputs),
+        any(node.func in BACKWARD_CALLS for node in trace.nodes if node.kind is not NodeKind.UNIT),
     )
 
 
