@@ -17,6 +17,7 @@ used where they are needed.
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
 import sys
 import threading
@@ -196,6 +197,21 @@ def force_eager() -> AbstractContextManager[object]:
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+@contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Keep fake tensors from logging each operation that fails on them, with its traceback.
+
+    The error itself says the same, and some operations fail and are then run on real tensors.
+    Tested with 2.10 to 2.13; without a logger of this name, nothing is kept back.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def is_compiled_by_dynamo(module: nn.Module) -> bool:

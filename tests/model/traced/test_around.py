@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import ArgumentError, Pipe, RunError, split
+from penstock import ArgumentError, CutError, Pipe, RunError, split
 from penstock.torch_compat import pytree
 from tests.model.traced.splitting import ONE_CUT, Four, assert_same, batches, made
 from tests.support import same_gradients
@@ -452,3 +452,34 @@ class AsksForGradMode(Four):
 def test_grad_mode_in_a_forward_that_is_recomputed() -> None:
     """A forward without a graph found the mode off and took another path."""
     assert_same(AsksForGradMode, (5,), cuts=ONE_CUT)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hook_of_a_module_that_is_cut_is_refused(register: str) -> None:
+    """The stages took different paths, with and without a graph."""
+    model = nn.ModuleDict({"inner": made(AsksForGradMode)})
+    model.forward = lambda x: model["inner"](x)
+    getattr(model["inner"], register)(lambda *_: None)
+    with pytest.raises(CutError, match=r"'inner' \(AsksForGradMode\) has a backward hook"):
+        split(model, 2, *batches(5))
+
+
+class FrozenInInferenceMode(Four):
+    def forward(self, x: Tensor) -> Any:
+        with torch.inference_mode():
+            x = self.b(self.a(x))
+        return self.d(self.c(x.clone()))
+
+
+def test_backbone_in_inference_mode() -> None:
+    """Its outputs were to get a gradient, which PyTorch refuses."""
+    assert_same(FrozenInInferenceMode, (5,), cuts=ONE_CUT)
+
+
+def test_wrong_input_shape_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Fake tensors logged 20 lines for each operation that failed."""
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        split(made(AsksForGradMode), 2, torch.ones(4, 5, 3, dtype=torch.float64))
+    assert not caplog.records
