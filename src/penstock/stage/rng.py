@@ -170,6 +170,9 @@ class SeededRng:
 class CellRngMode(CompileFriendlyDispatchMode):
     """A dispatch mode that redirects random operations to a source, or to a seed."""
 
+    # Such as `flex_attention`, which PyTorch otherwise refuses under a mode. They draw nothing.
+    supports_higher_order_operators = True
+
     def __init__(self, source: RngSource | int) -> None:
         super().__init__()
         self._source = SeededRng(source) if isinstance(source, int) else source
@@ -197,7 +200,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
         # A function mode sees the calls that Python makes, not the ATen operators that these lead
         # to. Here Python calls an ATen operator, and without the guard a mode would see it as well.
         with DisableTorchFunction():
-            draws = torch.Tag.nondeterministic_seeded in func.tags
+            draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
             if not draws or is_deterministic_call(func, args, kwargs):
                 return func(*args, **kwargs)
             return self._run_random_op(func, args, kwargs)

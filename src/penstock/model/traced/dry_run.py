@@ -109,6 +109,8 @@ class UnitOriginMode(TorchDispatchMode):
     escaped from. The mode also notes whether an operation drew random numbers.
     """
 
+    supports_higher_order_operators = True  # such as `flex_attention`; they have no tags
+
     def __init__(self, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
@@ -118,7 +120,7 @@ class UnitOriginMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Execute an operation and mark the fake tensors that it returns."""
-        self.used_rng |= torch.Tag.nondeterministic_seeded in func.tags
+        self.used_rng |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, FakeTensor):
