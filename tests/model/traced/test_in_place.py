@@ -294,3 +294,22 @@ def test_buffer_written_in_training_is_read_on_the_same_stage_in_eval(stages: in
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(pipe.eval()(x), model(x), rtol=0, atol=1e-12)
+
+
+class DrawnThenViewed(Four):
+    """A view of a tensor that was drawn on one stage follows its later changes."""
+
+    def forward(self, x: Tensor) -> Any:
+        base = x * 1.5
+        base.detach()[..., 2:].normal_(2.0, 0.0)
+        view = base.transpose(0, 0)
+        base.mul_(0.5)
+        frozen = torch.zeros_like(base).detach().clone()
+        base.add_(1)
+        scaled, other = frozen * 2, view * 3
+        y, z = self.a(other), self.b(view)
+        return base + scaled + self.d(y) + self.c(scaled) + z + other + view
+
+
+def test_view_of_a_drawn_tensor_on_other_stages() -> None:
+    assert_same(DrawnThenViewed, (5,))

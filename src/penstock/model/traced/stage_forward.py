@@ -356,8 +356,15 @@ class StageInterpreter(OpInterceptor):
                 tensor = arguments()[source.argument_index]
             elif source in self._live_values:
                 tensor = self._live_values[source]
+            elif (original := self._original_values.get(source, source)) in self._received:
+                tensor = self._received[original]
             else:
-                tensor = self._received[self._original_values.get(source, source)]
+                node = instruction.node
+                raise CutError(
+                    f"at {node.location}, {get_function_name(node.func)} changes a tensor in "
+                    "place, and another stage has a view of it that is used again. Clone the "
+                    "tensor before you change it, or put both into one unit with units=."
+                )
             self._live_values[value] = tensor
             if is_sent:
                 self.sent_values[value] = tensor.clone() if needs_copy else tensor
