@@ -308,3 +308,19 @@ def test_gather_keeps_the_structure(shape: Any) -> None:
     a, b = torch.arange(6).view(3, 2), torch.arange(3)
     found = gather([shape(a[:2], b[:2]), shape(a[2:], b[2:])], MicrobatchRows((2, 1)))
     assert same(found, shape(a, b))
+
+
+class Mask:
+    """An object that no pytree looks into, like a BlockMask of flex_attention."""
+
+    def __init__(self, rows: int) -> None:
+        self.blocks = torch.zeros(rows, 1)
+
+
+def test_object_with_the_rows_of_the_batch_is_refused() -> None:
+    """Each micro-batch took the first rows of the mask."""
+    x = torch.zeros(4, 2)
+    with pytest.raises(ArgumentError, match="an input is a Mask, which cannot be split"):
+        scatter((x, Mask(4)), chunks=2)
+    for mask, chunks in ((Mask(1), 2), (Mask(4), 1)):
+        assert len(scatter((x, mask), chunks)[0]) == chunks

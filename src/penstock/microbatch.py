@@ -7,7 +7,8 @@ The first tensor of the batch sets the number of rows. Every other tensor must h
 of rows on dim 0, and is split in the same way. A tensor with another size could be meant in two
 ways: it is needed whole (a table, a mask for all rows), or its rows are on another dim. Guessing
 would train on wrong numbers, so such a tensor is refused until the caller wraps it in `NoChunk` or
-`Chunk`. Values that are not tensors go to every micro-batch as they are.
+`Chunk`. Values that are not tensors go to every micro-batch as they are. An object that holds a
+tensor with the batch's rows is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.device.accelerator import has_streams
 from penstock.errors import ArgumentError, BatchShapeError, PenstockTypeError, RunError
+from penstock.nested_values import iter_hidden_tensors
 from penstock.torch_compat import pytree
 
 
@@ -223,6 +225,8 @@ def scatter(
         raise _build_shape_error(
             values, row_leaf, rows, names or [f"input {index}" for index in range(len(values))]
         )
+    if len(counts) > 1:
+        _check_no_hidden_rows(leaves, sum(counts))
     microbatches = _split_leaves(leaves, rows)
     return [pytree.tree_unflatten(pieces, spec) for pieces in microbatches], rows
 
@@ -246,6 +250,21 @@ def take_rows(values: Any, rows: MicrobatchRows, start: int, stop: int) -> Any:
         return pieces[id(tensor), dim]
 
     return pytree.tree_map(take_from, values)
+
+
+def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:
+    """Raise if an object that cannot be split holds a tensor with the rows of the batch."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor | Chunk | NoChunk | nn.Module):
+            continue
+        for tensor in iter_hidden_tensors(leaf):
+            if tensor.dim() and len(tensor) == row_count:
+                kind = type(leaf).__name__
+                raise ArgumentError(
+                    f"an input is a {kind}, which cannot be split into micro-batches, but it holds "
+                    f"a tensor of shape {tuple(tensor.shape)} with the batch's {row_count} rows. "
+                    f"Pass tensors and make the {kind} in the forward, or use chunks=1."
+                )
 
 
 def have_equal_rows(values: tuple[Any, ...]) -> bool:

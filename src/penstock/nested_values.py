@@ -6,6 +6,7 @@
 | `iter_tensors`, `map_tensors` | tuples, lists, dicts, slices | operations between units |
 | `iter_hidden_tensors` | any object with attributes | tensors that cannot be sent |
 | `iter_captured_values` | closure and default values of a function | hooks, loss functions |
+| `find_referred_values` | closure and global variables of a function | dry runs |
 
 Code that needs pytrees and nothing else uses `torch_compat.pytree`.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import is_
 from types import FunctionType
@@ -142,7 +144,9 @@ def map_tensors(value: Any, transform: Callable[[Any], Any], leaf_type: type = T
         return {key: map_tensors(item, transform, leaf_type) for key, item in value.items()}
     if kind is slice:
         return slice(*map_tensors((value.start, value.stop, value.step), transform, leaf_type))
-    if isinstance(value, tuple | list | dict):  # a named tuple, torch.Size, ...
+    if kind is torch.Size:  # `x.new(size)` makes another tensor from a plain tuple
+        return value
+    if isinstance(value, tuple | list | dict):  # a named tuple, ...
         leaves, spec = pytree.tree_flatten(value, lambda item: isinstance(item, leaf_type))
         mapped = [map_tensors(leaf, transform, leaf_type) for leaf in leaves]
         return pytree.tree_unflatten(mapped, spec)
@@ -174,6 +178,18 @@ def iter_captured_values(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # an empty cell: the variable has no value yet
             continue
+
+
+def find_referred_values(function: Any) -> dict[str, Any]:
+    """Return the globals and the closure variables that the code of a function names."""
+    if not isinstance(function, FunctionType):
+        return {}
+    code, cells = function.__code__, function.__closure__ or ()
+    names = {name: function.__globals__.get(name) for name in code.co_names}
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # an empty cell: the variable has no value yet
+            names[name] = cell.cell_contents
+    return names
 
 
 def are_same_objects(first: Collection[Any], second: Collection[Any]) -> bool:

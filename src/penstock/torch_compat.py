@@ -17,6 +17,7 @@ used where they are needed.
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
 import sys
 import threading
@@ -206,6 +207,21 @@ def force_eager() -> AbstractContextManager[object]:
     return stance
 
 
+@contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Keep fake tensors from logging each operation that fails on them, with its traceback.
+
+    The error itself says the same, and some operations fail and are then run on real tensors.
+    Tested with 2.10 to 2.13; without a logger of this name, nothing is kept back.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def is_compiled_by_dynamo(module: nn.Module) -> bool:
     """Return whether `torch.compile` compiled the module: in place, wrapped, or its forward alone.
 
@@ -216,6 +232,14 @@ def is_compiled_by_dynamo(module: nn.Module) -> bool:
         or "_orig_mod" in module._modules
         or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def get_eager_function(function: Any) -> Any:
+    """Return the function that `torch.compile` has decorated, or None for any other object.
+
+    There is no public way to ask. Where the attribute is missing, nothing counts as compiled.
+    """
+    return getattr(function, "_torchdynamo_orig_callable", None)
 
 
 def unwrap_compiled(module: Any) -> Any:

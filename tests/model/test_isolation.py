@@ -172,7 +172,8 @@ def replace_parameter(layer: Any, x: Tensor) -> None:
 def write_buffer_and_attribute(layer: Any, x: Tensor) -> None:
     layer.usage += 1
     layer.calls += 1
-    layer.plain.add_(1)
+    if not isinstance(layer, Around):  # between units, this is refused
+        layer.plain.add_(1)
 
 
 def write_gradient(layer: Any, x: Tensor) -> None:

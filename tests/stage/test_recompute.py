@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import Pipe, RunError, is_checkpointing, is_recomputing
 from penstock.stage.recompute import mark_checkpointing, mark_recomputing
-from tests.support import Do, each_door, each_runtime
+from tests.support import Do, each_door, each_runtime, same_gradients
 
 
 class RecordsRecompute(nn.Module):
@@ -219,3 +219,56 @@ def test_uninitialised_memory_in_an_output_does_not_count_as_a_difference() -> N
     layers = nn.Sequential(nn.Linear(4, 4), Do(half_filled), Do(lambda x: x[:, :4].sum(1)))
     pipe = Pipe(layers, 2, "always", stages=[2, 1], loss_fn=torch.mean)
     pipe.step(torch.ones(4, 4))
+
+
+class Splits(nn.Module):
+    """Returns its output, and the same detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.detach()
+
+
+class AsksForGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        y, detached = pair
+        result: Tensor = self.linear(y) * (2 if detached.requires_grad else 1)
+        return result
+
+
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+def test_detached_output_of_a_recomputed_stage_arrives_without_grad(checkpoint: str) -> None:
+    """Without a graph, every output of a forward to be recomputed was taken to need a gradient."""
+    model = nn.Sequential(Splits(), AsksForGrad()).double()
+    unsplit, x = copy.deepcopy(model), torch.randn(4, 4, dtype=torch.float64)
+    unsplit(x).square().mean().backward()
+    pipe = Pipe(model, 2, checkpoint, stages=2, devices=["cpu"] * 2, runtime="inline")
+    # After the first step the model is trained with the record of the first one.
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(x, loss_fn=lambda y: y.square().mean())
+        assert same_gradients(model, unsplit)
+
+
+def test_output_that_is_no_longer_detached_is_refused() -> None:
+    class Sometimes(Splits):
+        detaches = True
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, y.detach() if Sometimes.detaches else y * 1
+
+    model = nn.Sequential(Sometimes(), AsksForGrad())
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, runtime="inline")
+    pipe.step(torch.ones(4, 4), loss_fn=torch.mean)
+    Sometimes.detaches = False
+    with pytest.raises(RunError, match="needs a gradient in their recomputation, but did not"):
+        pipe.step(torch.ones(4, 4), loss_fn=torch.mean)

@@ -316,6 +316,13 @@ def trace_with_enough_units(
             return traced_model
         more = _choose_units_to_open(units)
         if not more:
+            if not calls and units:
+                raise ArgumentError(
+                    f"the forward does not call any of its units ({', '.join(list(units)[:4])}, "
+                    "...) through the model. It may reach them through a global variable, or "
+                    "through a function that was compiled or made before. Call them as attributes "
+                    "(self.blocks), or remove torch.compile from the forward."
+                )
             raise ArgumentError(
                 f"stages={stages} needs at least {stages} calls of units, but the model has "
                 f"{len(calls)}: {', '.join(map(str, calls)) or 'none'}. Use fewer stages, or name "

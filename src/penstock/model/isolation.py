@@ -11,7 +11,7 @@ proxies and captured graphs refer to them:
     requires_grad, `tensor.data = other`    set back
     gradients                               taken away before, put back after
     random generators                       state set back: of Python, NumPy, every device, and
-                                            those in attributes
+                                            those that attributes and `forward` refer to
 
 With `map_tensor`, the modules compute with other tensors inside the context: with copies on another
 device, or with fake tensors. No value has to be saved then.
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.model.traced.containers import has_same_contents, is_state_object, set_contents
+from penstock.nested_values import find_referred_values
 from penstock.stage.host_rng import HostRngState
 
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
@@ -200,6 +201,7 @@ class StateSnapshot:
         self._copy_value = copy_value
         self._recorded: dict[int, Any] = {}  # by id; the object is kept so that its id stays taken
         self._restorers: list[Callable[[], object]] = []
+        modules = list(modules)
         with torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++
@@ -207,6 +209,10 @@ class StateSnapshot:
                     continue
                 self._restorers.append(partial(_set_class, module, type(module)))
                 self.record(vars(module))
+            for forward in {getattr(type(m), "forward", None) for m in modules}:
+                for value in find_referred_values(forward).values():
+                    if isinstance(value, torch.Generator | random.Random) or _is_of_numpy(value):
+                        self.record(value)
 
     def record(self, value: Any) -> None:
         """Record a value and everything in it, except for modules and functions."""

@@ -274,8 +274,8 @@ def payload_versions(payloads: Iterable[Payload]) -> list[int]:
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Return whether a tensor of this dtype can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    """Return whether a tensor of this dtype can have a gradient. An inference tensor cannot."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
 
 
 def needs_no_grad(tensor: Tensor) -> bool:

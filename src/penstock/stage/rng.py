@@ -230,6 +230,9 @@ class CellRngMode(CompileFriendlyDispatchMode):
         used_own_generator: Whether a layer has drawn from a generator of its own.
     """
 
+    # Such as `flex_attention`, which PyTorch otherwise refuses under a mode. They draw nothing.
+    supports_higher_order_operators = True
+
     def __init__(
         self, source: RngSource | int, detect_seeding: bool = False, fill_empty: bool = False
     ) -> None:
@@ -262,7 +265,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
         # A function mode sees the calls that Python makes, not the ATen operators that these lead
         # to. Here Python calls an ATen operator, and without the guard a mode would see it as well.
         with DisableTorchFunction():
-            draws = torch.Tag.nondeterministic_seeded in func.tags
+            draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
             if not draws or is_deterministic_call(func, args, kwargs):
                 result = func(*args, **kwargs)
                 if self._fill_empty and func in _EMPTY_OPS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class ObservedBehavior:
         repeats_forward: Whether a recomputation was compared with its forward, and gave the same.
         silent_writes: The buffers that it writes without a change of their version counter.
         written_attributes: The Python attributes that its modules set, such as a counter.
+        detached_outputs: The outputs that are not in its graph, where it has several; by what
+            decides it. See `StageRunner._exclude_detached`.
     """
 
     draws_random: bool | None = None
@@ -44,6 +46,7 @@ class ObservedBehavior:
     repeats_forward: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
     written_attributes: WrittenAttributes | None = None
+    detached_outputs: dict[Any, Mapping[int, Collection[int]]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import (
@@ -101,6 +102,7 @@ class _RecomputeInputs:
         attributes: Snapshots, from before the forward, of Python attributes that it sets.
         host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
         outputs: Copies of the outputs by destination, if the recomputation is compared with them.
+        detached: The outputs that need no gradient, by destination, as their indices.
     """
 
     payloads: dict[int, Payload]
@@ -111,6 +113,7 @@ class _RecomputeInputs:
     attributes: list[AttributeSnapshot]
     host_rng: HostRngCell | None
     outputs: dict[int, list[Tensor]]
+    detached: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -232,7 +235,7 @@ class StageRunner:
                 )
             if AUTOCAST_CACHE_LACKS_GRAPH:
                 torch.clear_autocast_cache()
-            # There is no graph yet to ask, so every floating-point output may need a gradient.
+            # There is no graph yet to ask. A single output is in it; see `_exclude_detached`.
             needs_grad = is_differentiable
         else:
             # Also for a recomputed cell in which nothing requires grad: the empty graph tells the
@@ -243,6 +246,8 @@ class StageRunner:
         if read_only:
             check_unchanged(read_only, before)
         output_payloads = build_payloads(outputs, needs_grad)
+        if needs_grad is is_differentiable:
+            self._exclude_detached(microbatch, output_payloads)
         self._protect_outputs(output_payloads, outputs, read_only)
         return output_payloads
 
@@ -296,29 +301,17 @@ class StageRunner:
         if saved is None:
             return {}
         self.has_recomputed = True
-        # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
-        # make the gradients wrong, so their version counters are compared.
-        same_inputs = payload_versions(saved.payloads.values()) == saved.payload_versions
-        same_buffers = not find_changed(saved.unwritten_buffers)
-        if not (
-            same_inputs
-            and same_buffers
-            and self._read_parameter_versions() == self._parameter_versions
-        ):
-            what = "a parameter or buffer" if same_inputs else "an input"
-            raise RunError(
-                f"{what} of these layers was changed in place after their forward, but the "
-                "recomputation needs its old value. Clone a tensor before you change it, and "
-                "change parameters only after the backward."
-            )
-        # With retain_graph the cell may be recomputed again, so a stage that changes its inputs in
-        # place gets copies.
-        inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
-        state = restore_state(self._modules, self._training_flags, saved.written_buffers)
         is_compared = microbatch == self._compared_microbatch and not self._behavior.repeats_forward
-        attributes = restore_attributes(saved.attributes)
-        with mark_recomputing, state, attributes, self._marked_as_compared(is_compared):
-            self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
+        with self._marked_as_compared(is_compared):
+            self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
+        for dst, excluded in saved.detached.items():
+            if any(self._graphs[microbatch].roots[dst][index] for index in excluded):
+                raise RunError(
+                    "an output of these layers needs a gradient in their recomputation, but did "
+                    "not need one when they first ran on inputs like these. The next stage has "
+                    "computed no gradient for it. Detach it always or never, or set "
+                    "checkpoint='never'."
+                )
         # The value of an auxiliary loss comes from the forward, its gradient from the
         # recomputation. A layer that adds it in only one of the two would train on a loss that is
         # not reported, or report one that it does not train on.
@@ -339,6 +332,67 @@ class StageRunner:
         if OUTSIDE not in outputs:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
+
+    def _rebuild_graph(
+        self, microbatch: int, saved: _RecomputeInputs
+    ) -> tuple[CellGraph, FlatValues]:
+        """Run the layers again, from the state that the forward found."""
+        # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
+        # make the gradients wrong, so their version counters are compared.
+        same_inputs = payload_versions(saved.payloads.values()) == saved.payload_versions
+        same_buffers = not find_changed(saved.unwritten_buffers)
+        if not (
+            same_inputs
+            and same_buffers
+            and self._read_parameter_versions() == self._parameter_versions
+        ):
+            what = "a parameter or buffer" if same_inputs else "an input"
+            raise RunError(
+                f"{what} of these layers was changed in place after their forward, but the "
+                "recomputation needs its old value. Clone a tensor before you change it, and "
+                "change parameters only after the backward."
+            )
+        # With retain_graph the cell may be recomputed again, so a stage that changes its inputs in
+        # place gets copies.
+        inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
+        state = restore_state(self._modules, self._training_flags, saved.written_buffers)
+        with mark_recomputing, state, restore_attributes(saved.attributes):
+            return self._build_graph(microbatch, inputs)
+
+    def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
+        """Let outputs that the layers have detached arrive without a gradient at the next stages.
+
+        A forward without a graph cannot tell them apart. If there are several outputs, the first
+        forward of each kind is followed by a recomputation whose graph is dropped at once.
+        """
+        sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE}
+        if sum(map(sum, sent.values())) < 2:
+            return
+        saved = self._recompute_inputs[microbatch]
+        received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
+        key = received, tuple(sent.items()), self._trainable_ids
+        detached = self._behavior.detached_outputs.get(key)
+        if detached is None:
+            # Nothing is kept for a backward, so the memory is that of a forward without a graph.
+            with saved_tensors_hooks(lambda _: None, lambda kept: kept), torch.enable_grad():
+                graph, _ = self._rebuild_graph(microbatch, saved)
+            self._pending_weight_grads.pop(microbatch, None)
+            self._record_parameter_versions()
+            detached = {
+                dst: tuple(
+                    n for n, edge in enumerate(graph.roots[dst]) if edge is None and flags[n]
+                )
+                for dst, flags in sent.items()
+            }
+            self._behavior.detached_outputs[key] = detached
+        saved.detached = detached
+        for dst, excluded in detached.items():
+            flags = enumerate(sent[dst])
+            payloads[dst].needs_grad = tuple([need and n not in excluded for n, need in flags])
+
+    @cached_property
+    def _trainable_ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.parameters))
 
     @contextmanager
     def _marked_as_compared(self, is_compared: bool) -> Iterator[None]:

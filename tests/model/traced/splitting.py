@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class Four(nn.Module):
         self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
 
 
-def made(kind: type[nn.Module]) -> nn.Module:
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return kind().double()
 
@@ -48,12 +48,19 @@ def piped(model: nn.Module, example: Any, stages: int, runtime: str = "inline") 
     )
 
 
+ALL_CUTS = ((2, "inline"), (3, "threads"), (4, "inline"), (4, "threads"))
+ONE_CUT = ((4, "inline"),)
+
+
 def assert_same(
-    kind: type[nn.Module], lengths: Sequence[int] = (5, 7, 5), buffers: bool = True
+    kind: Callable[[], nn.Module],
+    lengths: Sequence[int] = (5, 7, 5),
+    buffers: bool = True,
+    cuts: Sequence[tuple[int, str]] = ALL_CUTS,
 ) -> None:
     """Assert equal gradients and buffers with 2, 3 and 4 stages, over several batches."""
     given = batches(*lengths)
-    for stages, runtime in ((2, "inline"), (3, "threads"), (4, "inline"), (4, "threads")):
+    for stages, runtime in cuts:
         model, unsplit = made(kind), made(kind)
         pipe = piped(model, given[0], stages, runtime)
         for batch in given:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import ArgumentError, Pipe, RunError, split
+from penstock import ArgumentError, CutError, Pipe, RunError, split
 from penstock.torch_compat import pytree
 from tests.model.traced import splitting
-from tests.model.traced.splitting import Four, assert_same, batches, made
+from tests.model.traced.splitting import ONE_CUT, Four, assert_same, batches, made
 from tests.support import same_gradients
 
 WIDTH = 4
@@ -380,3 +381,158 @@ def test_forward_that_is_replaced_on_the_model_later() -> None:
         assert torch.equal(pipe(x), model(x))
         model.forward = first
         assert torch.equal(pipe(x), model(x))
+
+
+class Rotary(nn.Module):
+    """A module with a buffer and no parameters, which caches a table in another buffer."""
+
+    frequencies: Tensor
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(4.0))
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = (torch.arange(x.shape[1])[:, None] * self.frequencies).cos()
+        return x * self.table[: x.shape[1]]
+
+
+class Rotated(nn.Module):
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.rotary = nn.Linear(4, 4), rotary
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rotary(self.linear(x))
+
+
+class SharedRotary(nn.Module):
+    """The model registers a module that all blocks hold, before or after them."""
+
+    def __init__(self, first: bool = True, calls: bool = False) -> None:
+        super().__init__()
+        rotary, self.calls = Rotary(), calls
+        if first:
+            self.rotary = rotary
+        self.blocks = nn.ModuleList(Rotated(rotary) for _ in range(4))
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.rotary(x) if self.calls else x
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("calls", [True, False])
+def test_parameterless_module_of_the_model_that_its_blocks_hold(first: bool, calls: bool) -> None:
+    """The cut failed with `KeyError: 'rotary'`."""
+    assert_same(partial(SharedRotary, first, calls), (5, 5), buffers=False, cuts=ONE_CUT)
+
+
+class ThroughContainers(nn.Module):
+    """Calls its blocks through a dict of lists, partials and bound methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        a, b, c, d, e = self.blocks
+        self.paths: Any = {"first": [a, (b, "second")], "last": [partial(c), partial(d.forward)]}
+        self.final = partial(self.run, [[e]])
+
+    def run(self, blocks: Any, x: Tensor) -> Any:
+        return blocks[0][0](x)
+
+    def forward(self, x: Tensor) -> Any:
+        first, (second, _) = self.paths["first"]
+        third, fourth = self.paths["last"]
+        return self.final(fourth(third(second(first(x)))))
+
+
+def test_blocks_called_through_nested_containers_and_partials() -> None:
+    """The forward called the user's blocks, past the proxies: "0 calls of units"."""
+    assert_same(ThroughContainers, (5,), cuts=ONE_CUT)
+
+
+GLOBAL_BLOCKS: list[nn.Module] = []
+
+
+class ThroughAGlobal(Four):
+    def forward(self, x: Tensor) -> Any:
+        for block in GLOBAL_BLOCKS:
+            x = block(x)
+        return x
+
+
+def test_blocks_called_through_a_global_are_refused() -> None:
+    model, (x,) = made(ThroughAGlobal), batches(5)
+    GLOBAL_BLOCKS[:] = model.children()
+    with pytest.raises(ArgumentError, match="the forward does not call any of its units"):
+        split(model, 2, x)
+
+
+class NewOfASize(Four):
+    """Makes tensors with the legacy `Tensor.new`, from a size and from numbers."""
+
+    def forward(self, x: Tensor) -> Any:
+        ones = x.new(x.size()).fill_(1)
+        y = self.b(self.a(x) + ones)
+        return self.d(self.c(y) + y.new(y.size()).fill_(2) + y.new([1.0, 2.0, 3.0, 4.0]))
+
+
+def test_new_of_a_size_between_units() -> None:
+    """The size became a tuple, of which `new` makes a tensor with these numbers."""
+    assert_same(NewOfASize, (5,), cuts=ONE_CUT)
+
+
+class AsksForGradMode(Four):
+    """Branches on the grad mode, also inside a `no_grad` of its own."""
+
+    def forward(self, x: Tensor) -> Any:
+        for unit in (self.a, self.b, self.c, self.d):
+            x = unit(x)
+            with torch.no_grad():
+                if torch.is_grad_enabled():
+                    x = x * 100
+            if torch.is_grad_enabled():
+                x = x * 2
+        return x
+
+
+def test_grad_mode_in_a_forward_that_is_recomputed() -> None:
+    """A forward without a graph found the mode off and took another path."""
+    assert_same(AsksForGradMode, (5,), cuts=ONE_CUT)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hook_of_a_module_that_is_cut_is_refused(register: str) -> None:
+    """The stages took different paths, with and without a graph."""
+    model = nn.ModuleDict({"inner": made(AsksForGradMode)})
+    model.forward = lambda x: model["inner"](x)
+    getattr(model["inner"], register)(lambda *_: None)
+    with pytest.raises(CutError, match=r"'inner' \(AsksForGradMode\) has a backward hook"):
+        split(model, 2, *batches(5))
+
+
+class FrozenInInferenceMode(Four):
+    def forward(self, x: Tensor) -> Any:
+        with torch.inference_mode():
+            x = self.b(self.a(x))
+        return self.d(self.c(x.clone()))
+
+
+def test_backbone_in_inference_mode() -> None:
+    """Its outputs were to get a gradient, which PyTorch refuses."""
+    assert_same(FrozenInInferenceMode, (5,), cuts=ONE_CUT)
+
+
+def test_wrong_input_shape_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Fake tensors logged 20 lines for each operation that failed."""
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        split(made(AsksForGradMode), 2, torch.ones(4, 5, 3, dtype=torch.float64))
+    assert not caplog.records

@@ -73,3 +73,21 @@ def _scripted(block: nn.Module, count: int = 4) -> list[nn.Module]:
 def test_scripted_blocks_in_a_traced_model() -> None:
     """Preserving their state raised an AttributeError."""
     assert_same(Scripted)
+
+
+class CompiledForward(Stack):
+    @torch.compile(backend="eager")
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_compiled_forward_of_a_model_that_is_cut(decorated: bool) -> None:
+    """The stages ran the compiled forward, which calls no units."""
+    model = CompiledForward() if decorated else Stack()
+    (x,) = batches(5)
+    with torch.no_grad():
+        expected = Stack.forward(model.double(), x)
+        if not decorated:
+            model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+        torch.testing.assert_close(piped(model, x, stages=3)(x), expected, rtol=0, atol=1e-12)

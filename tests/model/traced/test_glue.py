@@ -213,3 +213,35 @@ class Codebooks(nn.Module):
 def test_buffers_written_through_data() -> None:
     """The recomputation wrote them a second time, and between units the operation was left out."""
     assert_same(Codebooks)
+
+
+class FlexBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        heads = torch.dropout(self.linear(x), 0.0, train=True)[:, None].contiguous()
+        return flex_attention(heads, heads, heads)[:, 0]
+
+
+class FlexModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FlexBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_flex_attention_in_units_that_draw_random_numbers() -> None:
+    """PyTorch refuses higher-order operators under a dispatch mode that does not ask for them."""
+    model, (x,) = made(FlexModel).float().requires_grad_(False), batches(5)
+    pipe = piped(model, x.float(), 2)
+    torch.testing.assert_close(pipe(x.float()), model(x.float()))

@@ -166,9 +166,76 @@ class Counted(Four):
         return self.d(self.c(self.b(y)))
 
 
+class Same(nn.Module):
+    """A unit that returns its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class GivenBack(Four):
+    """A unit returns its argument, which an earlier stage then changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.c = Same(), Cloning(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.b(self.a(x))
+        y = self.same(x)
+        y.mul_(2)
+        return self.d(self.c(x) + y) + x
+
+
+class TwoViews(Four):
+    """Two views of a tensor that follows from the inputs are changed between different units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Cloning(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone()
+        first, second = x[..., :2], x[..., 2:]
+        y = self.a(x)
+        first.add_(1)
+        y = self.c(self.b(y) + x)
+        second.mul_(2)
+        return self.d(x + y)
+
+
+class AsksAfterAWrite(Four):
+    """Asks whether a tensor requires grad, before and after a unit's output is written into it."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = torch.zeros_like(x)
+        factor = 2 if out.requires_grad else 3
+        out.add_(self.a(x))
+        y = self.c(self.b(out.clone()))
+        return self.d(y * factor * (5 if out.requires_grad else 7)) + out
+
+
+class HooksOnInputs(Four):
+    """Registers a hook on a tensor that follows from the inputs and is used on all stages."""
+
+    def forward(self, x: Tensor) -> Any:
+        base = (x * 2).requires_grad_()
+        scaled = base * self.d.bias
+        scaled.register_hook(lambda gradient: gradient * 3)
+        base.register_hook(lambda gradient: gradient * 3)
+        for unit in (self.a, self.b, self.c, self.d):
+            x = unit(x + base) + scaled
+        return x
+
+
 @pytest.mark.parametrize(
     "kind",
     [
+        *(GivenBack, TwoViews, AsksAfterAWrite, HooksOnInputs),
         *(ChangedTwice, ChangedByAView, FreeThenChanged, Statistics, Slices, Gathered),
         *(SideBySide, Chained, Counted, Selected, ChangedForOneReader),
     ],
@@ -227,3 +294,22 @@ def test_buffer_written_in_training_is_read_on_the_same_stage_in_eval(stages: in
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(pipe.eval()(x), model(x), rtol=0, atol=1e-12)
+
+
+class DrawnThenViewed(Four):
+    """A view of a tensor that was drawn on one stage follows its later changes."""
+
+    def forward(self, x: Tensor) -> Any:
+        base = x * 1.5
+        base.detach()[..., 2:].normal_(2.0, 0.0)
+        view = base.transpose(0, 0)
+        base.mul_(0.5)
+        frozen = torch.zeros_like(base).detach().clone()
+        base.add_(1)
+        scaled, other = frozen * 2, view * 3
+        y, z = self.a(other), self.b(view)
+        return base + scaled + self.d(y) + self.c(scaled) + z + other + view
+
+
+def test_view_of_a_drawn_tensor_on_other_stages() -> None:
+    assert_same(DrawnThenViewed, (5,))

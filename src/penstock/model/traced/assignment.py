@@ -294,14 +294,16 @@ def _resolve_needed_values(
     """
     pending, needed = list(assignment.needed_values), set(assignment.needed_values)
     while pending:
-        value = trace.values[pending.pop()]
-        if value.producer is None or value.producer in assignment.nodes:
+        value_index = pending.pop()
+        producer_index = trace.values[value_index].producer
+        if producer_index is None or not trace.nodes[producer_index].input_only:
             continue
-        producer = trace.nodes[value.producer]
-        if not producer.input_only:
-            continue
-        assignment.nodes.add(value.producer)
-        new = set(producer.inputs) - needed
+        assignment.nodes.add(producer_index)
+        producer = trace.nodes[producer_index]
+        # A change in place also needs the tensor that it changes, which may be a view or the base
+        # of its argument.
+        changed = {old for old, new in producer.mutations.items() if new == value_index}
+        new = {*producer.inputs, *changed} - needed
         needed |= new
         pending += new
     assignment.needed_values = needed

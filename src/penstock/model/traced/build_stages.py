@@ -76,9 +76,26 @@ class TracedModel:
         return [self.trace.nodes[index].func for index in self.trace.unit_call_indices]
 
     def find_parents(self) -> dict[str, nn.Module]:
-        """Return the modules that are not in a unit, by name."""
-        inside = {id(m) for unit in self.units.values() for m in unit.modules()}
-        return {name: m for name, m in self.model.named_modules() if id(m) not in inside}
+        """Return the modules that `ProxyModel` copies, by name: those that no unit is around.
+
+        A module may be a parent and also inside a unit, such as a rotary embedding that the model
+        registers and its blocks hold.
+        """
+        visited, parents = {id(unit) for unit in self.units.values()}, dict[str, nn.Module]()
+        pending: list[tuple[str, nn.Module]] = [("", self.model)]
+        while pending:
+            name, module = pending.pop()
+            if id(module) in visited:  # a unit, or a parent that is registered under two names
+                continue
+            visited.add(id(module))
+            parents[name] = module
+            children = [
+                (f"{name}.{key}".strip("."), m)
+                for key, m in module._modules.items()
+                if m is not None
+            ]
+            pending += reversed(children)
+        return parents
 
 
 def assign_calls(
@@ -139,7 +156,7 @@ def _find_parameter_owners(
     unit_names = {id(m): name for name, unit in traced_model.units.items() for m in unit.modules()}
     stages: dict[int, set[int]] = {}  # by the id of the parameter
     named_parameters: list[tuple[str, nn.Parameter]] = []
-    for path, module in traced_model.model.named_modules():
+    for path, module in traced_model.model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue

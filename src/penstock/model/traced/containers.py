@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import Tensor, nn
 
 from penstock.nested_values import are_same_objects
+from penstock.torch_compat import get_eager_function
 
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # attributes of PyTorch, such as `_buffers`
@@ -309,12 +310,12 @@ def _rebind_value(value: Any, replacements: Replacements, depth: int) -> Any:
     return rebind_function(value, replacements, depth - 1)
 
 
-def iter_lru_cached_methods(module_class: type) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the methods of a class that `functools.lru_cache` decorates, without the decorator.
+def iter_undecorated_methods(module_class: type) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the methods of a class that are cached or compiled, without their decorators.
 
-    The copies of a parent on several stages would share the cache, and one stage would find tensors
-    of another in it. Yields the name, the undecorated function, and whether the function takes
-    `self`.
+    The copies of a parent on several stages would share the cache of `functools.lru_cache`, and one
+    stage would find tensors of another in it. In a method that `torch.compile` decorates, no unit
+    can be intercepted. Yields the name, the undecorated function, and whether it takes `self`.
     """
     for name in {name for base in module_class.__mro__ for name in vars(base)}:
         method = getattr(module_class, name, None)
@@ -323,6 +324,8 @@ def iter_lru_cached_methods(module_class: type) -> Iterator[tuple[str, Any, bool
                 getattr_static(module_class, name), staticmethod | classmethod
             )
             yield name, method.__wrapped__, takes_self
+        elif (eager := get_eager_function(method)) is not None:
+            yield name, eager, True
 
 
 def _wraps_lru_cache(method: Any) -> TypeGuard[Any]:

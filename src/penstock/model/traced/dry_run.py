@@ -51,6 +51,7 @@ from penstock.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     UnsupportedOperatorException,
+    pytree,
 )
 
 # ---- fake tensors ------------------------------------------------------------------------------
@@ -113,6 +114,8 @@ class UnitOriginMode(TorchDispatchMode):
     not among its `arguments`. The mode also notes whether an operation drew random numbers.
     """
 
+    supports_higher_order_operators = True  # such as `flex_attention`; they have no tags
+
     def __init__(self, unit: str, arguments: Collection[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit, self._argument_ids = unit, set(map(id, arguments))
@@ -122,7 +125,7 @@ class UnitOriginMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Execute an operation and mark the fake tensors that it returns."""
-        self.used_rng |= torch.Tag.nondeterministic_seeded in func.tags
+        self.used_rng |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         for tensor in iter_tensors((args, kwargs)) if self._unit else ():
             maker = getattr(tensor, "made_in", self._unit)
             if maker not in (self._unit, "") and id(tensor) not in self._argument_ids:
@@ -343,9 +346,13 @@ def select_originals(
     return [t for t, fake in zip(tensors, fake_tensors, strict=True) if id(fake) in ids]
 
 
-def get_rng_state(device: torch.device) -> Tensor:
-    """Return the state of the generators that a forward on the device draws from."""
-    return torch.cat(get_shared_rng_states([device]))
+def get_rng_state(device: torch.device, arguments: Any) -> Tensor:
+    """Return the state of the generators that a call on the device may draw from.
+
+    These are the default generators, and those among its arguments (`generator=`).
+    """
+    generators = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Generator))
+    return torch.cat([*get_shared_rng_states([device]), *(g.get_state() for g in generators)])
 
 
 # ---- models on the meta device -----------------------------------------------------------------

@@ -36,14 +36,18 @@ from penstock.model.traced.containers import (
     has_same_state,
     is_state_object,
     iter_containers,
-    iter_lru_cached_methods,
+    iter_undecorated_methods,
     rebind_function,
 )
 from penstock.model.traced.interception import get_current_interceptor
 from penstock.model.traced.remote_tensor import RemoteTensor
 from penstock.nested_values import iter_captured_values
 from penstock.tensor_spec import TensorSpec
-from penstock.torch_compat import COMPILED_CALL_ATTRIBUTE, mark_as_parameter
+from penstock.torch_compat import (
+    COMPILED_CALL_ATTRIBUTE,
+    get_eager_function,
+    mark_as_parameter,
+)
 
 NO_VALUE = -1  # the value index of a remote tensor that stands for a parameter or buffer
 
@@ -153,8 +157,9 @@ class ProxyModel:
         self.parent_copies[name] = module, parent_copy
         parent_copy.__dict__.update(module.__dict__)
         # A method with `functools.lru_cache` has one cache for all stages and micro-batches, which
-        # would return tensors of another one. The copy gets the method without its cache.
-        for key, method, takes_self in iter_lru_cached_methods(type(module)):
+        # would return tensors of another one, and a compiled method calls no unit. The copy gets
+        # the method without its decorator.
+        for key, method, takes_self in iter_undecorated_methods(type(module)):
             parent_copy.__dict__.setdefault(
                 key, MethodType(method, parent_copy) if takes_self else method
             )
@@ -369,21 +374,27 @@ def _replace_held_modules(
 ) -> None:
     """Replace modules in plain attributes, lists and bound methods, which are not registered."""
     for key, value in original.__dict__.items():
-        if key not in _COPY_OWNED_KEYS and holds_module(value):
-            parent_copy.__dict__[key] = _map_modules(value, copies)
+        eager = get_eager_function(value)  # `model.forward = torch.compile(model.forward)`
+        held = value if eager is None else eager
+        if key not in _COPY_OWNED_KEYS and holds_module(held):
+            parent_copy.__dict__[key] = _map_modules(held, copies)
 
 
-def holds_module(value: Any) -> bool:
+def holds_module(value: Any, depth: int = 4) -> bool:
     """Return whether a value is a module or refers to one.
 
-    Looks into lists, dicts, plain objects, bound methods, closures and partials.
+    Looks into lists, dicts, plain objects, bound methods, closures and partials. The depth is
+    limited because a list may contain itself.
     """
+    if not depth:
+        return False
     if isinstance(value, nn.Module):
         return True
-    if isinstance(value, list | tuple):
-        return any(isinstance(item, nn.Module) for item in value)
-    if isinstance(value, dict):
-        return any(isinstance(item, nn.Module) for item in value.values())
+    if isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return any(
+            isinstance(item, _HOLDER_TYPES) and holds_module(item, depth - 1) for item in items
+        )
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
     if is_state_object(value):
@@ -395,20 +406,34 @@ def holds_module(value: Any) -> bool:
             for captured in iter_captured_values(value)
             if not isinstance(captured, FunctionType)
         )
-    return isinstance(value, partial) and holds_module((value.func, *value.args))
+    return isinstance(value, partial) and holds_module(
+        (value.func, *value.args, *value.keywords.values()), depth - 1
+    )
+
+
+# Items of lists and dicts that are looked into. Other items, such as numbers, are passed over.
+_HOLDER_TYPES = (nn.Module, list, tuple, dict, partial, FunctionType, MethodType)
 
 
 def _map_modules(value: Any, copies: Mapping[int, nn.Module]) -> Any:
     """Return the value with every module replaced by its copy; see `holds_module`."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
+    if not holds_module(value):
+        return value
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, _map_modules(value.__self__, copies))
+        owner = _map_modules(value.__self__, copies)
+        # `block.forward` of a unit is a call of the unit.
+        is_call = isinstance(owner, UnitProxy) and value.__func__ is getattr(
+            type(value.__self__), "forward", None
+        )
+        return owner.forward if is_call else MethodType(value.__func__, owner)
     if isinstance(value, FunctionType):
         return rebind_function(value, copies)
     if isinstance(value, partial):
         args = [_map_modules(item, copies) for item in value.args]
-        return partial(_map_modules(value.func, copies), *args, **value.keywords)
+        keywords = {key: _map_modules(item, copies) for key, item in value.keywords.items()}
+        return partial(_map_modules(value.func, copies), *args, **keywords)
     if type(value) in (list, tuple):
         return type(value)(_map_modules(item, copies) for item in value)
     if type(value) is dict:

@@ -16,7 +16,7 @@ that is skipped costs a few microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ from penstock.model.traced.trace import ArgumentLeaf, NodeKind, TraceNode, Value
 from penstock.model.traced.traced_partition import ForwardRequest
 from penstock.nested_values import flatten, iter_tensors, map_call_tensors, map_tensors, unflatten
 from penstock.stage.host_rng import draw_between_units, draw_in_unit
-from penstock.stage.recompute import is_recomputing
+from penstock.stage.recompute import is_checkpointing, is_recomputing
 from penstock.stage.stage import OUTSIDE
 
 
@@ -100,8 +100,10 @@ class StageInterpreter(OpInterceptor):
         unit_modules: Mapping[str, nn.Module],
         received: dict[int, Tensor],
         inputs: Mapping[int, Tensor],
+        builds_graph: bool,
     ) -> None:
         super().__init__()
+        self._builds_graph = builds_graph
         self._instructions, self._end = program.instructions, program.end
         self._device, self._is_last = program.device, program.is_last
         self._unit_modules, self._received = unit_modules, received
@@ -157,13 +159,20 @@ class StageInterpreter(OpInterceptor):
         # `register_hook` raises on a tensor without a graph, as in a forward to be recomputed.
         if func in HOOK_REGISTRATION and not resolved_args[0].requires_grad:
             call = _register_no_hook
-        result = call(*resolved_args, **resolved_kwargs)
+        if self._builds_graph:
+            result = call(*resolved_args, **resolved_kwargs)
+        else:
+            with torch.set_grad_enabled(False):
+                result = call(*resolved_args, **resolved_kwargs)
         if isinstance(result, tuple | list) and node.output is not None:
             self._check_result_count(node, result)
         if instruction.saved_values:
             self._save_values(
                 instruction, result, lambda: list(iter_tensors((resolved_args, resolved_kwargs)))
             )
+        if instruction.returns_argument:
+            resolved = iter_tensors((resolved_args, resolved_kwargs))
+            return _restore_arguments(result, iter_tensors((args, kwargs)), resolved)
         return result
 
     def intercept_unit(
@@ -186,6 +195,9 @@ class StageInterpreter(OpInterceptor):
             self.notify_hooks(name, target, args, kwargs, output)
             return output
         resolved_args, resolved_kwargs = map_call_tensors(args, kwargs, self._resolve)
+        if instruction.returns_argument:  # before the call, which may fill a list among them
+            arguments = _find_tensors((args, kwargs))
+            resolved = _find_tensors((resolved_args, resolved_kwargs))
         unit, hooks = self._unit_modules[name], self.unit_hooks.get(name)
         run: Callable[..., Any] = unit if hooks is None else hooks.wrap(unit)
         # A parent called `torch.utils.checkpoint` on code around this unit. The region may span
@@ -194,16 +206,23 @@ class StageInterpreter(OpInterceptor):
             checkpoint_kwargs = {"use_reentrant": False, **self.checkpoint_options}
             run = partial(checkpoint, run, **checkpoint_kwargs)
         with without_interception(self), draw_in_unit():
-            output = call_tracking_containers(run, resolved_args, resolved_kwargs)
+            if self._builds_graph:
+                output = call_tracking_containers(run, resolved_args, resolved_kwargs)
+            else:
+                with torch.set_grad_enabled(False):
+                    output = call_tracking_containers(run, resolved_args, resolved_kwargs)
             if instruction.expected_shapes:
                 _check_unit_shapes(instruction, output)
             if instruction.saved_values:  # may clone, and that is not a node of the forward
-                arguments = resolved_args, resolved_kwargs
-                self._save_values(instruction, output, lambda: _find_tensors(arguments))
+                self._save_values(
+                    instruction, output, lambda: _find_tensors((resolved_args, resolved_kwargs))
+                )
         if isinstance(output, OutputWithContainerUpdates) is not instruction.fills_container:
             raise self._divergence_error(
                 f"unit '{name}', which fills a list or a dict in some calls only"
             )
+        if instruction.returns_argument:
+            output = _restore_arguments(output, arguments, resolved)
         return apply_container_updates(output, args, kwargs)
 
     def resolve_output(self, output: Any) -> Any:
@@ -367,8 +386,15 @@ class StageInterpreter(OpInterceptor):
                 tensor = arguments()[source.argument_index]
             elif source in self._live_values:
                 tensor = self._live_values[source]
+            elif (original := self._original_values.get(source, source)) in self._received:
+                tensor = self._received[original]
             else:
-                tensor = self._received[self._original_values.get(source, source)]
+                node = instruction.node
+                raise CutError(
+                    f"at {node.location}, {get_function_name(node.func)} changes a tensor in "
+                    "place, and another stage has a view of it that is used again. Clone the "
+                    "tensor before you change it, or put both into one unit with units=."
+                )
             self._live_values[value] = tensor
             if is_sent:
                 self.sent_values[value] = tensor.clone() if needs_copy else tensor
@@ -414,6 +440,19 @@ def _check_unit_shapes(instruction: Instruction, result: Any) -> None:
                 "the tensor. Let the unit return one shape (pad, or mask instead of indexing), or "
                 "put all that depends on the shape into one unit with units=."
             )
+
+
+def _restore_arguments(result: Any, arguments: Iterable[Tensor], resolved: Iterable[Tensor]) -> Any:
+    """Return the result of a node with the forward's own tensors for arguments that it returns.
+
+    The node was run on `resolved`. The forward must not go on with two objects for one tensor: a
+    change in place by another stage is noted for one object only.
+    """
+    originals = {id(new): old for old, new in zip(arguments, resolved, strict=True)}
+    if isinstance(result, Tensor):
+        return originals.get(id(result), result)
+    leaves, spec = flatten(result)
+    return unflatten([originals.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def _find_tensors(arguments: Any) -> list[Tensor]:
@@ -488,7 +527,12 @@ class StageForward:
             for source, values in program.recv_values.items()
             for value, tensor in zip(values, inputs_by_source[source], strict=True)
         }
-        interpreter = StageInterpreter(program, self._unit_modules, received, inputs)
+        # `torch.is_grad_enabled()` in the forward must answer the same in a forward that will be
+        # recomputed. So the mode stays on there, and each node switches it off for itself.
+        hides_mode = is_checkpointing() and not program.runs_backward
+        interpreter = StageInterpreter(
+            program, self._unit_modules, received, inputs, builds_graph=not hides_mode
+        )
         interpreter.unit_hooks = self._proxy_model.unit_hooks
         # A recomputation must not advance buffers a second time.
         reassigned_buffers = () if is_recomputing() else program.reassigned_buffers
@@ -496,7 +540,7 @@ class StageForward:
         try:
             # The forward may end early inside a `no_grad` block of the model. This context restores
             # the grad mode in any case.
-            grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+            grad_mode = torch.set_grad_enabled(torch.is_grad_enabled() or hides_mode)
             isolated = self._proxy_model.isolated_forward(reassigned_buffers)
             with draw_between_units(), grad_mode, isolated, interpreter:
                 output = self._proxy_model.model(*args, **kwargs)

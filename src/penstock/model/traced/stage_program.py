@@ -24,7 +24,7 @@ from penstock.model.traced.containers import OutputWithContainerUpdates
 from penstock.model.traced.guards import find_dependencies
 from penstock.model.traced.interception import NullHookHandle
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.model.traced.torch_functions import HOOK_REGISTRATION
+from penstock.model.traced.torch_functions import BACKWARD_CALLS, HOOK_REGISTRATION
 from penstock.model.traced.trace import (
     ArgumentLeaf,
     NodeKind,
@@ -57,6 +57,7 @@ class Instruction:
         fills_container: Whether the unit puts something into a list or dict of its caller.
         guarded_arguments: The arguments of an operation that a guard depends on, None for others.
             `ANY_TENSOR` stands for a tensor that the guards compute with as it is now.
+        returns_argument: Whether the result contains one of the arguments, as for `x.add_(1)`.
     """
 
     node: TraceNode
@@ -68,6 +69,7 @@ class Instruction:
     rebound_values: tuple[tuple[int, int], ...] = ()
     fills_container: bool = False
     guarded_arguments: Any = None
+    returns_argument: bool = False
 
 
 ANY_TENSOR = object()
@@ -105,6 +107,7 @@ class StageProgram:
         uses_rng: Whether an operation between units draws random numbers.
         mutates_inputs: Whether the stage changes a received tensor or a tensor of the batch in
             place.
+        runs_backward: Whether the forward runs a backward between units.
     """
 
     instructions: tuple[Instruction, ...]
@@ -120,6 +123,7 @@ class StageProgram:
     device: torch.device
     uses_rng: bool
     mutates_inputs: bool
+    runs_backward: bool
 
 
 def build_stage_program(
@@ -146,6 +150,8 @@ def build_stage_program(
                 expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
                 fills_container=output_context is OutputWithContainerUpdates,
                 guarded_arguments=guarded_arguments.get(node_index),
+                returns_argument=node.output is not None
+                and any(isinstance(leaf, ArgumentLeaf) for leaf in node.output.leaves),
             )
         else:
             placeholder, is_static = _build_placeholder(node, remote_tensor)
@@ -177,6 +183,7 @@ def build_stage_program(
         device,
         any(trace.nodes[node_index].uses_rng for node_index in stage_assignment.nodes),
         inplace.mutates_inputs(trace.inputs),
+        any(node.func in BACKWARD_CALLS for node in trace.nodes if node.kind is not NodeKind.UNIT),
     )
 
 

@@ -44,7 +44,7 @@ from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
-from penstock.torch_compat import FakeTensor, force_eager
+from penstock.torch_compat import FakeTensor, force_eager, without_fake_tensor_log
 
 # ---- the consistency check ---------------------------------------------------------------------
 #
@@ -212,10 +212,16 @@ def trace_model(
         ]
         fake_factory = FakeTensorFactory(device)
         with (
-            # Parameters are not written: operations get fake tensors in their place.
-            isolated(modules, copy_value=lambda tensor: not isinstance(tensor, nn.Parameter)),
+            # Parameters are not written: operations get fake tensors in their place. The forward
+            # runs on copies of the input tensors, but on the very objects among the inputs.
+            isolated(
+                modules,
+                inputs=[leaf for leaf in input_leaves if not isinstance(leaf, Tensor)],
+                copy_value=lambda tensor: not isinstance(tensor, nn.Parameter),
+            ),
             force_eager(),  # otherwise the compiler gives up on compiled modules under a mode
             suspend_cell_rng(),
+            without_fake_tensor_log(),
         ):
             uninitialized = replace_meta_tensors(model, units.values(), fake_factory)
             trace, constants, is_stable = _trace_once(
@@ -241,6 +247,7 @@ def _trace_once(
     """
     proxies = {id(module): build_unit_proxy(name, module) for name, module in units.items()}
     proxy_model = ProxyModel(model, proxies)
+    _check_no_backward_hooks(proxy_model)
     proxy_model.refresh_buffers(fake_factory.device)
     args, kwargs = unflatten(leaves, tree_spec)
     parents = [original for original, _ in proxy_model.parent_copies.values()]
@@ -286,6 +293,21 @@ def _trace_once(
             "attribute of the model, a dict, a list or a plain object that the model holds."
         )
     return trace, tracer.value_table.collect_constants(), is_stable and not changed
+
+
+def _check_no_backward_hooks(proxy_model: ProxyModel) -> None:
+    """Raise if a parent has a backward hook.
+
+    Its inputs and its outputs may be on different stages, and each stage runs its forward.
+    """
+    for name, (parent, _) in proxy_model.parent_copies.items():
+        if torch.is_grad_enabled() and (parent._backward_hooks or parent._backward_pre_hooks):
+            module = f"'{name}'" if name else "the model"
+            raise CutError(
+                f"{module} ({type(parent).__name__}) has a backward hook, and its forward is "
+                "divided among stages, each of which has a part of the gradients. Register the "
+                "hook on units, or make the module a unit with units=."
+            )
 
 
 def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:

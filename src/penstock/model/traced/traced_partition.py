@@ -344,7 +344,7 @@ class TracedPartition(Partition):
                     "the Pipe after the change, or change what is inside the unit."
                 )
         # The first call, when the pipe is built, takes the members to compare with.
-        around_units = _iter_members(self.parents, self.ownership.buffer_writers)
+        around_units = _iter_members(self.parents, self._assigned_buffers)
         # `pipe.head = layer` changes only the children of the pipe.
         members = [*children.values(), *around_units, *_iter_unit_members(self._shared_modules)]
         initial = self._memory.initial_members = self._memory.initial_members or members
@@ -358,6 +358,25 @@ class TracedPartition(Partition):
             f"made, around the units or in a unit that several stages use (one of {names}), and "
             "the change would not be used. Make the Pipe after the change, or change the tensor in "
             "place (copy_, load_state_dict without assign=True)."
+        )
+
+    @cached_property
+    def _assigned_buffers(self) -> frozenset[str]:
+        """The buffers of parents that the forward may assign anew.
+
+        Units assign buffers of a module that is a parent and also inside of them, such as a rotary
+        embedding with a cache that the model registers and its blocks hold.
+        """
+        unit_modules = {id(m) for unit in self.units.values() for m in unit.modules()}
+        shared = {
+            f"{name}.{key}"
+            for name, parent in self.parents.items()
+            if id(parent) in unit_modules
+            for key in parent._buffers
+        }
+        return frozenset(
+            self.ownership.buffer_writers.keys()
+            | (shared - self.summary.assignment.buffer_readers.keys())
         )
 
     def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
@@ -788,7 +807,7 @@ def _find_model_targets(
 
 
 def _iter_members(
-    parents: Mapping[str, nn.Module], buffer_writers: Mapping[str, int]
+    parents: Mapping[str, nn.Module], assigned_buffers: Collection[str]
 ) -> Iterator[Any]:
     """Yield the children, parameters and buffers of parents.
 
@@ -798,7 +817,7 @@ def _iter_members(
         yield from module._modules.values()
         yield from module._parameters.values()
         for key, buffer in module._buffers.items():
-            if f"{name}.{key}".lstrip(".") not in buffer_writers:
+            if f"{name}.{key}".lstrip(".") not in assigned_buffers:
                 yield buffer
 
 

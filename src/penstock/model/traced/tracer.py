@@ -105,9 +105,11 @@ def build_host_read_error(
     node: TraceNode, nodes: Sequence[TraceNode], values: Sequence[TracedValue]
 ) -> CutError:
     """Return the error for a read of tensor contents that only one stage has."""
-    ancestors = (s for v in node.inputs for s in _iter_ancestor_nodes(v, nodes, values))
+    ancestors = [s for v in node.inputs for s in _iter_ancestor_nodes(v, nodes, values)]
     unit = next((str(s.func) for s in ancestors if s.kind is NodeKind.UNIT), "")
     origin = f"unit '{unit}'" if unit else "a parameter"
+    if not unit and any(s.uses_rng for s in ancestors):
+        origin = "random numbers"
     return CutError(
         f"at {node.location}, {get_function_name(node.func)} reads a value that was computed from "
         f"{origin}. Only one stage has that value, and the path of the forward or the shape of a "
@@ -273,7 +275,10 @@ class Tracer(OpInterceptor):
         )
         check_no_transform(node)
         if func in MODE_DEPENDENT:
-            result = call(*args, **kwargs)
+            # Not of the real tensor: it does not see what was written into its fake.
+            result, _ = function_call.call_with_mapped_tensors(
+                lambda t: t if self._is_input_only(t) else self.value_table.get_fake(t)
+            )
             self.nodes.append(
                 replace(node, kind=NodeKind.HOST_READ, inputs=(), recorded_result=result)
             )
@@ -332,7 +337,8 @@ class Tracer(OpInterceptor):
             otherwise                   every stage that needs the result runs it
         """
         versions = get_versions(function_call.tensors)
-        rng_state = get_rng_state(self.value_table.fake_factory.device)
+        arguments = function_call.args, function_call.kwargs
+        rng_state = get_rng_state(self.value_table.fake_factory.device, arguments)
         # Before the call: an in-place operation turns its arguments into other values.
         arg_template = self._build_arg_template(function_call)
         result = function_call.call(*function_call.args, **function_call.kwargs)
@@ -343,8 +349,10 @@ class Tracer(OpInterceptor):
         if not function_call.tensors and not returns_tensor:
             self.nodes.append(replace(node, kind=NodeKind.NON_TENSOR))
             return result
-        if not torch.equal(rng_state, get_rng_state(self.value_table.fake_factory.device)):
-            return self._trace_random(node, function_call, result)
+        if not torch.equal(
+            rng_state, get_rng_state(self.value_table.fake_factory.device, arguments)
+        ):
+            return self._trace_random(node, function_call, result, mutated)
         if any(map(self.value_table.is_persistent, mutated)):
             return self._append_node(
                 replace(node, has_side_effect=True), result, function_call.tensors, mutated
@@ -457,11 +465,20 @@ class Tracer(OpInterceptor):
     # random values, evaluates comparisons at both bounds, and refuses a branch only if the two
     # outcomes differ.
 
-    def _trace_random(self, node: TraceNode, function_call: FunctionCall, output: Any) -> Any:
-        """Record a random operation. For a uniform one, remember the bounds of its values."""
-        output = self._append_node(
-            replace(node, has_side_effect=True, uses_rng=True), output, function_call.tensors
-        )
+    def _trace_random(
+        self,
+        node: TraceNode,
+        function_call: FunctionCall,
+        output: Any,
+        mutated: Sequence[Tensor],
+    ) -> Any:
+        """Record a random operation. For a uniform one, remember the bounds of its values.
+
+        A draw in place, such as `mask.bernoulli_(p)`, makes new values of the tensors that it
+        fills. Their former values stay input-only.
+        """
+        node = replace(node, has_side_effect=True, uses_rng=True)
+        output = self._append_node(node, output, function_call.tensors, mutated)
         if node.func in UNIFORM_RANDOM and isinstance(output, Tensor):
             largest = torch.nextafter(torch.ones_like(output), torch.zeros_like(output))
             value = self.value_table.value_of(output)

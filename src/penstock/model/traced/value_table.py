@@ -25,6 +25,7 @@ from penstock.model.traced.dry_run import FakeTensorFactory
 from penstock.model.traced.interception import EscapedTensor, get_source_location
 from penstock.model.traced.torch_functions import SIZE_QUERIES
 from penstock.model.traced.trace import TracedValue
+from penstock.nested_values import find_referred_values, iter_tensors
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import FakeTensor, get_storage_address
 
@@ -51,6 +52,7 @@ class ValueTable:
         self._name_counts: Counter[str] = Counter()
         self._parameter_names = {id(p): name for m in models for name, p in m.named_parameters()}
         self._buffer_names = {id(b): name for m in models for name, b in m.named_buffers()}
+        self._models = models
 
     def register_inputs(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Register the tensors that the forward is called with, and return their values."""
@@ -123,6 +125,28 @@ class ValueTable:
         values = (self.values[self.value_of(t)] for t in (tensor, *self._iter_aliases(tensor)))
         return any(value.parameter_name or value.buffer_name for value in values)
 
+    def _check_not_kept(self, tensor: Tensor) -> None:
+        """Raise if a tensor that is changed in place is an attribute of the model or a global.
+
+        The change outlives the forward. All stages refer to the tensor, and a recomputation would
+        repeat the change; only of buffers do the stages keep track.
+        """
+        value = self.values[self.value_of(tensor)]
+        if value.producer is not None or value.input_index is not None:
+            return
+        if value.parameter_name or value.buffer_name:
+            return
+        for path, module in self._models[-1].named_modules():
+            attributes = {f"{path}.{key}".lstrip("."): v for key, v in vars(module).items()}
+            referred = find_referred_values(getattr(type(module), "forward", None))
+            for name, kept in (*attributes.items(), *referred.items()):
+                if any(t is tensor for t in iter_tensors(kept)):
+                    raise CutError(
+                        f"at {get_source_location()}, the forward changes '{name}' in place, a "
+                        "tensor that is not a buffer. Stages keep track of changes to buffers "
+                        "only. Register the tensor with register_buffer, or change a copy of it."
+                    )
+
     def register(self, tensor: Tensor, value: TracedValue) -> int:
         """Add a value, make the tensor stand for it from now on, and return its index."""
         value_index = len(self.values)
@@ -178,6 +202,7 @@ class ValueTable:
             for alias in (tensor, *self._iter_aliases(tensor)):
                 aliases[id(alias)] = alias
         for alias in aliases.values():
+            self._check_not_kept(alias)
             before = self.value_of(alias)
             value = self.values[before]
             # The change was executed on fakes, unless the node is input-only. Then the real tensor
