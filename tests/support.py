@@ -165,7 +165,12 @@ class Doubled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[weakref.ref[Any]] = []
+        # In a tuple: what a recomputation appends to a list of the layer is undone.
+        self._made: tuple[list[weakref.ref[Any]]] = ([],)
+
+    @property
+    def made(self) -> list[weakref.ref[Any]]:
+        return self._made[0]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Doubled.apply(x, self.made)  # type: ignore[no-untyped-call]

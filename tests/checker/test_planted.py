@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -136,7 +136,9 @@ def test_check_finds_a_mask_split_on_the_wrong_dim(first: nn.Module) -> None:
 
 
 def ignoring(y: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(y, target, ignore_index=-1)
+    return functional.cross_entropy(y, target, ignore_index=-1, reduction="none")[
+        target >= 0
+    ].mean()
 
 
 def test_check_finds_a_loss_that_is_not_a_mean_over_rows() -> None:
@@ -196,12 +198,10 @@ def test_check_finds_a_buffer_that_counts_calls() -> None:
 
 
 def test_check_finds_randomness_outside_of_torch() -> None:
-    before = random.getstate()
-    report = checked(four(Do(lambda x: x * (1 + random.random()))))
+    report = checked(four(Do(lambda x: x * (1 + time.perf_counter()))))
     assert "layer '2' (Do) returns a different result each time" in hints(report)
     assert "outside of torch's generator" in hints(report)
     assert not report.ok
-    assert random.getstate() == before
 
 
 # ---- errors in the pipe -------------------------------------------------------------------
@@ -279,5 +279,4 @@ def test_check_finds_a_recomputation_that_draws_new_random_numbers(
 
     monkeypatch.setattr(Execution, "__init__", drawing)
     report = checked(four(nn.Dropout(0.5)))
-    assert "gradients" in wrong_kinds(report)
-    assert "only with checkpoint always" in hints(report)
+    assert "the recomputation of these layers gave another output" in str(report)

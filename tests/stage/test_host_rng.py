@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from queue import SimpleQueue
 
 import numpy
 import pytest
@@ -49,16 +50,18 @@ def test_stages_of_a_traced_model_draw_the_same_numbers_between_units(
     draw: Callable[[], float], checkpoint: str, runtime: str
 ) -> None:
     """Every stage runs the code between the units, and draws for itself."""
-    seen: list[float] = []
+    told: SimpleQueue[float] = SimpleQueue()  # a list that the forward changes is refused
 
     def draw_and_tell() -> float:
-        seen.append(draw())
-        return seen[-1]
+        number = draw()
+        told.put(number)
+        return number
 
     model, x = DrawsBetweenUnits(draw_and_tell), torch.randn(4, 4)
     pipe = Pipe(model, 2, checkpoint, stages=3, example=x, runtime=runtime)
-    seen.clear()
+    before = told.qsize()
     pipe.step(x, loss_fn=lambda y: y.square().mean())
+    seen = [told.get() for _ in range(told.qsize())][before:]
     assert len(set(seen)) == 2 * (3 + 3)  # micro-batches; between the units, and in them
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments, call_like_pipe
 from penstock.checker.report import Difference
 from penstock.microbatch import gather
+from penstock.model.stage_inputs import Batch
 from penstock.model.unsplit import UnsplitCells
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
@@ -219,10 +220,23 @@ def run_unsplit(
     )
     if torch.is_grad_enabled() and total.requires_grad:
         total.backward()
+    rows = rows._replace(output_dims=_find_output_dims(checked, arguments))
     outputs = gather([call.output for call in calls], rows)
     if whole_batch and checked.chunks > 1:
         outputs = _split_unjoined_outputs(checked, model, arguments, calls[0].output, outputs)
     return total.detach(), outputs
+
+
+def _find_output_dims(
+    checked: CheckedModel, arguments: StepArguments
+) -> tuple[tuple[int, int], ...]:
+    """Return the dims on which a pipe joins outputs, if it knows them: by index of the output."""
+    if not checked.partition.needs_whole_batch or checked.chunks == 1:
+        return ()
+    batch = Batch(
+        arguments.batch, arguments.side, chunks=checked.chunks, is_step=True, return_outputs=True
+    )
+    return checked.partition.build_stage_inputs(batch, {}).rows.output_dims
 
 
 def _split_unjoined_outputs(
@@ -235,7 +249,11 @@ def _split_unjoined_outputs(
     micro-batch here.
     """
     _, whole_rows = arguments.split_microbatches(1)
-    leaves = [(leaf, gather([leaf], whole_rows)) for leaf in pytree.tree_leaves(output)]
+    dims = dict(_find_output_dims(checked, arguments))
+    leaves = [
+        (leaf, leaf if index in dims else gather([leaf], whole_rows))
+        for index, leaf in enumerate(pytree.tree_leaves(output))
+    ]
     if all(
         isinstance(row, Tensor) for leaf, row in leaves if isinstance(leaf, Tensor) and leaf.dim()
     ):

@@ -185,7 +185,6 @@ class Audit:
         self._reference_outputs: dict[str, Digest] = {}
         self._split_problem: str | None = None
         self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
-        self._uses_shared_rng = False  # the forward has seeded torch's generator, or drawn from it
         self._failure: Exception | None = None  # an error of the unsplit model
 
     # ---- before the call -----------------------------------------------------------------------
@@ -197,11 +196,9 @@ class Audit:
         """
         try:
             with self._reference.isolate():
-                torch_state = torch.get_rng_state()
                 batch = self._reference.take_batch(*self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
-                self._uses_shared_rng = not torch.equal(torch_state, torch.get_rng_state())
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:
                     self._run_next_microbatch()
@@ -392,15 +389,8 @@ class Audit:
         }
 
     def _check_state(self) -> None:
-        """Compare buffers, and look for draws that the pipe does not see."""
+        """Compare the buffers after the forward."""
         assert self._forward is not None
-        if self._uses_shared_rng:
-            raise AuditError(
-                "the forward seeds torch's default generator (torch.manual_seed), or draws from it "
-                "in a way that the pipe does not see. In a pipe each stage draws from a generator "
-                "of its own, so the seed would have no effect. Seed before the step, or draw from "
-                "a torch.Generator that the layer keeps."
-            )
         names = self._placed.partition.names()
         for (module, name), actual in self._record.buffers.items():
             expected = self._forward.buffers.get((module, name))

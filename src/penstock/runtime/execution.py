@@ -15,6 +15,7 @@ carries out one phase of a program:
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -168,8 +169,10 @@ class Execution:
         ]
         # A seed is made only if a stage may need it: reading the generator takes time.
         runners = self.stage_runners
+        # References to all of them would be a cycle, which keeps their tensors for a while.
+        peers = tuple(map(weakref.ref, runners))
         for runner in runners:
-            runner.peers = runners
+            runner.peers = peers
         if any(runner.may_draw_random or runner.may_draw_host_random for runner in runners):
             seed = rng_policy.make_seed()
             host_rng_lock = select_host_rng_lock() if allow_host_rng else None

@@ -118,6 +118,10 @@ class StepResult:
 # ---- the pipe, its engine and its calls ----------------------------------------------------------
 
 
+def _return_no_model() -> None:
+    """Return None: this process trains the whole model."""
+
+
 def _refuse_forward(*_: object, **__: object) -> NoReturn:
     """Stand in for the forward of a model of which this process trains only a part."""
     raise RunError(
@@ -141,7 +145,7 @@ class PreparedPipe:
     layers: Mapping[str, nn.Module | None]
     auditor: Auditor = field(default_factory=Auditor)
     # Returns the user's model if this process trains only a part of it, as long as it exists.
-    partial_model: Callable[[], nn.Module | None] = lambda: None
+    partial_model: Callable[[], nn.Module | None] = _return_no_model
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""

@@ -28,8 +28,14 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.recompute import is_checkpointing, mark_only_run
+from penstock.stage.rng import CellRngMode
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
-from penstock.torch_compat import get_legacy_reduction, pytree, unwrap_compiled
+from penstock.torch_compat import (
+    get_dispatch_modes,
+    get_legacy_reduction,
+    pytree,
+    unwrap_compiled,
+)
 
 # ---- reduction ---------------------------------------------------------------------------------
 #
@@ -257,7 +263,9 @@ class LossStageFunction:
         if self.loss_fn is None:
             result = extract_model_loss(output)
         else:
-            if self._records_counts and not _is_on_accelerator(targets):
+            # Another mode, such as that of a capture, must not see how targets are counted.
+            is_watched = any(not isinstance(mode, CellRngMode) for mode in get_dispatch_modes())
+            if self._records_counts and not is_watched and not _is_on_accelerator(targets):
                 recorder = CrossEntropyRecorder()
             with mark_only_run(), nullcontext() if recorder is None else recorder:
                 result = self.loss_fn(output, *targets)

@@ -341,7 +341,7 @@ def checksum(tensor: Tensor) -> Tensor | None:
     """Return the sum of a tensor's bit patterns, or None for a kind of tensor that has none."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     dtype = integer.get(tensor.element_size())
-    if dtype is None or not _is_plain(tensor):
+    if dtype is None or tensor.is_meta or not _is_plain(tensor):
         return None
     return tensor.detach().view(dtype).sum(dtype=torch.int64)
 
@@ -367,7 +367,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_close(old: Tensor, new: Tensor) -> bool:
-    if not _is_plain(old) or not _is_plain(new):
+    if not _is_plain(old) or not _is_plain(new) or new.is_meta:
         return True
     if old.shape != new.shape or old.dtype != new.dtype:
         return False

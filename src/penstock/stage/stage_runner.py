@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +164,7 @@ class StageRunner:
         self.call_seed = 0
         self.host_rng_lock: AbstractContextManager[object] | None = host_rng_lock
         self.used_host_generators: set[str] = set()
-        self.peers: Sequence[StageRunner] = ()  # the runners of all stages in this process
+        self.peers: Sequence[ref[StageRunner]] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
         # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
@@ -564,8 +565,8 @@ class StageRunner:
         own = {*self.parameters, *self._used_parameters()}
         owners: dict[Tensor, Stage] = {
             parameter: peer.stage
-            for peer in self.peers
-            if peer is not self
+            for peer in (reference() for reference in self.peers)
+            if peer is not None and peer is not self
             for parameter in (*peer.parameters, *peer._used_parameters())
             if parameter not in own
         }

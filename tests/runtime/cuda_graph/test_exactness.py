@@ -93,7 +93,8 @@ class Mean(nn.Module):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_captured_layer_that_rebinds_a_buffer_or_tensor_attribute(plain: bool) -> None:
-    pair = pipe_pair(stack(Mean(plain)))
+    # A recomputation restores buffers, and is refused if a tensor in an attribute has changed.
+    pair = pipe_pair(stack(Mean(plain)), checkpoint="never" if plain else "except_last")
     for number in range(6):
         if number == 4:  # the user replaces it, too
             for pipe in pair.both:
@@ -104,7 +105,7 @@ def test_captured_layer_that_rebinds_a_buffer_or_tensor_attribute(plain: bool) -
 
 
 def test_captured_rebound_tensors_across_alternating_batch_sizes() -> None:
-    pair = pipe_pair(stack(Mean(True)))
+    pair = pipe_pair(stack(Mean(True)), checkpoint="never")
     for number, rows in enumerate([11, 11, 11, 8, 11, 8, 8, 11]):
         pair.train(1, number, rows)
         assert torch.equal(pair.graph[1].other, pair.inline[1].other)

@@ -205,7 +205,7 @@ class Script(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 def test_script_module_is_not_captured() -> None:
-    pair = pipe_pair(stack(torch.jit.script(Script())), "auto")
+    pair = pipe_pair(stack(torch.jit.script(Script())), "auto", checkpoint="never")
     steps(pair, "tttt", r"layer 1 \(RecursiveScriptModule\) is a ScriptModule, whose changes")
 
 
