@@ -220,7 +220,7 @@ def run_unsplit(
     )
     if torch.is_grad_enabled() and total.requires_grad:
         total.backward()
-    rows = rows._replace(output_dims=_find_output_dims(checked, arguments))
+    rows = rows._replace(output_dims=_find_output_dims(checked, model, arguments))
     outputs = gather([call.output for call in calls], rows)
     if whole_batch and checked.chunks > 1:
         outputs = _split_unjoined_outputs(checked, model, arguments, calls[0].output, outputs)
@@ -228,7 +228,7 @@ def run_unsplit(
 
 
 def _find_output_dims(
-    checked: CheckedModel, arguments: StepArguments
+    checked: CheckedModel, model: nn.Module, arguments: StepArguments
 ) -> tuple[tuple[int, int], ...]:
     """Return the dims on which a pipe joins outputs, if it knows them: by index of the output."""
     if not checked.partition.needs_whole_batch or checked.chunks == 1:
@@ -236,7 +236,13 @@ def _find_output_dims(
     batch = Batch(
         arguments.batch, arguments.side, chunks=checked.chunks, is_step=True, return_outputs=True
     )
-    return checked.partition.build_stage_inputs(batch, {}).rows.output_dims
+    traced_model = checked.partition.root(model)
+    was_training = traced_model.training
+    traced_model.train(model.training)
+    try:
+        return checked.partition.build_stage_inputs(batch, {}).rows.output_dims
+    finally:
+        traced_model.train(was_training)
 
 
 def _split_unjoined_outputs(
@@ -249,7 +255,7 @@ def _split_unjoined_outputs(
     micro-batch here.
     """
     _, whole_rows = arguments.split_microbatches(1)
-    dims = dict(_find_output_dims(checked, arguments))
+    dims = dict(_find_output_dims(checked, model, arguments))
     leaves = [
         (leaf, leaf if index in dims else gather([leaf], whole_rows))
         for index, leaf in enumerate(pytree.tree_leaves(output))

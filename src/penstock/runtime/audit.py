@@ -8,7 +8,7 @@ Then it compares:
     the loss         of the micro-batch, or the outputs of `pipe(x)`
     the gradients    that the micro-batch adds to each parameter, and those of the inputs
     the buffers      after the forward of the micro-batch
-    the split        the loss, or the outputs, of the micro-batch with those of its two halves
+    the split        the loss, or the outputs, of some rows with those of two parts of them
 
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
 of one forward and backward, and one or two more forwards for the halves.
@@ -33,7 +33,13 @@ from penstock.errors import AuditError
 from penstock.microbatch import MicrobatchRows
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
-from penstock.runtime.audit_reference import BufferKey, Reference, ReferenceForward, running
+from penstock.runtime.audit_reference import (
+    BufferKey,
+    Reference,
+    ReferenceForward,
+    collect_buffers,
+    running,
+)
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
@@ -252,11 +258,10 @@ class Audit:
             self._reference_grads = self._reference.run_backward(*zip(*pairs, strict=True))
 
     def _digest_by_path(self, value: Any) -> dict[str, Digest]:
-        return {
-            pytree.keystr(path): self._digester.digest(leaf)
-            for path, leaf in pytree.tree_flatten_with_path(value)[0]
-            if isinstance(leaf, Tensor)
-        }
+        leaves = pytree.tree_flatten_with_path(value)[0]
+        return self._digester.digest_all(
+            {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+        )
 
     # ---- while the pipe runs -------------------------------------------------------------------
 
@@ -285,10 +290,7 @@ class Audit:
         if action.op is Op.F:
             if action.stage in self._stages_with_buffers:
                 record.buffers.update(
-                    ((module, name), self._digester.digest(buffer))
-                    for module in stage_runner.stage.modules()
-                    for name, buffer in module._buffers.items()
-                    if buffer is not None
+                    self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
                 )
         elif action.op is not Op.R:
             before = self._grads_before.pop((action.stage, action.microbatch))
@@ -299,11 +301,12 @@ class Audit:
                     record.gradients[key] = added.plus(record.gradients.get(key))
 
     def _digest_gradients(self, stage_runner: StageRunner) -> dict[int, Digest]:
-        return {
-            id(parameter): self._digester.digest(gradient)
+        gradients = {
+            id(parameter): gradient
             for parameter, gradient in stage_runner.iter_gradients()
             if gradient is not None
         }
+        return self._digester.digest_all(gradients)
 
     # ---- after the call ------------------------------------------------------------------------
 
@@ -439,14 +442,17 @@ class Audit:
     # ---- halves of the micro-batch -------------------------------------------------------------
 
     def _compare_halves(self, whole: ReferenceForward) -> None:
-        """Find out whether the results of two halves combine to that of the micro-batch."""
+        """Find out whether the results of two parts combine to that of both together."""
         start, stop = self._find_rows(self.microbatch)
         if self._inputs.chunks < 2 or stop - start < 2:
             return
-        middle = (start + stop) // 2
         # Random numbers and statistics of the batch differ between whole and halves on purpose.
         needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
-        ranges = [(start, middle), (middle, stop), *[(start, stop)] * needs_eval]
+        # Two rows show as much as all, and take less time. The forward of all has run already.
+        is_small = needs_eval or stop - start >= 8
+        stop = start + 2 if is_small else stop
+        middle = (start + stop) // 2
+        ranges = [(start, middle), (middle, stop), *[(start, stop)] * is_small]
         try:
             with torch.no_grad():
                 forwards = [self._run_rows(*rows, needs_eval) for rows in ranges]
@@ -454,7 +460,7 @@ class Audit:
                     return
                 halves = self._inputs.rows._replace(counts=(middle - start, stop - middle))
                 self._split_problem = self._find_split_problem(
-                    forwards[:2], forwards[2] if needs_eval else whole, halves
+                    forwards[:2], forwards[2] if is_small else whole, halves
                 )
         except Exception as error:  # not every model runs on so few rows, or in eval mode
             close_failed_checkpoints(error)
@@ -493,7 +499,7 @@ class Audit:
             if not math.isfinite(distance) or distance <= tolerance * size:
                 return None
             return (
-                f"the losses of the two halves of micro-batch {self.microbatch}, "
+                f"the losses of two parts of micro-batch {self.microbatch}, "
                 f"{float(parts[0]):.6g} and {float(parts[1]):.6g}, combine to "
                 f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
                 "the loss of a batch depends on how it is split. It is not a mean over rows: it "
@@ -519,7 +525,7 @@ class Audit:
                 continue
             return (
                 f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
-                f"two halves, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
+                f"two parts, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
                 f"a whole, which has shape {tuple(other.shape)}. So the output depends on how the "
                 "batch is split: it has no rows on dim 0, is a number other than a mean over "
                 "rows, or mixes rows. Return what has rows, or use chunks=1."

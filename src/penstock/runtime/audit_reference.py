@@ -215,12 +215,7 @@ class Reference:
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
-        return {
-            (module, name): self._digester.digest(buffer)
-            for module in self.modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        }
+        return self._digester.digest_all(collect_buffers(self.modules))
 
     def list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""
@@ -256,6 +251,16 @@ class Reference:
             with no_autocast():
                 torch.autograd.backward(list(tensors), list(gradients))
         return digests
+
+
+def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
+    """Return the buffers of modules that have numbers."""
+    return {
+        (module, name): buffer
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    }
 
 
 class _WriteLog(CompileFriendlyDispatchMode):

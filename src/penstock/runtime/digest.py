@@ -8,13 +8,15 @@ minus the digest before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.data_parallel.dtensor import to_local
+
+K = TypeVar("K", bound=Hashable)
 
 _BLOCK = 1 << 20  # the length of the fixed vector; longer tensors use it block by block
 
@@ -57,13 +59,30 @@ class Digester:
     def __init__(self) -> None:
         self._vectors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    @torch.no_grad()
     def digest(self, tensor: Tensor) -> Digest:
         """Return the digest of a tensor.
 
         >>> Digester().digest(torch.zeros(3))
         Digest(product=0.0, norm=0.0)
         """
+        return self.digest_all({"": tensor})[""]
+
+    @torch.no_grad()
+    def digest_all(self, tensors: Mapping[K, Tensor]) -> dict[K, Digest]:
+        """Return the digests of several tensors, and wait for their devices only once."""
+        sums = {key: self._compute_sums(tensor) for key, tensor in tensors.items()}
+        keys_by_device: dict[torch.device, list[K]] = {}
+        for key, pair in sums.items():
+            keys_by_device.setdefault(pair.device, []).append(key)
+        digests = {}
+        for keys in keys_by_device.values():
+            numbers = torch.stack([sums[key] for key in keys]).tolist()
+            for key, (product, square) in zip(keys, numbers, strict=True):
+                digests[key] = Digest(product, math.sqrt(square))
+        return digests
+
+    def _compute_sums(self, tensor: Tensor) -> Tensor:
+        """Return the product with the fixed vector, and the square of the norm."""
         values = to_local(tensor.detach())
         if values.layout is not torch.strided:
             values = values.to_dense()
@@ -72,15 +91,14 @@ class Digester:
         # Double precision takes longer, and Apple's GPUs have none.
         is_double = values.dtype in (torch.float64, torch.int64) and values.device.type != "mps"
         flat = values.reshape(-1).to(torch.float64 if is_double else torch.float32)
-        if not len(flat):
-            return Digest(0.0, 0.0)
         vector = self._get_vector(flat.device, flat.dtype)
+        if len(flat) <= _BLOCK:
+            return torch.stack([flat @ vector[: len(flat)], flat @ flat])
         pieces = [
             torch.stack([block @ vector[: len(block)] * (1 + index % 89 / 89), block @ block])
             for index, block in enumerate(flat.split(_BLOCK))
         ]
-        product, square = torch.stack(pieces).cpu().double().sum(0).tolist()
-        return Digest(product, math.sqrt(square))
+        return torch.stack(pieces).sum(0)
 
     def _get_vector(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         key = device, dtype
