@@ -317,6 +317,10 @@ def _run_backward_publicly(
 
 # The engine itself. `torch.autograd.backward` checks and converts its arguments again for each
 # cell, which costs more than the backward of a small stage.
+# The code of the public functions, by which a walk of the stack finds calls of them.
+AUTOGRAD_GRAD_CODE, AUTOGRAD_BACKWARD_CODE = (
+    function.__code__ for function in (torch.autograd.grad, torch.autograd.backward)
+)
 run_backward: Callable[..., Any] = _probe(
     "torch.autograd.Variable._execution_engine.run_backward",
     "A backward",

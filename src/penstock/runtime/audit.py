@@ -133,7 +133,7 @@ def find_obstacle(placed: PlacedPartition, has_replicas: bool) -> str | None:
 
 @dataclass
 class CellRecord:
-    """What the cells of the audited micro-batch did in the pipe."""
+    """The results of the audited micro-batch in the pipe."""
 
     gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
     buffers: dict[BufferKey, Digest] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Audit:
         self.next_microbatch = order[1] if len(order) > 1 else None
         # Where another micro-batch comes first, it has changed the buffers.
         self._stages_with_buffers = {
-            stage for stage, first in first_forwards.items() if first == self.microbatch
+            stage for stage, index in first_forwards.items() if index == self.microbatch
         }
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
@@ -480,10 +480,10 @@ class Audit:
         counted = self._get_counted_targets(self.microbatch)
         if counted is None:
             return None
-        first, last = self._find_rows(self.microbatch)
+        begin, end = self._find_rows(self.microbatch)
         (target,) = counted
-        times = len(target) // (last - first)
-        return (target[(start - first) * times : (stop - first) * times],)
+        times = len(target) // (end - begin)
+        return (target[(start - begin) * times : (stop - begin) * times],)
 
     def _find_split_problem(
         self, halves: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows

@@ -54,7 +54,7 @@ running = _RunningReferences()
 
 
 class ReferenceForward(NamedTuple):
-    """What a forward of the unsplit model has computed.
+    """The results of one forward of the unsplit model.
 
     Attributes:
         values: The output of the model; in a step the loss, with its extras and auxiliary losses.
@@ -127,9 +127,9 @@ class Reference:
     def isolate(self) -> Iterator[None]:
         """Leave everything as it was, whatever the model and the loss do in this context."""
         loss_modules, loss_values = _find_captured_state(self._request.loss_fn)
-        own = set(self.modules)
+        model_modules = set(self.modules)
         loss_state = StateSnapshot(
-            [module for module in loss_modules if module not in own],
+            [module for module in loss_modules if module not in model_modules],
             lambda tensor: not isinstance(tensor, nn.Parameter),
         )
         for value in loss_values:

@@ -30,12 +30,12 @@ from penstock.stage.cell_graph import (
     accumulate_grads,
     find_gradient_edge,
 )
-from penstock.torch_compat import run_backward
+from penstock.torch_compat import AUTOGRAD_BACKWARD_CODE, AUTOGRAD_GRAD_CODE, run_backward
 
 # From the gradient of an operation's output and from its input to the gradient of its weight.
 WeightGradFormula = Callable[[Tensor, Tensor], Tensor]
 
-_AUTOGRAD_CALLS = torch.autograd.grad.__code__, torch.autograd.backward.__code__
+_AUTOGRAD_CALLS = AUTOGRAD_GRAD_CODE, AUTOGRAD_BACKWARD_CODE
 # Where a release of PyTorch lacks the engine's own function, a cell uses the calls above.
 _RUN_BACKWARD_CODE = getattr(run_backward, "__code__", None)
 
@@ -180,7 +180,7 @@ def _is_inside_own_grad() -> bool:
     # The cell's own backward calls neither, and without a cell there is no W.
     if frame is None or caller is None:
         return False
-    if caller.f_code is torch.autograd.grad.__code__ and not caller.f_locals["allow_unused"]:
+    if caller.f_code is AUTOGRAD_GRAD_CODE and not caller.f_locals["allow_unused"]:
         return True
     raise RunError(
         "a layer computes gradients in its backward, with backward() or "
