@@ -45,7 +45,7 @@ from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
-from penstock.stage.loss import LossReduction
+from penstock.stage.loss import LossExtras, LossReduction
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -490,6 +490,8 @@ class Audit:
     ) -> str | None:
         """Return how the combined results of the halves differ from that of the micro-batch."""
         if self._reduction is not None:
+            if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
+                return None  # auxiliary losses share the weight of the loss, and not the rows
             parts = [self._combine_losses([half], MicrobatchRows((1,))) for half in halves]
             total = self._combine_losses([whole], MicrobatchRows((1,)))
             combined = self._combine_losses(halves, rows)

@@ -62,6 +62,7 @@ class ReferenceForward(NamedTuple):
         has_drawn: Whether it drew random numbers.
         buffers: The digests of the buffers after it.
         changed_state: Whether it changed a buffer.
+        adds_losses: Whether layers added auxiliary losses.
     """
 
     values: tuple[Any, ...]
@@ -69,6 +70,7 @@ class ReferenceForward(NamedTuple):
     has_drawn: bool
     buffers: dict[BufferKey, Digest]
     changed_state: bool
+    adds_losses: bool
 
 
 class Reference:
@@ -98,6 +100,7 @@ class Reference:
         self._request, self._rows, self._seed = request, rows, seed
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
+        self._adds_losses = False
         self._write_log = _WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         self.modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
@@ -189,7 +192,7 @@ class Reference:
         changed = any(key not in before or digest != before[key] for key, digest in buffers.items())
         inputs = [t for t in dict.fromkeys(iter_hidden_tensors(batch[:2])) if t.requires_grad]
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, inputs, has_drawn, buffers, changed)
+        return ReferenceForward(values, inputs, has_drawn, buffers, changed, self._adds_losses)
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -212,6 +215,7 @@ class Reference:
             outputs = compute({OUTSIDE: targets})
         finally:
             thread_state.sink = previous_sink
+        self._adds_losses = bool(losses.layer_count)
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
