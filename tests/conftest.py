@@ -58,7 +58,6 @@ AUDITED = tuple(
         "exactness/",
         "models/",
         "features/",
-        "properties/",
         "hugging_face/",
         "runtime/test_audit.py",
         "gpu/test_audit_on_gpu.py",

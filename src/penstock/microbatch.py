@@ -374,7 +374,7 @@ def is_row_dim_ambiguous(shape: Sequence[int], count: int) -> bool:
     >>> [is_row_dim_ambiguous(shape, 2) for shape in [(2, 2, 5), (4, 2), (2, 5)]]
     [True, True, False]
     """
-    return len(shape) > 1 and shape[0] % count == 0 and count in shape[1:]
+    return len(shape) > 1 and count > 0 and shape[0] % count == 0 and count in shape[1:]
 
 
 # ---- joining -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ code of another stage, it switches to the generators and the device of that stag
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -73,12 +74,15 @@ class UnsplitCells:
                 current_cell.enter_context(cells[stage])
                 mode.current_device = self._devices[stage] if self._devices else None
 
+            thread = threading.get_ident()
             mode = _StageSwitchMode(self._function_stages, enter_stage)
             call_counts: Counter[int] = Counter()  # calls of each unit so far
 
             def enter_unit(
                 index: int, call_stages: Sequence[int], args: Any, kwargs: Any
             ) -> tuple[Any, Any] | None:
+                if threading.get_ident() != thread:  # it calls the model at the same time
+                    return None
                 mode.unit_depth += 1
                 stage = call_stages[min(call_counts[index], len(call_stages) - 1)]
                 enter_stage(stage)
@@ -89,8 +93,9 @@ class UnsplitCells:
                 return None if device is None else move_to_device((args, kwargs), device)
 
             def exit_unit() -> None:
-                mode.unit_depth -= 1
-                host_streams.pop().__exit__(None, None, None)
+                if threading.get_ident() == thread:
+                    mode.unit_depth -= 1
+                    host_streams.pop().__exit__(None, None, None)
 
             for index, (unit, call_stages) in enumerate(self._unit_stages):
                 # First of all hooks: a hook of the user's may draw, too.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -103,6 +103,10 @@ class Auditor:
         """Remember that a call of this kind was audited."""
         self._audited_kinds.add(kind)
 
+    def forget(self, kind: Any) -> None:
+        """Let the next call of this kind be audited again."""
+        self._audited_kinds.discard(kind)
+
     def tell_once(self, reason: str) -> None:
         """Log why a call was not audited, unless that was said before."""
         if reason not in self._told:
@@ -151,10 +155,11 @@ class Audit:
         execution: Execution,
         program: Program,
         reduction: LossReduction | None,
-        tell: Callable[[str], None],
+        auditor: Auditor,
+        kind: Any,
     ) -> None:
         self._placed, self._request, self._inputs = placed, request, inputs
-        self._tell = tell  # says why a call was not audited
+        self._auditor, self._kind = auditor, kind
         # Not the execution, whose workers refer to the audit: the cycle would keep its tensors.
         self._cell_io, self._reduction = execution.cell_io, reduction
         self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
@@ -165,16 +170,14 @@ class Audit:
             for action in lane
             if isinstance(action, Compute) and action.op is Op.F
         ]
-        first_forwards: dict[int, int] = {}
+        orders: dict[int, list[int]] = {}  # by stage, the micro-batches in the order of their F
         for action in forwards:
-            first_forwards.setdefault(action.stage, action.microbatch)
-        order = [a.microbatch for a in forwards if a.stage == 0]
-        self.microbatch = order[0]
-        self.next_microbatch = order[1] if len(order) > 1 else None
-        # Where another micro-batch comes first, it has changed the buffers.
-        self._stages_with_buffers = {
-            stage for stage, index in first_forwards.items() if index == self.microbatch
-        }
+            orders.setdefault(action.stage, []).append(action.microbatch)
+        self.microbatch, *later = orders[0]
+        # Where another micro-batch comes first, it has changed the state.
+        self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
+        is_common = all(order[:2] == orders[0][:2] for order in orders.values())
+        self.next_microbatch = later[0] if later and is_common else None
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
             placed.partition, devices, request, inputs.rows, peek_seed(), reduction, self._digester
@@ -208,6 +211,13 @@ class Audit:
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:
                     self._run_next_microbatch()
+            if forward.changed_state and not self._is_first_everywhere:
+                self._auditor.note_audited(self._kind)
+                self._auditor.tell_once(
+                    "the forward changes buffers, and the stages take micro-batches in different "
+                    "orders"
+                )
+                return
             self._compare_halves(forward)
             self._forward = forward
         except Exception as error:  # the pipe shows whether it is an error of the model
@@ -288,10 +298,9 @@ class Audit:
         if action.microbatch != self.microbatch:
             return
         if action.op is Op.F:
-            if action.stage in self._stages_with_buffers:
-                record.buffers.update(
-                    self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
-                )
+            record.buffers.update(
+                self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
+            )
         elif action.op is not Op.R:
             before = self._grads_before.pop((action.stage, action.microbatch))
             after = self._digest_gradients(stage_runner)
@@ -313,7 +322,8 @@ class Audit:
     def _has_reference(self) -> bool:
         """Return whether there is a reference. Say so if it failed where the pipe did not."""
         if self._failure is not None:
-            self._tell(f"the unsplit model raised {self._failure!r}")
+            self._auditor.note_audited(self._kind)
+            self._auditor.tell_once(f"the unsplit model raised {self._failure!r}")
         return self._forward is not None
 
     def check_step(self) -> None:
@@ -334,7 +344,7 @@ class Audit:
         assert seed is not None
         scale = float(seed) / self._reference_seed if self._reference_seed else 1.0
         self._check_gradients(self._reference_grads, scale)
-        self._raise_split_problem()
+        self._finish()
 
     def check_outputs(self) -> None:
         """Compare the outputs of `pipe(x)` with those of the reference."""
@@ -345,7 +355,7 @@ class Audit:
         if self._next_outputs and self.next_microbatch is not None:
             self._compare_outputs(outputs[self.next_microbatch], self._next_outputs, is_next=True)
         self._check_state()
-        self._raise_split_problem()
+        self._finish()
 
     def _compare_outputs(
         self, actual: Mapping[str, Digest], expected: Mapping[str, Digest], is_next: bool = False
@@ -370,7 +380,9 @@ class Audit:
             if gradient is not None and root.requires_grad
         ]
         if pairs:
+            self._auditor.forget(self._kind)
             self._check_gradients(self._reference.run_backward(*zip(*pairs, strict=True)), 1.0)
+            self._auditor.note_audited(self._kind)
 
     def _check_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
         actual, names = self._record.gradients, self._name_parameters()
@@ -542,8 +554,14 @@ class Audit:
             accumulator.compute_output_gradients(index, Payload(tuple(tensors), layout))
         return accumulator.compute_total_loss()
 
-    def _raise_split_problem(self) -> None:
-        if self._split_problem is not None:
+    def _finish(self) -> None:
+        """Raise if the parts do not combine. Otherwise calls of this kind are found right.
+
+        After an error, the next call of the kind is audited again.
+        """
+        if self._split_problem is None:
+            self._auditor.note_audited(self._kind)
+        else:
             raise AuditError(
                 f"the audit of this {'step' if self._request.is_step else 'call'} found that "
                 f"{self._split_problem} The optimizer has not stepped. (audit='off' turns the "
@@ -623,11 +641,11 @@ def start_audit(
     # no numbers to compare.
     if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
         return None
-    pipe.auditor.note_audited(kind)
     obstacle = find_obstacle(placed, not pipe.replicas.is_empty)
     if not call.is_local:
         obstacle = "its stages are in processes"
     if obstacle is not None:
+        pipe.auditor.note_audited(kind)
         pipe.auditor.tell_once(obstacle)
         return None
     audit = Audit(
@@ -637,7 +655,8 @@ def start_audit(
         execution,
         program,
         reduction,
-        pipe.auditor.tell_once,
+        pipe.auditor,
+        kind,
     )
     audit.run_reference(None if reduction is None else call.build_loss(execution, reduction))
     for worker in execution.workers:

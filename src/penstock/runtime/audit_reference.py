@@ -37,7 +37,13 @@ from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
 from penstock.stage.loss import LossFn, LossReduction, LossStageFunction
 from penstock.stage.stage import OUTSIDE
-from penstock.torch_compat import BatchNormBase, CompileFriendlyDispatchMode, force_eager
+from penstock.torch_compat import (
+    BatchNormBase,
+    CompileFriendlyDispatchMode,
+    force_eager,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
 
 BufferKey = tuple[nn.Module, str]
 
@@ -103,7 +109,10 @@ class Reference:
         self._adds_losses = False
         self._write_log = _WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
-        self.modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
+        # Stages of a traced model have copies of the modules around its units. The unsplit forward
+        # does not run those, so their buffers are not compared.
+        self._model_modules = list(partition.names())
+        self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
         parameters = [p for module in self.modules for p in module.parameters(False)]
         # Hooks may change the gradient of these, so it is not compared.
@@ -185,11 +194,14 @@ class Reference:
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
-        before = self._digest_buffers()
+        before, objects = self._digest_buffers(), collect_buffers(self._model_modules)
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
-        changed = any(key not in before or digest != before[key] for key, digest in buffers.items())
+        changed = any(before.get(key) != digest for key, digest in buffers.items())
+        # A pipe assigns new buffers when the micro-batch is done, and not in the forward.
+        current = collect_buffers(self._model_modules)
+        buffers = {k: digest for k, digest in buffers.items() if current[k] is objects.get(k)}
         inputs = [t for t in dict.fromkeys(iter_hidden_tensors(batch[:2])) if t.requires_grad]
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
         return ReferenceForward(values, inputs, has_drawn, buffers, changed, self._adds_losses)
@@ -219,7 +231,7 @@ class Reference:
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
-        return self._digester.digest_all(collect_buffers(self.modules))
+        return self._digester.digest_all(collect_buffers(self._model_modules))
 
     def list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""
@@ -306,9 +318,16 @@ class _WriteLog(CompileFriendlyDispatchMode):
         if address in self._by_storage and address not in self._copies:
             self._copies[address] = self._by_storage[address].detach().clone()
 
+    # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
+    # threads share.
+    def __enter__(self) -> _WriteLog:
+        """Watch the operations of this thread."""
+        push_dispatch_mode(self)
+        return self
+
     def __exit__(self, *exc: object) -> None:
-        """Restore the parameters."""
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        """Restore the parameters and generators."""
+        pop_dispatch_mode()
         for generator, state in self.generators.items():
             generator.set_state(state)
         with torch.no_grad():

@@ -6,6 +6,7 @@ This covers grad modes that the forward sets, state between units, and attribute
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -536,3 +537,13 @@ def test_wrong_input_shape_logs_nothing(caplog: pytest.LogCaptureFixture) -> Non
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         split(made(AsksForGradMode), 2, torch.ones(4, 5, 3, dtype=torch.float64))
     assert not caplog.records
+
+
+def test_traced_pipe_can_be_pickled_after_a_step() -> None:
+    """The settings that a stage remembers could not be pickled."""
+    ids = torch.randint(9, (4, 5))
+    pipe = splitting.piped(made(TiedHead), ids, 3)
+    pipe.step(ids, loss_fn=torch.mean)
+    copied = pickle.loads(pickle.dumps(pipe))
+    with torch.no_grad():
+        assert torch.equal(copied(ids), pipe(ids))

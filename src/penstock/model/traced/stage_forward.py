@@ -484,6 +484,10 @@ class StageForward:
         self._unit_copies = unit_copies
         self._settings: ModelSettings | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The settings refer to objects of this process. Another one copies the attributes again.
+        return {**self.__dict__, "_settings": None}
+
     def refresh_buffers(self, device: torch.device) -> None:
         """Copy the buffers of the model again, after it was cast to another dtype."""
         self._proxy_model.refresh_buffers(device)
