@@ -147,16 +147,17 @@ def test_wrong_cell_is_found(
         pipe.step(rows())
 
 
-def test_error_names_the_parameter_and_leaves_gradients_of_earlier_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_error_comes_before_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = piped(linear(), audit=2)
-    pipe.step(rows())
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    pipe.step(rows(), optimizer=optimizer)
+    before = copy.deepcopy(pipe.state_dict())
     monkeypatch.setattr(
         Digester, "digest", lambda self, t, f=Digester.digest: f(self, t * (1 + random.random()))
     )
     with pytest.raises(AuditError, match="The optimizer has not stepped"):
-        pipe.step(rows())
+        pipe.step(rows(), optimizer=optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
 
 
 # ---- what it leaves alone --------------------------------------------------------------------
@@ -291,6 +292,8 @@ def test_first_step_of_each_kind_is_audited(monkeypatch: pytest.MonkeyPatch) -> 
     pipe = piped(linear())
     assert count(lambda: pipe.step(rows())) == 1
     assert count(lambda: pipe.step(rows(12))) == 0  # another size is no other kind
+    losses = [count(lambda: pipe.step(rows(), loss_fn=lambda y: y.mean())) for _ in range(3)]
+    assert losses == [1, 0, 0]  # a new lambda of the same code is none either
     assert count(lambda: pipe.step(rows(), target=rows())) == 1
     assert count(lambda: pipe(rows())) == 1
     assert count(pipe.eval) == 0

@@ -6,12 +6,12 @@ behind (audit_reference.py). While the pipe runs, the audit watches the cells of
 Then it compares:
 
     the loss         of the micro-batch, or the outputs of `pipe(x)`
-    the gradients    that the micro-batch adds to each parameter, and those of the inputs
+    the gradients    that the micro-batch adds to each parameter
     the buffers      after the forward of the micro-batch
     the split        the loss, or the outputs, of some rows with those of two parts of them
 
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
-of one forward and backward, and one or two more forwards for the halves.
+of one forward and backward, and at most one more forward for the parts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,7 @@ from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
-from penstock.stage.loss import LossExtras, LossReduction
+from penstock.stage.loss import LossExtras, LossFn, LossReduction
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -86,7 +87,7 @@ class Auditor:
             request.training,
             torch.is_grad_enabled(),
             request.checkpoint,
-            request.loss_fn,
+            _identify_loss(request.loss_fn),
             inputs.chunks > 1,
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
@@ -118,6 +119,17 @@ class Auditor:
                     "this note.)",
                     reason,
                 )
+
+
+def _identify_loss(loss_fn: LossFn | None) -> Any:
+    """Return what two losses of one kind share: their code, or their class.
+
+    The function itself would not do. Many scripts pass a new lambda in every step, and it may hold
+    large tensors.
+    """
+    if isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def find_obstacle(placed: PlacedPartition, has_replicas: bool) -> str | None:
@@ -218,7 +230,7 @@ class Audit:
                     "orders"
                 )
                 return
-            self._compare_halves(forward)
+            self._compare_parts(forward)
             self._forward = forward
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
@@ -451,14 +463,14 @@ class Audit:
             "after the change."
         )
 
-    # ---- halves of the micro-batch -------------------------------------------------------------
+    # ---- parts of the micro-batch --------------------------------------------------------------
 
-    def _compare_halves(self, whole: ReferenceForward) -> None:
+    def _compare_parts(self, whole: ReferenceForward) -> None:
         """Find out whether the results of two parts combine to that of both together."""
         start, stop = self._find_rows(self.microbatch)
         if self._inputs.chunks < 2 or stop - start < 2:
             return
-        # Random numbers and statistics of the batch differ between whole and halves on purpose.
+        # Random numbers and statistics of the batch differ between whole and parts on purpose.
         needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
         # Two rows show as much as all, and take less time. The forward of all has run already.
         is_small = needs_eval or stop - start >= 8
@@ -470,9 +482,9 @@ class Audit:
                 forwards = [self._run_rows(*rows, needs_eval) for rows in ranges]
                 if any(forward.has_drawn for forward in forwards):
                     return
-                halves = self._inputs.rows._replace(counts=(middle - start, stop - middle))
+                part_rows = self._inputs.rows._replace(counts=(middle - start, stop - middle))
                 self._split_problem = self._find_split_problem(
-                    forwards[:2], forwards[2] if is_small else whole, halves
+                    forwards[:2], forwards[2] if is_small else whole, part_rows
                 )
         except Exception as error:  # not every model runs on so few rows, or in eval mode
             close_failed_checkpoints(error)
@@ -498,23 +510,23 @@ class Audit:
         return (target[(start - begin) * times : (stop - begin) * times],)
 
     def _find_split_problem(
-        self, halves: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
+        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
     ) -> str | None:
-        """Return how the combined results of the halves differ from that of the micro-batch."""
+        """Return how the combined results of the parts differ from that of both together."""
         if self._reduction is not None:
             if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
                 return None  # auxiliary losses share the weight of the loss, and not the rows
-            parts = [self._combine_losses([half], MicrobatchRows((1,))) for half in halves]
+            losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
             total = self._combine_losses([whole], MicrobatchRows((1,)))
-            combined = self._combine_losses(halves, rows)
+            combined = self._combine_losses(parts, rows)
             distance = abs(float(combined - total))
-            size = max(abs(float(x)) for x in (*parts, total) if math.isfinite(x))
+            size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
             tolerance = _SPLIT_ROUNDING.get(total.dtype, 1e-8)
             if not math.isfinite(distance) or distance <= tolerance * size:
                 return None
             return (
                 f"the losses of two parts of micro-batch {self.microbatch}, "
-                f"{float(parts[0]):.6g} and {float(parts[1]):.6g}, combine to "
+                f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
                 f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
                 "the loss of a batch depends on how it is split. It is not a mean over rows: it "
                 "mixes rows, divides by a number that is given, or does not count all targets. "
@@ -525,7 +537,7 @@ class Audit:
         if all(share == 1 for share in self._inputs.loss_shares):  # the losses are added
             shares = [1.0] * len(shares)
         merged = replace(self._inputs, rows=rows, loss_shares=shares).merge_outputs(
-            [half.values[0] for half in halves]
+            [part.values[0] for part in parts]
         )
         expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
         is_counted = any(isinstance(share, Tensor) for share in self._inputs.loss_shares)
@@ -534,7 +546,7 @@ class Audit:
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
             if not leaf.dim() and is_counted:
-                continue  # weighted by labels; not by the rows of the halves
+                continue  # weighted by labels; not by the rows of the parts
             if leaf.shape == other.shape and _is_close(leaf, other):
                 continue
             return (
@@ -569,7 +581,7 @@ class Audit:
             )
 
 
-# Kernels for other shapes round differently, so halves agree less exactly than equal micro-batches.
+# Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
 _SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
@@ -629,10 +641,11 @@ def start_audit(
     `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
     """
     kind = pipe.auditor.select(call.request, call.inputs)
+    if kind is None:
+        return None
     # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a call
     # counts the tensors that it saves, and would find more in the audited call.
-    in_another = is_inside_cell() or are_checkpoint_hooks(get_saved_tensor_hooks())
-    if kind is None or in_another:
+    if is_inside_cell() or are_checkpoint_hooks(get_saved_tensor_hooks()):
         return None
     placed = pipe.placed_partition
     modules = placed.partition.modules()

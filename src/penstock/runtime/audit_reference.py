@@ -29,7 +29,7 @@ from penstock.model.isolation import (
 from penstock.model.partition import Partition, StageMap
 from penstock.model.traced.containers import is_state_object
 from penstock.model.unsplit import UnsplitCells
-from penstock.nested_values import iter_captured_values, iter_hidden_tensors
+from penstock.nested_values import iter_captured_values
 from penstock.runtime.digest import Digest, Digester
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
@@ -64,7 +64,6 @@ class ReferenceForward(NamedTuple):
 
     Attributes:
         values: The output of the model; in a step the loss, with its extras and auxiliary losses.
-        inputs: The copies of the inputs that require grad, in the order of the caller's tensors.
         has_drawn: Whether it drew random numbers.
         buffers: The digests of the buffers after it.
         changed_state: Whether it changed a buffer.
@@ -72,7 +71,6 @@ class ReferenceForward(NamedTuple):
     """
 
     values: tuple[Any, ...]
-    inputs: list[Tensor]
     has_drawn: bool
     buffers: dict[BufferKey, Digest]
     changed_state: bool
@@ -190,7 +188,7 @@ class Reference:
         of the batch.
         """
         args, kwargs, target = batch
-        # Of the first micro-batch. Others are traced in vain: their units are on the same stages.
+        # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
@@ -202,9 +200,8 @@ class Reference:
         # A pipe assigns new buffers when the micro-batch is done, and not in the forward.
         current = collect_buffers(self._model_modules)
         buffers = {k: digest for k, digest in buffers.items() if current[k] is objects.get(k)}
-        inputs = [t for t in dict.fromkeys(iter_hidden_tensors(batch[:2])) if t.requires_grad]
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, inputs, has_drawn, buffers, changed, self._adds_losses)
+        return ReferenceForward(values, has_drawn, buffers, changed, self._adds_losses)
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
