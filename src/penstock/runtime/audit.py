@@ -22,14 +22,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import is_dtensor
-from penstock.data_parallel.sync import Replicas
 from penstock.errors import AuditError
 from penstock.microbatch import MicrobatchRows
 from penstock.model.placement import PlacedPartition
@@ -57,6 +56,9 @@ from penstock.torch_compat import (
     get_saved_tensor_hooks,
     pytree,
 )
+
+if TYPE_CHECKING:
+    from penstock.runtime.step import Call, PreparedPipe
 
 _log = logging.getLogger("penstock")
 
@@ -594,44 +596,9 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
     return not expected.numel() or float(distance.max()) <= tolerance * size
 
 
-class AuditedPipe(Protocol):
-    """The part of a pipe that an audit needs."""
-
-    @property
-    def placed_partition(self) -> PlacedPartition:
-        """The model, cut and placed."""
-
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas of the stages."""
-
-    @property
-    def auditor(self) -> Auditor:
-        """The record of audited calls."""
-
-
-class AuditedCall(Protocol):
-    """The part of a call that an audit needs."""
-
-    @property
-    def request(self) -> Request:
-        """The arguments and options of the call."""
-
-    @property
-    def inputs(self) -> StageInputs:
-        """The batch, split into micro-batches."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks are in this process."""
-
-    def build_loss(self, execution: Execution, reduction: LossReduction) -> Any:
-        """Return an accumulator of losses."""
-
-
 def start_audit(
-    pipe: AuditedPipe,
-    call: AuditedCall,
+    pipe: PreparedPipe,
+    call: Call,
     execution: Execution,
     program: Program,
     reduction: LossReduction | None,
@@ -671,7 +638,9 @@ def start_audit(
         pipe.auditor,
         kind,
     )
-    audit.run_reference(None if reduction is None else call.build_loss(execution, reduction))
+    loss = None if reduction is None else call.build_loss(execution, reduction)
+    assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
+    audit.run_reference(loss)
     for worker in execution.workers:
         worker.observer = audit
     return audit
