@@ -562,21 +562,21 @@ class StageRunner:
         A layer may keep a tensor in an attribute, which a later layer or the loss reads. It is in
         the graph of its own cell, and perhaps of another micro-batch.
         """
-        own = {*self.parameters, *self._used_parameters()}
+        own_parameters = {*self.parameters, *self._used_parameters()}
         owners: dict[Tensor, Stage] = {
             parameter: peer.stage
             for peer in (reference() for reference in self.peers)
             if peer is not None and peer is not self
             for parameter in (*peer.parameters, *peer._used_parameters())
-            if parameter not in own
+            if parameter not in own_parameters
         }
         for leaf in graph.find_leaves() if owners else ():
             if leaf in owners:
                 raise RunError(
-                    f"this stage, or its loss, uses a tensor that {owners[leaf]} has computed but "
-                    "not returned, such as an auxiliary loss that a layer keeps in an attribute. "
-                    "It may be that of another micro-batch. Return the tensor, or add the loss in "
-                    "the layer with penstock.add_loss."
+                    f"this stage, or its loss, uses a parameter of {owners[leaf]}, directly or "
+                    "through a tensor that was not returned, such as an auxiliary loss that a "
+                    "layer keeps in an attribute. That tensor may be of another micro-batch. "
+                    "Return it, or add the loss in the layer with penstock.add_loss."
                 )
 
     @mark_cell_boundary

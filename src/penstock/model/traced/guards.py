@@ -285,7 +285,7 @@ _UNCOMBINABLE_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class LossCombination:
-    """What the last operations of a forward show about how losses of micro-batches combine.
+    """The way in which losses of micro-batches combine, as the end of a forward shows it.
 
     Attributes:
         is_sum: Whether the loss is a sum, perhaps multiplied or divided by numbers.
