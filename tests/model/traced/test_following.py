@@ -113,6 +113,31 @@ def test_in_place_change_that_depends_on_the_inputs(checkpoint: str) -> None:
     assert same_gradients(model, unsplit)
 
 
+class OwnScale(Four):
+    """For some inputs only, it multiplies a value of the first stage by a part of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.rand(3, 4) + 0.5)
+
+    def forward(self, x: Tensor, late: bool = False) -> Any:
+        y = self.a(x)
+        z = (y + x if late else x) * self.scales[1]
+        return self.d(self.c(self.b(z))) + y
+
+
+def test_operation_that_depends_on_the_inputs_runs_where_its_parameter_is() -> None:
+    """The product ran on the stage of its other argument, before the parameter's stage."""
+    (batch,) = batches(5)
+    model, unsplit = made(OwnScale), made(OwnScale)
+    pipe = Pipe(model, 2, stages=[1, 3], devices=["cpu"] * 2, example=batch, loss_fn=squares)
+    for late in (False, True, False):
+        for piece in batch.chunk(2):
+            (squares(unsplit(piece, late)) / 2).backward()
+        pipe.step(batch, late=late)
+    assert same_gradients(model, unsplit)
+
+
 class SentAsItWas(Four):
     """Sends the result of a unit to the last stage, and then changes it on the first."""
 

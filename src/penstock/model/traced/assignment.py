@@ -17,7 +17,7 @@ computes it again, which costs less than sending it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,14 +198,24 @@ class _NodePlacer:
     ) -> int | None:
         """Return the last stage among the producers of a node's arguments.
 
-        None means that no argument comes from a stage, as for an operation on parameters alone.
+        A parameter whose stages are fixed counts as produced on the first of them that can be used.
+        None means that no argument comes from a stage.
         """
         producers = [self.trace.values[value].producer for value in node.inputs]
         candidates = [
             earliest_stages[p] for p in producers if p is not None and p in earliest_stages
         ]
         stages = [stage for stage in candidates if stage is not None]
+        for _, owner_stages in self._find_owners(node):
+            stages.append(min((s for s in owner_stages if s >= max(stages, default=0)), default=0))
         return max(stages) if stages else None
+
+    def _find_owners(self, node: TraceNode) -> Iterator[tuple[str, list[int]]]:
+        """Yield the parameters and written buffers of a node whose stages are fixed, with these."""
+        for value in (self.trace.values[value_index] for value_index in node.inputs):
+            name = value.parameter_name or value.buffer_name
+            if self._owners is not None and (value.parameter_name or name in self._owners):
+                yield name, sorted(self._owners[name])
 
     def _choose_stage(self, node_index: int, earliest: int | None) -> int:
         """Return the stage of an operation whose consumers are placed."""
@@ -262,13 +272,7 @@ class _NodePlacer:
         Once the example has fixed the owners, an operation on a parameter runs where that
         parameter is. The parameter cannot move to the operation.
         """
-        if self._owners is None:
-            return chosen
-        for value in (self.trace.values[value_index] for value_index in node.inputs):
-            name = value.parameter_name or value.buffer_name
-            if not value.parameter_name and name not in self._owners:
-                continue
-            owner_stages = sorted(self._owners[name])
+        for name, owner_stages in self._find_owners(node):
             possible_stages = [stage for stage in owner_stages if stage >= (earliest or 0)]
             if not possible_stages:
                 raise CutError(
