@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from tests.checkpoint.saved_models import build, interleaved, optimizer_of, part, saver_of, stepped
 from tests.checkpoint.test_save_group import loaded
 from tests.distributed.ranks import Died, ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.launch.hosts import run
 
 
 def test_save_killed_at_any_file_operation_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.kill_at_every_operation", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    done = run([sys.executable, "-m", "tests.checkpoint.kill_at_every_operation", str(tmp_path)])
+    assert done.code == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
     steps = [int(line[2]) for line in lines]
     assert steps == sorted(steps)  # from one kill point on, the new checkpoint is found
     assert set(steps) == {1, 2}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.fork_server import without_gloo_notes
+from tests.launch.hosts import Ended, environment, run
 
 from penstock.compat import fairscale, submodules_of, torch_sync, torchgpipe
 
@@ -19,25 +18,18 @@ MIRRORS = {
 }
 
 
-def python(*arguments: str, path: Path | None = None) -> str:
-    """Return what a new Python process prints. It uses one thread, as tests run in parallel."""
-    extra = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **extra},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return without_gloo_notes(done.stdout).strip()
+def python(*words: str, path: Path | None = None) -> Ended:
+    """Run a Python program. It uses one thread, as tests run in parallel."""
+    more = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
+    ended = run([sys.executable, *words], environment(**more))
+    assert ended.code == 0, ended.err
+    return ended
 
 
 def test_compat_runs_a_script_unchanged() -> None:
     script = str(SCRIPTS / "spawned.py")
-    output = python("-m", "penstock.compat", script, "--flag", "two words")
-    assert output.startswith("spawned")
+    ended = python("-m", "penstock.compat", script, "--flag", "two words")
+    assert ended.out.startswith("spawned")
 
 
 def test_run_script_with_scripts_of_three_libraries_in_one_process() -> None:
@@ -48,7 +40,7 @@ def test_run_script_with_scripts_of_three_libraries_in_one_process() -> None:
         ("torch_tutorial.py",): "trained: ",
     }
     lines = [f"run({str(SCRIPTS / script)!r}, {given})" for script, *given in runs]
-    output = python("-c", "\n".join(["from penstock.compat import run_script as run", *lines]))
+    output = python("-c", "\n".join(["from penstock.compat import run_script as run", *lines])).out
     assert all(
         line.startswith(said) for line, said in zip(output.splitlines(), runs.values(), strict=True)
     ), output
@@ -109,20 +101,15 @@ def test_compat_command_says_which_library_runs_and_looks_beside_the_script(tmp_
         ([], "torchgpipe: the installed library runs (", "real ['--force', 'x']"),
         (["--force"], "torchgpipe, fairscale: Penstock runs", "<class 'penstock.compat."),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock.compat", *force, str(script), "--force", "x"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        assert said in done.stderr, done.stderr
-        assert done.stdout.startswith(output), done.stdout
+        ended = python("-m", "penstock.compat", *force, str(script), "--force", "x")
+        assert said in ended.err
+        assert ended.out.startswith(output)
 
 
 def test_importing_compat_does_not_import_torch() -> None:
-    assert python("-c", "import sys, penstock.compat; print('torch' in sys.modules)") == "False"
+    code = "import sys, penstock.compat; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_compat_command_line_help() -> None:
-    assert "script" in python("-m", "penstock.compat", "--help")
+    assert "script" in python("-m", "penstock.compat", "--help").out

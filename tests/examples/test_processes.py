@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.launch.forked_torchrun import ForkedTorchrun
 from tests.launch.hosts import (
     LIMIT,
     ROOT,
+    TORCHRUN,
+    Command,
     Ended,
     children,
     end,
     environment,
     kill,
     kill_all_on,
+    start,
     start_on,
     two_hosts,
 )
@@ -38,7 +40,7 @@ def losses(ended: Ended, step: int) -> set[str]:
     return set(re.findall(rf"step {step}  loss (\S+)", ended.out))
 
 
-def wait_for(file: Path, started: Sequence[ForkedTorchrun]) -> None:
+def wait_for(file: Path, started: Sequence[Command]) -> None:
     """Wait for a file that the processes write; if it does not appear, fail with their output."""
     until = time.monotonic() + LIMIT
     while not file.exists():
@@ -51,7 +53,7 @@ def wait_for(file: Path, started: Sequence[ForkedTorchrun]) -> None:
 def test_example_resumes_after_a_killed_worker_and_as_two_replicas(tmp_path: Path) -> None:
     saving = ["--save", str(tmp_path / "run"), "--every", "1", "--check", "--meta"]
     two = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, *saving]
-    process = ForkedTorchrun(two, environment(**ONE_THREAD))
+    process = start([*TORCHRUN, *two], environment(**ONE_THREAD))
     wait_for(tmp_path / "run" / "latest", [process])
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     (ended,) = end([process])
@@ -59,7 +61,7 @@ def test_example_resumes_after_a_killed_worker_and_as_two_replicas(tmp_path: Pat
     assert ranks_equal(ended) == [0, 1]
     four = ["--standalone", "--nproc-per-node", "4", SCRIPT, *saving, "--dp", "2"]
     four += ["--schedule", "zb-h1", "--steps", "22"]
-    (ended,) = end([ForkedTorchrun(four, environment(**ONE_THREAD))])
+    (ended,) = end([start([*TORCHRUN, *four], environment(**ONE_THREAD))])
     assert ended.err == ""
     assert ended.out.count("goes on after step 20") == 4
     assert ranks_equal(ended) == [0, 1, 2, 3]

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.fork_server import without_gloo_notes
-from tests.launch.forked_torchrun import ForkedTorchrun, end_with_parent
+from tests.launch.forked_python import ForkedPython, end_with_parent
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-Command = subprocess.Popen[str] | ForkedTorchrun
+Command = subprocess.Popen[str] | ForkedPython
 LIMIT = 300.0  # seconds for everything that a test starts at once
 
 
@@ -68,11 +68,17 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start a command. It receives SIGTERM if this process ends first, however that happens."""
+def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
+    """Start a command. It receives SIGTERM if this process ends first, however that happens.
+
+    A Python program runs in a fork of a process that has imported PyTorch.
+    """
+    env = dict(env or environment())
+    if words[0] == sys.executable:
+        return ForkedPython(words[1:], env)
     return subprocess.Popen(
         list(words),
-        env=dict(env or environment()),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -177,7 +183,7 @@ def start_on(
     nodes: str = "2",
     conf: str = "timeout=60",
     restarts: int = 2,
-) -> list[ForkedTorchrun]:
+) -> list[ForkedPython]:
     """Start `torchrun` on each host, with one rank per host."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29517"]
     common = ["--nnodes", nodes, "--nproc-per-node", "1", *where]
@@ -186,5 +192,5 @@ def start_on(
     for host in hosts:
         mine = ["--local-addr", host.address]
         mine += ["--rdzv-conf", f"is_host={host is hosts[0]},{conf}"]
-        started.append(ForkedTorchrun([*common, *mine, *words], env, host.name))
+        started.append(ForkedPython([*TORCHRUN, *common, *mine, *words][1:], env, host.name))
     return started
