@@ -129,7 +129,7 @@ def computes_while_another_dies(context: RankContext) -> None:
     check = HeartbeatMonitor._check_peers
 
     def check_slowly(self: HeartbeatMonitor, store: Store, has_symptom: bool) -> Failure | None:
-        time.sleep(0.6)
+        time.sleep(0.8)
         return check(self, store, has_symptom)
 
     patch.object(HeartbeatMonitor, "_check_peers", check_slowly).start()
