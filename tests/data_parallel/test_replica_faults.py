@@ -71,7 +71,7 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
 
 
 def heard(wrap: str | None, kind: str, where: str) -> list[Any]:
-    return ranks(4).answers(failing, wrap, kind, where, within=30.0)
+    return ranks(4).answers(failing, wrap, kind, where)
 
 
 @pytest.mark.parametrize(

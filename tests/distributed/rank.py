@@ -63,7 +63,7 @@ def serve(
     torch.set_num_threads(1)
     os.environ.update(_as_torchrun(rank, size, port))
     try:
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
         connection.send_bytes(packed(Returned(os.getpid())))
     except Exception:
         connection.send_bytes(packed(Raised(traceback.format_exc())))

@@ -29,8 +29,9 @@ from tests.distributed.rank import SHOW, Answer, Raised, Returned, packed, serve
 
 SIZES = (2, 3, 4)
 SOAK = "PENSTOCK_SOAK" in os.environ  # set by `make soak`: more combinations, and longer runs
-START = 120.0  # seconds that processes may take to start
-SHOWING = 3.0  # seconds that a hanging process may take to write its stacks
+START = 300.0  # seconds that processes may take to start
+LIMIT = 300.0  # seconds for a case, also on a very busy machine
+SHOWING = 30.0  # seconds that a hanging process may take to write its stacks
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Ranks:
         self.size = size
         self._team: _Team | None = None
 
-    def run(self, function: Callable[..., Any], *arguments: Any, within: float = 60.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, within: float = LIMIT
+    ) -> list[Any]:
         """Return the result of each rank, or fail with the tracebacks of the failed ranks."""
         answers = self.answers(function, *arguments, within=within, patience=2.0)
         if all(isinstance(answer, Returned) for answer in answers):
@@ -77,7 +80,7 @@ class Ranks:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        within: float = 60.0,
+        within: float = LIMIT,
         patience: float | None = None,
     ) -> list[Answer | Died]:
         """Return the outcome on each rank.
@@ -156,7 +159,7 @@ class _Team:
         try:
             answer = unpacked(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
-            self._processes[rank].join(timeout=5)
+            self._processes[rank].join(timeout=SHOWING)
             return Died(self._processes[rank].exitcode, self._written(rank))
         if isinstance(answer, Raised):
             return replace(answer, written=self._written(rank))

@@ -11,33 +11,24 @@ from penstock import saved
 from tests.faults.disposable_ranks import RankOutcome
 from tests.faults.training_run import resumed, unsplit
 
-# seconds within which every rank must raise; on an idle machine it takes a tenth of a second
-SOON = 10.0
-
 
 def others(size: int, rank: int) -> list[int]:
     return [other for other in range(size) if other != rank]
 
 
-def check_cause(
-    outcomes: list[RankOutcome], ranks: Iterable[int], kind: str, rank: int, within: float
-) -> str:
-    """Return the text of the RemoteError that all these ranks raised in time.
+def check_cause(outcomes: list[RankOutcome], ranks: Iterable[int], kind: str, rank: int) -> str:
+    """Return the text of the RemoteError that all these ranks raised.
 
     Check that the errors are equal, that the processes failed, and that no thread was left.
     """
-    began = max(outcome.facts.get("fault", 0.0) for outcome in outcomes)
-    assert began
     texts = set()
     for survivor in ranks:
         outcome = outcomes[survivor]
         assert outcome.facts.get("error") == "RemoteError", (survivor, outcome)
         fields = outcome.facts["fields"]
         assert (fields["kind"], fields["rank"]) == (kind, rank), (survivor, outcome)
-        assert outcome.facts["now"] - began < within, (survivor, outcome.facts["now"] - began)
         assert outcome.facts["threads"] == [], survivor
-        # 255: the server that forks the processes has lost the status, as it may under load.
-        assert outcome.code in (1, 255), (survivor, outcome)
+        assert outcome.code == 1, (survivor, outcome)
         texts.add(outcome.facts["text"])
     assert len(texts) == 1, texts
     return str(texts.pop())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
+from penstock.errors import RemoteError
 from tests.distributed.fork_server import (
     ENVIRONMENT,
     forked,
@@ -39,7 +40,12 @@ from tests.distributed.fork_server import (
 )
 from tests.distributed.fork_server import store as served
 
-WITHIN = 60.0  # seconds for a whole case
+WITHIN = 300.0  # seconds for a whole case
+_THREAD_END = 30.0  # seconds for the threads of a failed pipe to end
+
+# `Process.start` polls all processes that were started before, and so do `join` and `exitcode`. Two
+# threads that poll the same process at once may lose its exit code, which is then 255.
+_polling = threading.Lock()
 
 T = TypeVar("T")
 
@@ -58,24 +64,31 @@ class RankContext(NamedTuple):
         assert found is not None
         return found
 
-    def interrupt_soon(self, ranks: Sequence[int], number: int, after: float) -> None:
-        """Send a signal to these ranks at once, as a terminal does. All ranks must call this."""
+    def gather_pids(self) -> list[int]:
+        """Return the process ids of all ranks. All ranks must call this."""
         pids: list[Any] = [None] * self.size
         dist.all_gather_object(pids, os.getpid())
+        return pids
 
-        def send() -> None:
-            for rank in ranks:
-                os.kill(pids[rank], number)
+    def interrupt_soon(self, ranks: Sequence[int], number: int, after: float) -> None:
+        """Send a signal to these ranks at once, as a terminal does. All ranks must call this.
 
+        They become a process group: with one signal after another, the first rank to receive it
+        could tell the others before they receive theirs.
+        """
+        leader = self.gather_pids()[ranks[0]]
         if self.rank == ranks[0]:
-            threading.Timer(after, send).start()
+            os.setpgid(0, 0)
+        dist.barrier()
+        if self.rank in ranks[1:]:
+            os.setpgid(0, leader)
+        dist.barrier()
+        if self.rank == ranks[0]:
+            threading.Timer(after, os.killpg, (leader, number)).start()
 
     def report(self, **facts: Any) -> None:
-        """Report facts to the test.
-
-        Later values replace earlier ones. The time is added as `now`.
-        """
-        self.connection.send({**facts, "now": time.monotonic()})
+        """Report facts to the test. Later values replace earlier ones."""
+        self.connection.send(facts)
 
 
 @dataclass
@@ -107,7 +120,8 @@ def run_ranks(
             rank_context = RankContext(rank, size, theirs)
             given = rank_context, log, visible_gpus(), server.port, hosted, function, arguments
             process = context.Process(target=_run_rank, args=given, daemon=True)
-            process.start()
+            with _polling:
+                process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
@@ -116,15 +130,17 @@ def run_ranks(
         for process, outcome, pipe, rank in zip(
             processes, outcomes, pipes, range(size), strict=True
         ):
-            process.join(max(0.0, until - time.monotonic()))
-            outcome.code = process.exitcode
-            if outcome.code is None:
+            if wait([process.sentinel], max(0.0, until - time.monotonic())):
+                with _polling:
+                    outcome.code = process.exitcode
+            else:
                 process.kill()
-                process.join()
+                wait([process.sentinel])
             outcome.facts = _collect_facts(pipe)
             log_text = (Path(folder) / f"{rank}.log").read_text()
             outcome.written = without_gloo_notes(log_text)
-            process.close()
+            with _polling:
+                process.close()
         return outcomes
 
 
@@ -176,7 +192,7 @@ def _run_rank(
         store=PrefixStore("group", store),
         rank=context.rank,
         world_size=context.size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=WITHIN),
     )
     store.set(f"up/{context.rank}", "")
     # no rank fails before all have arrived
@@ -184,11 +200,9 @@ def _run_rank(
     code = 0
     try:
         function(context, *arguments)
-        context.report(done=True, threads=_threads())
     except BaseException as error:
         _report_error(context, error)
         code = _ended_by(error)
-    context.report(cpu=time.process_time())
     _end(code)
 
 
@@ -213,14 +227,23 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+def remaining_threads(is_meant: Callable[[threading.Thread], bool]) -> list[str]:
+    """Return the names of those of these threads that do not end within a while."""
+    end = time.monotonic() + _THREAD_END
+    while found := [thread.name for thread in threading.enumerate() if is_meant(thread)]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return found
 
 
 def _report_error(context: RankContext, error: BaseException) -> None:
     names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
+    # After other errors the pipe may still be open. "penstock-end" ends the process after SIGTERM.
+    if isinstance(error, RemoteError):
+        ended = threading.main_thread().name, "penstock-end"
+        context.report(threads=remaining_threads(lambda thread: thread.name not in ended))
     context.report(
-        threads=_threads(),
         error=type(error).__name__,
         text=str(error),
         fields={name: getattr(error, name, None) for name in names},

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.distributed.ranks import SOAK
-from tests.faults.checks import SOON, check_cause, check_checkpoint, others
+from tests.faults.checks import check_cause, check_checkpoint, others
 from tests.faults.disposable_ranks import RankOutcome, run_cases
 from tests.faults.training_run import LAYERS, Fault, burst, ends, train_with_fault
-from tests.faults.watchdog_step import EXIT_CODE, HEARTBEAT, kill, leave, stall
+from tests.faults.watchdog_step import EXIT_CODE, LONG_HEARTBEAT, kill, leave, stall
 
 PLACES = ("forward", "backward", "send", "loss", "between", "saving")
 FAULTS = (burst, kill, stall, ends, leave)
@@ -45,7 +45,7 @@ def run_fault(
 ) -> Iterator[tuple[str, int, int, list[RankOutcome]]]:
     """Check what holds for all faults; yield the place, the size, the failing rank and outcomes.
 
-    All cases run at the same time, because most of them wait for a heartbeat.
+    All cases run at the same time, because most of them wait most of the time.
     """
     given = {
         (place, size, rank): (size, train_with_fault, Fault(rank, place, fail), folder / name)
@@ -77,7 +77,7 @@ def test_exception_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     for place, size, rank, outcomes in run_fault(burst, tmp_path):
         # Between calls, the failing rank raises the caller's own error.
         raised = others(size, rank) if place == "between" else range(size)
-        text = check_cause(outcomes, raised, "raised", rank, SOON)
+        text = check_cause(outcomes, raised, "raised", rank)
         assert f"The original error, on rank {rank}:\nTraceback" in text
         assert "in burst\n" in text
         assert "Burst: all wrong" in text
@@ -89,15 +89,18 @@ def test_exception_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
 def test_sys_exit_on_one_rank_interrupts_the_others(tmp_path: Path) -> None:
     for place, size, rank, outcomes in run_fault(ends, tmp_path, (2,)):
         kind = "left" if place == "between" else "interrupted"
-        text = check_cause(outcomes, others(size, rank), kind, rank, SOON)
+        text = check_cause(outcomes, others(size, rank), kind, rank)
         assert place == "between" or f"rank {rank} was interrupted by SystemExit" in text
         assert outcomes[rank].code == EXIT_CODE
 
 
 def test_killed_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
     for _, size, rank, outcomes in run_fault(kill, tmp_path):
-        text = check_cause(outcomes, others(size, rank), "died", rank, HEARTBEAT + SOON)
-        assert f"rank {rank} died: no heartbeat for" in text
+        text = check_cause(outcomes, others(size, rank), "died", rank)
+        silence = re.search(rf"rank {rank} died: no heartbeat for ([0-9.]+) s, ", text)
+        # A closed connection makes the others suspicious long before a heartbeat is over.
+        assert silence is not None
+        assert float(silence[1]) < LONG_HEARTBEAT / 4
         assert re.search(r"; rank \d was in \w+ \(call \d\), (waiting for|at) ", text)
         assert outcomes[rank].code == -signal.SIGKILL
 
@@ -105,13 +108,13 @@ def test_killed_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
 def test_os_exit_on_one_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
     places = ("forward", "between", "saving")
     for _, size, rank, outcomes in run_fault(leave, tmp_path, (2,), places):
-        check_cause(outcomes, others(size, rank), "died", rank, HEARTBEAT + SOON)
+        check_cause(outcomes, others(size, rank), "died", rank)
         assert outcomes[rank].code == EXIT_CODE
 
 
 def test_stalled_rank_is_reported_by_its_peers(tmp_path: Path) -> None:
     for _, size, rank, outcomes in run_fault(stall, tmp_path):
-        text = check_cause(outcomes, others(size, rank), "stalled", rank, HEARTBEAT + SOON)
+        text = check_cause(outcomes, others(size, rank), "stalled", rank)
         assert f"rank {rank} has stalled, " in text
         assert "heartbeat= above 3 seconds" in text
         assert "waiting for " in text

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_simultaneous_failures_of_several_ranks_raise_one_error() -> None:
 
     def fail(x: Tensor) -> None:
         if x[0, 0] == {"penstock-0": 1, "penstock-1": 0}[threading.current_thread().name]:
-            meeting.wait(timeout=20)
+            meeting.wait(timeout=120)
             raise Burst(threading.current_thread().name)
 
     pipe = Pipe(nn.Sequential(Watch(fail), Watch(fail)), 2, stages=2)
@@ -220,9 +221,18 @@ def test_failure_leaves_no_worker_thread_behind() -> None:
 # ---- Ctrl-C -------------------------------------------------------------------------------
 
 
+heard = threading.Event()  # the main thread has received the signal
+
+
+def hear(number: int, frame: FrameType | None) -> None:
+    heard.set()
+    signal.default_int_handler(number, frame)
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard.clear()
+    before = signal.signal(signal.SIGINT, hear)
     yield
     signal.signal(signal.SIGINT, before)
 
@@ -238,7 +248,8 @@ def interrupt() -> None:
             time.sleep(0.02)
             seen.append(_where(main))
     signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(0.2)
+    heard.wait(120)
+    time.sleep(0.2)  # the main thread tells the others to stop
 
 
 def _where(thread: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ def main(pids: Path) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (pids / f"pid-{attempt}-{rank}").write_text(f"{os.getpid()}")
     injector = FaultInjector(rank, FAULTS[attempt])
-    pipe = pipe_of(injector, heartbeat=10.0)
+    pipe = pipe_of(injector)
     for injector.step in range(3):
         x, target = batch(injector.step)
         pipe.step(x, target=target)

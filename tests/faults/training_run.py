@@ -8,7 +8,6 @@ The checkpoint saved after step 0 must be readable whatever happens.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from penstock import Pipe, is_recomputing
 from penstock.checkpoint.writer import CheckpointWriter
 from penstock.runtime.distributed.links import HostLinks
 from tests.faults.disposable_ranks import RankContext
-from tests.faults.watchdog_step import EXIT_CODE, HEARTBEAT, Burst
+from tests.faults.watchdog_step import EXIT_CODE, HEARTBEAT, LONG_HEARTBEAT, Burst, stall
 
 CHUNKS, STEPS, LAYERS = 3, 3, 6
 
@@ -47,18 +46,16 @@ class Fault:
 
 
 class FaultInjector:
-    """Trigger the fault when its rank first reaches its place, and note the time in `began`."""
+    """Trigger the fault when its rank first reaches its place."""
 
-    def __init__(self, rank: int, fault: Fault, report: Callable[..., None] | None = None) -> None:
-        self._rank, self.fault, self._report = rank, fault, report
-        self.step, self.began = 0, 0.0
+    def __init__(self, rank: int, fault: Fault) -> None:
+        self._rank, self.fault = rank, fault
+        self.step, self.triggered = 0, False
 
     def __call__(self, place: str, microbatch: int = 1) -> None:
         here = self._rank, place, self.step, microbatch
-        if here == (self.fault.rank, self.fault.place, 1, 1) and not self.began:
-            self.began = time.monotonic()
-            if self._report is not None:
-                self._report(fault=self.began)
+        if here == (self.fault.rank, self.fault.place, 1, 1) and not self.triggered:
+            self.triggered = True
             self.fault.fail()
 
 
@@ -124,10 +121,7 @@ def optimizer_of(module: nn.Module) -> Optimizer:
 
 
 def inject_into_send_and_save(injector: Injector) -> None:
-    """Let sending and saving fail, and remove the longer timeout of slow calls.
-
-    The patches stay, so the process must not be reused.
-    """
+    """Let sending and saving fail. The patches stay, so the process must not be reused."""
     send, write = HostLinks.send, CheckpointWriter.write_data
 
     def injected_send(self: HostLinks, *given: Any) -> Any:
@@ -138,21 +132,20 @@ def inject_into_send_and_save(injector: Injector) -> None:
         injector("saving", 1)
         return write(self, *given)
 
-    patch("penstock.runtime.distributed.session.SLOW_CALL_TIMEOUT_FACTOR", 1.0).start()
     patch.object(HostLinks, "send", injected_send).start()
     patch.object(CheckpointWriter, "write_data", injected_write).start()
 
 
 def pipe_of(injector: Injector, **options: Any) -> Pipe:
-    given = {"schedule": "1f1b", "heartbeat": HEARTBEAT, "loss_fn": loss_of(injector), **options}
-    return Pipe(model_of(injector), CHUNKS, group=dist.group.WORLD, **given)
+    defaults = {"schedule": "1f1b", "heartbeat": LONG_HEARTBEAT, "loss_fn": loss_of(injector)}
+    return Pipe(model_of(injector), CHUNKS, group=dist.group.WORLD, **{**defaults, **options})
 
 
 def train_with_fault(context: RankContext, fault: Fault, folder: Path) -> None:
     """Run the training on one rank."""
-    injector = FaultInjector(context.rank, fault, context.report)
+    injector = FaultInjector(context.rank, fault)
     inject_into_send_and_save(injector)
-    pipe = pipe_of(injector)
+    pipe = pipe_of(injector, heartbeat=HEARTBEAT if fault.fail is stall else LONG_HEARTBEAT)
     optimizer = optimizer_of(pipe)
     optimizer.register_step_pre_hook(lambda *_: injector("between"))
     for injector.step in range(STEPS):
@@ -161,6 +154,8 @@ def train_with_fault(context: RankContext, fault: Fault, folder: Path) -> None:
         pipe.step(x, target=target)
         optimizer.step()
         pipe.save(folder, optimizer=optimizer, extra=injector.step)
+        # From here on a save may take no longer than a step: one that stalls is found soon.
+        patch("penstock.runtime.distributed.session.SLOW_CALL_TIMEOUT_FACTOR", 1.0).start()
 
 
 # ---- expected results ----------------------------------------------------------------------

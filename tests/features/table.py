@@ -160,7 +160,8 @@ class Piped:
             "devices": ["cpu"] * feature.ranks(way.schedule),
         }
         if way.runtime == "processes":  # this process is one of the ranks
-            here = {"group": distributed.group.WORLD}
+            # To compile a layer takes longer than a heartbeat on a very busy machine.
+            here = {"group": distributed.group.WORLD, "heartbeat": 60.0}
         self.module = Pipe(
             model,
             feature.chunks,

@@ -24,29 +24,30 @@ from penstock.runtime.distributed.failure.watchdog import _CONNECTION_ERROR, Hea
 from penstock.runtime.distributed.links import abort_gloo
 from penstock.runtime.distributed.store import open_shared_store
 from tests.distributed.fork_server import ENVIRONMENT, store
-from tests.faults.checks import SOON, check_cause
+from tests.faults.checks import check_cause
 from tests.faults.disposable_ranks import RankContext as Stage
+from tests.faults.disposable_ranks import remaining_threads
 from tests.faults.disposable_ranks import run_cases as perform_all
 from tests.faults.disposable_ranks import run_ranks as perform
-from tests.faults.watchdog_step import HEARTBEAT, At, Burst, burst, kill, run, step, watched
+from tests.faults.watchdog_step import At, Burst, burst, kill, run, step, watched
 
 # ---- no failure ---------------------------------------------------------------------------
 
 
 def several(stage: Stage) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     watchdog = watched(stage)
     for number in range(20):
         step(watchdog, stage, number)
         time.sleep(0.02)
     watchdog.close()
-    assert threading.active_count() == before
+    assert remaining_threads(lambda thread: thread not in before) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
     again = watched(stage, "another")
     step(again, stage, 0)
     del again
-    assert threading.active_count() == before
+    assert remaining_threads(lambda thread: thread not in before) == []
 
 
 def test_watchdog_leaves_no_threads_or_signal_handlers() -> None:
@@ -64,7 +65,7 @@ def served_by_the_first(stage: Stage, file: str) -> None:
 
 def test_watchdog_opens_a_tcp_store_for_a_group_without_one(tmp_path: Path) -> None:
     fates = perform(2, served_by_the_first, str(tmp_path / "meet"))
-    check_cause(fates, [0, 1], "raised", 1, within=SOON)
+    check_cause(fates, [0, 1], "raised", 1)
 
 
 # ---- a rank raises ------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_watchdog_opens_a_tcp_store_for_a_group_without_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_watchdog_raises_the_error_of_one_rank_on_every_rank(rank: int, hosted: bool) -> None:
     fates = perform(3, run, At(rank, "forward", burst), hosted=hosted)
-    text = check_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
+    text = check_cause(fates, [0, 1, 2], "raised", rank)
     assert f"rank {rank} failed, in step 1, in stage 1 (layers a to b: Linear)" in text
     assert "micro-batch 3, action 1F3: " in text
     assert "Burst: all wrong" in text
@@ -100,7 +101,7 @@ def test_watchdog_reports_a_dead_rank() -> None:
         for rank in (0, 1)
     }
     for (_, rank), fates in perform_all(cases).items():
-        text = check_cause(fates, [1 - rank], "died", rank, within=HEARTBEAT + SOON)
+        text = check_cause(fates, [1 - rank], "died", rank)
         assert f"rank {rank} died: no heartbeat for " in text
         assert f"rank {1 - rank} was in step " in text
         assert "waiting for " in text
@@ -119,7 +120,7 @@ def looks_seldom(stage: Stage) -> None:
 
 
 def test_watchdog_that_runs_rarely_still_reports_a_dead_rank() -> None:
-    check_cause(perform(2, looks_seldom), [0], "died", 1, within=HEARTBEAT + SOON)
+    check_cause(perform(2, looks_seldom), [0], "died", 1)
 
 
 # ---- a rank receives a signal ----------------------------------------------------------------
@@ -129,12 +130,10 @@ def interrupted(
     stage: Stage, ranks: list[int], place: str, number: int, pause: float = 5.0
 ) -> None:
     """Send a signal to these ranks in a given situation; all have enough time to finish."""
-    patch("penstock.runtime.distributed.failure.watchdog._SIGTERM_DELAY", 20.0).start()
-    watchdog = watched(stage, heartbeat=20)
+    patch("penstock.runtime.distributed.failure.watchdog._SIGTERM_DELAY", 60.0).start()
+    watchdog = watched(stage)
     step(watchdog, stage, 0)
     stage.interrupt_soon(ranks, number, 0.8)
-    if stage.rank in ranks:
-        stage.report(fault=time.monotonic())
     fail = partial(time.sleep, 2.5 if place == "forward" else 0)
     if place == "forward" or stage.rank in ranks:
         step(watchdog, stage, 1, At(0, "forward", fail))
@@ -149,8 +148,6 @@ def test_watchdog_ctrl_c_on_several_ranks_ends_all(place: str) -> None:
     fates = perform(3, interrupted, ranks, place, signal.SIGINT)
     assert [fates[r].facts["error"] for r in ranks] == ["KeyboardInterrupt"] * len(ranks)
     assert all(fate.code not in (0, None) for fate in fates)
-    began = min(fates[r].facts["fault"] for r in ranks)
-    assert all(fates[r].facts["now"] - began < SOON for r in ranks)
     assert place == "forward" or fates[2].facts["fields"]["kind"] == "interrupted"
 
 
@@ -159,16 +156,15 @@ def test_watchdog_sigterm_on_a_waiting_rank() -> None:
     assert [fate.code for fate in fates] == [-signal.SIGTERM, 0]  # it ends after its step
 
     fates = perform(2, receives_sigterm)
-    text = check_cause(fates, [1], "interrupted", 0, within=SOON)
+    text = check_cause(fates, [1], "interrupted", 0)
     assert fates[0].facts["text"] == text
     assert "rank 0 was terminated by SIGTERM, in step 1, waiting for step 1 from all ranks" in text
 
 
 def receives_sigterm(stage: Stage) -> None:
-    watchdog = watched(stage, heartbeat=20)
+    watchdog = watched(stage)
     if stage.rank == 0:
         threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        stage.report(fault=time.monotonic())
     else:
         time.sleep(6)
     step(watchdog, stage, 1)
@@ -179,23 +175,28 @@ def receives_sigterm(stage: Stage) -> None:
 
 def test_watchdog_reports_the_death_of_the_store_host() -> None:
     fates = perform(3, run, At(0, "forward", kill), hosted=True)
-    text = check_cause(fates, [1, 2], "died", 0, within=HEARTBEAT + SOON)
+    text = check_cause(fates, [1, 2], "died", 0)
     assert "is gone, with rank 0, which hosts it" in text or "rank 0 died" in text
 
 
+def told_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    burst()
+
+
 def held_up(stage: Stage) -> None:
+    """Let a rank that was told to end wait for longer than its main thread may be stuck."""
+    patch("penstock.runtime.distributed.failure.watchdog._MAIN_THREAD_GRACE", 0.1).start()
     watchdog = watched(stage)
     step(watchdog, stage, 0)
-    if stage.rank == 0:
-        stage.report(fault=time.monotonic())
-    else:
+    if stage.rank != 0:
         ctypes.PyDLL(None).usleep(500_000)  # holds the GIL, so nothing else runs in this process
-    step(watchdog, stage, 1, At(0, "agreement", burst))
+    step(watchdog, stage, 1, At(0, "agreement", told_to_end))
 
 
 def test_store_host_stays_until_all_ranks_have_the_failure() -> None:
     fates = perform(2, held_up, hosted=True)
-    check_cause(fates, [0, 1], "raised", 0, within=SOON)
+    check_cause(fates, [0, 1], "raised", 0)
 
 
 # ---- one rank is a call ahead --------------------------------------------------------------
@@ -216,7 +217,7 @@ def comes_through(stage: Stage) -> None:
 def test_failure_in_the_next_call_lets_others_finish_the_current_one() -> None:
     fates = perform(2, comes_through)
     assert [fate.facts.get("through") for fate in fates] == [True, True]
-    check_cause(fates, [0, 1], "raised", 0, within=SOON)
+    check_cause(fates, [0, 1], "raised", 0)
 
 
 # ---- after a failure -----------------------------------------------------------------------
@@ -231,7 +232,7 @@ def goes_on(stage: Stage) -> None:
         assert caught.value.rank == attempt
         assert watchdog.failure is not None
         assert watchdog.closed
-        assert [t.name for t in threading.enumerate() if "penstock" in t.name] == []
+        assert remaining_threads(lambda thread: "penstock" in thread.name) == []
         again = dist.new_group(list(range(stage.size)))
         dist.distributed_c10d.GroupMember.WORLD = again
     watchdog = watched(stage, "last")
@@ -255,7 +256,7 @@ def fails_as(rank: int) -> None:
 def test_simultaneous_failures_raise_the_same_error_on_all_ranks() -> None:
     fates = perform(3, all_at_once)
     rank = fates[0].facts["fields"]["rank"]
-    text = check_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
+    text = check_cause(fates, [0, 1, 2], "raised", rank)
     assert f"Burst: on {rank}" in text
     assert [fate.facts["came_from"] for fate in fates] == ["Burst"] * 3
 
@@ -264,15 +265,15 @@ def hears_between_steps(stage: Stage) -> None:
     watchdog = watched(stage)
     step(watchdog, stage, 0)
     if stage.rank == 1:
-        stage.report(fault=time.monotonic())
         step(watchdog, stage, 1, At(1, "agreement", burst))
-    time.sleep(0.5)
+    assert watchdog._monitor.failure_known.wait(60)
+    watchdog._monitor.wait_for_acknowledgement()  # the failure is printed before
     step(watchdog, stage, 1)
 
 
 def test_rank_between_steps_prints_a_failure_at_once_and_raises_in_the_next_step() -> None:
     fates = perform(2, hears_between_steps)
-    check_cause(fates, [0, 1], "raised", 1, within=SOON)
+    check_cause(fates, [0, 1], "raised", 1)
     assert "penstock: rank 0 will stop at its next step: rank 1 failed" in fates[0].written
 
 
@@ -345,7 +346,7 @@ def test_uncaught_error_between_steps_is_reported_by_the_peer() -> None:
         )
         for rank in range(2)
     ]
-    outputs = [program.communicate(timeout=120)[1] for program in programs]
+    outputs = [program.communicate(timeout=300)[1] for program in programs]
     assert [program.returncode for program in programs] == [1, 1], outputs
     assert "RemoteError: rank 1 failed, after step 0: ValueError: no more data" in outputs[0]
     assert outputs[0].count("ValueError: no more data") == 2  # once more in its traceback

@@ -13,7 +13,8 @@ import threading
 import time
 from types import FrameType
 
-_SIGTERM_GRACE = 5.0  # seconds for a failing process to report its error after SIGTERM
+# Seconds for a failing process to report its error after SIGTERM. torchrun sends SIGKILL after 30.
+_SIGTERM_GRACE = 15.0
 
 
 class SignalHandler:

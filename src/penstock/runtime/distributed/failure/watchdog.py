@@ -66,10 +66,11 @@ _MAIN_THREAD_GRACE = 2.0  # for the guarded thread to return once a failure is k
 # Python's own SIGINT handler gets this time. It cannot run while the main thread waits in C.
 _SIGINT_DELAY = 0.2
 # torchrun sends SIGTERM to all ranks when one has died. Within this time the death is found (see
-# `Timeouts.after_lost_connection`), which explains more than the signal.
+# `Timeouts.after_lost_connection`), which explains more than the signal. Both are in observed time
+# (see `HeartbeatTracker`): on a busy machine a delay in real time would be over first.
 _SIGTERM_DELAY = 2.0
 # The host of the store stays this long, so that the other ranks can read the failure.
-_ACKNOWLEDGE_TIMEOUT = 3.0
+_ACKNOWLEDGE_TIMEOUT = 10.0
 
 # The fields of a heartbeat that the guarded thread sets: state, description, awaited ranks, and
 # timeout factor. It replaces the whole tuple, so the monitor thread needs no lock to read it.
@@ -102,8 +103,9 @@ class HeartbeatMonitor:
         self.failure_known, self._failure_acknowledged = threading.Event(), threading.Event()
         self._local_failure: Failure | None = None  # the monitor publishes it at its next tick
         self._connection_lost = self._closing = False
+        self.is_raising = False  # the guarded thread has stopped, and is about to raise the failure
         self._started_ranks: set[int] = set()  # ranks that have sent a heartbeat
-        self._signal_times: dict[int, float] = {}  # by signal number
+        self._signal_times: dict[int, float] = {}  # by signal number, see `_read_clock`
         self._failure_lock, self._failure_time = threading.Lock(), 0.0
         self._tracker = HeartbeatTracker(max_gap=2 * timeouts.interval)
         self._heartbeat_count, self._abort_groups = 0, abort_groups
@@ -197,9 +199,9 @@ class HeartbeatMonitor:
         self.wakeup_sender.close()
 
     def _tick(self, store: Store) -> None:
-        """Publish a heartbeat. Check signals and, if this rank waits, the heartbeats of others."""
+        """Publish a heartbeat. Check the heartbeats of others if this rank waits, and signals."""
         self._publish_heartbeat(store)
-        failure = self._local_failure or self._check_signals()
+        failure = self._local_failure
         state = self.activity[0]
         may_wait = state is RankState.WAITING or (
             self._may_wait_on_device and state is RankState.COMPUTING
@@ -209,6 +211,7 @@ class HeartbeatMonitor:
         has_symptom = self._connection_lost or signal.SIGTERM in self._signal_times
         if failure is None and (may_wait or has_symptom):
             failure = self._check_peers(store, has_symptom)
+        failure = failure or self._check_signals()
         if failure is not None:
             self._publish_failure(store, failure)
 
@@ -252,7 +255,12 @@ class HeartbeatMonitor:
         with suppress(BlockingIOError):
             for number in self._wakeup_receiver.recv(64):
                 if number:
-                    self._signal_times.setdefault(number, time.monotonic())
+                    self._signal_times.setdefault(number, self._read_clock(number))
+
+    def _read_clock(self, signal_number: int) -> float:
+        """Return the time that the delay of a signal is measured in."""
+        is_sigterm = signal_number == signal.SIGTERM
+        return self._tracker.observed_seconds if is_sigterm else time.monotonic()
 
     def _check_signals(self) -> Failure | None:
         """Return the failure of a signal that the guarded thread cannot handle: it waits in C."""
@@ -260,7 +268,7 @@ class HeartbeatMonitor:
             return None
         for number, pause in ((signal.SIGINT, _SIGINT_DELAY), (signal.SIGTERM, _SIGTERM_DELAY)):
             signal_time = self._signal_times.get(number)
-            if signal_time is None or time.monotonic() - signal_time < pause:
+            if signal_time is None or self._read_clock(number) - signal_time < pause:
                 continue
             # If the user has installed a SIGINT handler, it may want to continue after the signal.
             if number == signal.SIGTERM or signal.getsignal(number) is signal.default_int_handler:
@@ -296,7 +304,7 @@ class HeartbeatMonitor:
         That rank has finished the current call, so all of its messages are there. Without this a
         step could succeed on one rank and fail on another.
         """
-        deadline = time.monotonic() + _MAIN_THREAD_GRACE
+        deadline = time.monotonic() + max(self.timeouts.heartbeat, _MAIN_THREAD_GRACE)
         while (
             self.guarded_thread is not None
             and self.call_count < failure.call_number
@@ -355,9 +363,12 @@ class HeartbeatMonitor:
         """Return whether the guarded thread should have returned by now.
 
         A rank that is itself the stalled one, or that received SIGTERM, gets a short grace. Any
-        other rank gets one heartbeat, or no limit if it is outside a call.
+        other rank gets one heartbeat, or no limit if it is outside a call. A thread that is about
+        to raise the failure has returned; it may still wait for the other ranks to read it.
         """
         failure = self.failure
+        if self.is_raising:
+            return False
         is_stalled_rank = (
             failure is not None and failure.kind == "stalled" and failure.rank == self.rank
         )
@@ -592,6 +603,7 @@ class FailureGuard:
             self._signal_handler.uninstall(failed=True)
             return
         activity, is_lost = str(monitor.build_heartbeat()), _is_connection_error(error, monitor)
+        monitor.is_raising = True
         try:
             failure = monitor.failure or (monitor.wait_for_failure() if is_lost else None)
             failure = failure or monitor.publish_exception(error, activity)
