@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Pipe
+from penstock.errors import RunError
 from tests.support import (
     Do,
     batch,
@@ -196,6 +197,14 @@ def test_post_accumulate_grad_hooks_run_once_per_backward(checkpoint: str, runti
         module(x).sum().backward()
     assert len(seen) == len(list(pipe.parameters()))
     assert same_gradients(pipe, model)
+
+
+def test_second_backward_is_refused() -> None:
+    _, pipe = both()
+    loss = pipe(batch(4)[0]).sum()
+    loss.backward()
+    with pytest.raises(RunError, match=r"a second time. The first backward freed the saved"):
+        loss.backward()
 
 
 # ---- memory -------------------------------------------------------------------------------
