@@ -46,6 +46,7 @@ from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.loss import LossExtras, LossFn, LossReduction
+from penstock.stage.loss_terms import TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -69,7 +70,7 @@ _log = logging.getLogger("penstock")
 class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
-    _audited_kinds: set[Any] = field(default_factory=set)
+    _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
 
@@ -83,8 +84,28 @@ class Auditor:
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
+        kind = self._identify(request, inputs)
+        is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
+        return kind if kind not in self._audited_kinds or is_due else None
+
+    def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
+        """Return the kind of a step that was not audited if its loss has new terms, or else None.
+
+        The weight of a term may have been 0 so far, or too small to see whether it is a mean over
+        rows. It is audited each time that it has doubled.
+        """
+        if not sizes or request.audit == "off":
+            return None
+        kind = self._identify(request, inputs)
+        audited = self._audited_kinds.get(kind)
+        if audited is None or all(size <= 2 * audited.get(k, 0) for k, size in sizes.items()):
+            return None
+        return kind
+
+    def _identify(self, request: Request, inputs: StageInputs) -> Any:
+        """Return the kind of a call."""
         batch = *request.inputs, *request.keyword_inputs.values(), *request.target
-        kind = (
+        return (
             request.is_step,
             request.training,
             torch.is_grad_enabled(),
@@ -97,18 +118,16 @@ class Auditor:
             tuple([(type(v), getattr(v, "dtype", None), getattr(v, "ndim", 0)) for v in batch]),
             inputs.assignment_digest,
         )
-        is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        if kind in self._audited_kinds and not is_due:
-            return None
-        return kind
 
-    def note_audited(self, kind: Any) -> None:
-        """Remember that a call of this kind was audited."""
-        self._audited_kinds.add(kind)
+    def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
+        """Remember that a call of this kind was audited, and the terms of its loss."""
+        audited = self._audited_kinds.setdefault(kind, {})
+        for key, size in (sizes or {}).items():
+            audited[key] = max(size, audited.get(key, 0.0))
 
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""
-        self._audited_kinds.discard(kind)
+        self._audited_kinds.pop(kind, None)
 
     def tell_once(self, reason: str) -> None:
         """Log why a call was not audited, unless that was said before."""
@@ -209,6 +228,7 @@ class Audit:
         self._split_problem: str | None = None
         self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
         self._failure: Exception | None = None  # an error of the unsplit model
+        self._term_sizes: TermSizes = {}
 
     # ---- before the call -----------------------------------------------------------------------
 
@@ -336,12 +356,16 @@ class Audit:
     def _has_reference(self) -> bool:
         """Return whether there is a reference. Say so if it failed where the pipe did not."""
         if self._failure is not None:
-            self._auditor.note_audited(self._kind)
+            self._auditor.note_audited(self._kind, self._term_sizes)
             self._auditor.tell_once(f"the unsplit model raised {self._failure!r}")
         return self._forward is not None
 
-    def check_step(self) -> None:
-        """Compare the step with the reference. Raise an AuditError if they differ."""
+    def check_step(self, sizes: TermSizes) -> None:
+        """Compare the step with the reference. Raise an AuditError if they differ.
+
+        `sizes` are those of the terms of its loss.
+        """
+        self._term_sizes = sizes
         if not self._has_reference():
             return
         loss = self._cell_io.loss
@@ -465,6 +489,21 @@ class Audit:
             "after the change."
         )
 
+    def check_new_terms(self, sizes: TermSizes) -> None:
+        """Find out whether a loss with new terms is a mean over rows, after its step."""
+        self._term_sizes = sizes
+        try:
+            with self._reference.isolate(), torch.no_grad():
+                batch = self._reference.take_batch(*self._find_rows(self.microbatch))
+                counted = self._get_counted_targets(self.microbatch)
+                forward = self._reference.run_forward(batch, self.microbatch, counted)
+            self._compare_parts(forward)
+        except Exception as error:
+            close_failed_checkpoints(error)
+            self._failure = error
+        self._has_reference()
+        self._finish()
+
     # ---- parts of the micro-batch --------------------------------------------------------------
 
     def _compare_parts(self, whole: ReferenceForward) -> None:
@@ -516,7 +555,9 @@ class Audit:
     ) -> str | None:
         """Return how the combined results of the parts differ from that of both together."""
         if self._reduction is not None:
-            if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
+            if whole.adds_losses and any(
+                isinstance(v, LossExtras) and v.weight is not None for v in whole.values
+            ):
                 return None  # auxiliary losses share the weight of the loss, and not the rows
             losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
             total = self._combine_losses([whole], MicrobatchRows((1,)))
@@ -574,7 +615,7 @@ class Audit:
         After an error, the next call of the kind is audited again.
         """
         if self._split_problem is None:
-            self._auditor.note_audited(self._kind)
+            self._auditor.note_audited(self._kind, self._term_sizes)
         else:
             raise AuditError(
                 f"the audit of this {'step' if self._request.is_step else 'call'} found that "
@@ -608,6 +649,43 @@ def start_audit(
     `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
     """
     kind = pipe.auditor.select(call.request, call.inputs)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        loss = None if reduction is None else call.build_loss(execution, reduction)
+        assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
+        audit.run_reference(loss)
+        for worker in execution.workers:
+            worker.observer = audit
+    return audit
+
+
+def audit_new_terms(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction,
+    sizes: TermSizes,
+) -> None:
+    """Audit the loss of a step that has run, if it has terms that no audited step had.
+
+    Parameters do not change before the optimizer, so it is not too late.
+    """
+    kind = pipe.auditor.find_new_terms(call.request, call.inputs, sizes)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        audit.check_new_terms(sizes)
+
+
+def _build_audit(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+    kind: Any,
+) -> Audit | None:
+    """Return the audit of a call of this kind, or None if it should or can not be audited."""
     if kind is None:
         return None
     # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a call
@@ -628,19 +706,6 @@ def start_audit(
         pipe.auditor.note_audited(kind)
         pipe.auditor.tell_once(obstacle)
         return None
-    audit = Audit(
-        placed,
-        call.request,
-        call.inputs,
-        execution,
-        program,
-        reduction,
-        pipe.auditor,
-        kind,
+    return Audit(
+        placed, call.request, call.inputs, execution, program, reduction, pipe.auditor, kind
     )
-    loss = None if reduction is None else call.build_loss(execution, reduction)
-    assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
-    audit.run_reference(loss)
-    for worker in execution.workers:
-        worker.observer = audit
-    return audit

@@ -419,6 +419,13 @@ class LocalCall:
 
     def combine(self, execution: Execution, program: Program) -> LocalTotals:
         """Return the totals of the step. All losses are in this process."""
+        if self._accumulator.defers_terms and self.request.optimizer is not None:
+            raise CaptureError(
+                "its loss divides by a number that only the device knows, such as the targets that "
+                "a cross-entropy does not ignore. Each step compares those of the micro-batches "
+                "before the optimizer runs. Pass nn.CrossEntropyLoss(...) itself as loss_fn, or "
+                "call optimizer.step() after pipe.step"
+            )
         return LocalTotals(self._accumulator, self._accumulator.rescale_factor)
 
     def complete(self, totals: LocalTotals) -> None:
@@ -446,6 +453,7 @@ class LocalCall:
             combine_metrics(accumulator, rows),
             measured,
             self._runtime_used,
+            accumulator.finish_terms if accumulator.defers_terms else None,
         )
 
     def forward(self, execution: Execution, program: Program, phases: tuple[Phase, Phase]) -> Any:
