@@ -14,7 +14,6 @@ from penstock.schedules.ir import Message, Op, StageGraph, is_forward
 from penstock.schedules.lowering import lower
 from penstock.schedules.notation import loads
 from penstock.stage.caller_context import CallerContext
-from penstock.stage.loss_terms import TermSizes
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stage_runner import StageRunner
@@ -47,9 +46,6 @@ class GivenGradients:
 
     def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
         pass
-
-    def check_terms(self) -> TermSizes:
-        return {}
 
     def finish_gradients(self, rescale_factor: torch.Tensor | None) -> None:
         pass

@@ -555,9 +555,7 @@ class Audit:
     ) -> str | None:
         """Return how the combined results of the parts differ from that of both together."""
         if self._reduction is not None:
-            if whole.adds_losses and any(
-                isinstance(v, LossExtras) and v.weight is not None for v in whole.values
-            ):
+            if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
                 return None  # auxiliary losses share the weight of the loss, and not the rows
             losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
             total = self._combine_losses([whole], MicrobatchRows((1,)))

@@ -217,7 +217,6 @@ class Reference:
             self._reduction,
             bool(targets),
             return_outputs=False,
-            finds_terms=False,
         )
         losses = CollectedLosses()
         previous_sink, thread_state.sink = thread_state.sink, losses

@@ -28,7 +28,7 @@ from penstock.errors import PenstockTypeError, RunError
 from penstock.microbatch import MicrobatchRows, gather
 from penstock.stage.aux_loss import CarriedLoss
 from penstock.stage.loss import NO_EXTRAS, LossExtras, LossReduction
-from penstock.stage.loss_terms import TermComparison, TermSizes
+from penstock.stage.loss_terms import TermComparison
 from penstock.stage.payload import Payload, unflatten_values
 from penstock.stage.stage_runner import StageRunner
 from penstock.torch_compat import pytree
@@ -80,7 +80,8 @@ class LossAccumulator:
     """The losses of one step: it collects them, scales their gradients and combines them.
 
     `row_shares` are the fractions of the rows that the micro-batches have. Gradients are
-    multiplied by `loss_scale`; the loss is not.
+    multiplied by `loss_scale`; the loss is not. The `comparison` raises if losses that are averaged
+    by rows are not means over rows.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LossAccumulator:
         row_shares: Sequence[float],
         targets: Sequence[tuple[Any, ...]],
         loss_scale: Tensor | None = None,
+        comparison: TermComparison | None = None,
     ) -> None:
         self._is_sum, self._loss_scale = reduction.is_sum, loss_scale
         self._row_shares = row_shares
@@ -101,8 +103,7 @@ class LossAccumulator:
         self._previous_gradients: PreviousGradients | None = None
         self._replica_share = ReplicaShare()
         self._global_weight: Tensor | None = None
-        self._terms = TermComparison(row_shares)
-        self.defers_terms = False  # whether the terms have to be compared after each replay
+        self.comparison = comparison
         target_tensors = [
             target for values in targets for target in values if isinstance(target, Tensor)
         ]
@@ -146,8 +147,8 @@ class LossAccumulator:
             values, aux_loss = values[:-1], values[-1].loss
         microbatch_loss = MicrobatchLoss(*values)._replace(aux_loss=aux_loss)
         self._check_consistent_extras(microbatch_loss.extras)
-        if microbatch_loss.extras.terms is not None:
-            self._terms.add(microbatch, microbatch_loss.extras.terms)
+        if self.comparison is not None:
+            self.comparison.add(microbatch)
         self._microbatch_losses[microbatch] = microbatch_loss
         # Among the tensors of the output, the loss comes first and the auxiliary loss last. The
         # others (weight, metrics, outputs) get no gradient.
@@ -204,20 +205,6 @@ class LossAccumulator:
             )
 
     # ---- after the step -------------------------------------------------------------------
-
-    def check_terms(self) -> TermSizes:
-        """Raise if the losses are averaged by rows, but are not means over rows.
-
-        On a GPU this may wait for the end of the step. It cannot do so in a capture. `finish_terms`
-        is called after each replay then.
-        """
-        has_device_numbers = self._terms.collect_device_numbers()
-        self.defers_terms = has_device_numbers and torch.cuda.is_current_stream_capturing()
-        return {} if self.defers_terms else self.finish_terms()
-
-    def finish_terms(self) -> TermSizes:
-        """Compare the terms of the losses. Return the sizes of the terms."""
-        return self._terms.finish()
 
     @property
     def _weights(self) -> list[Tensor]:

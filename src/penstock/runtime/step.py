@@ -252,8 +252,13 @@ class Call(Protocol):
     ) -> Execution:
         """Return the execution of this call, with the inputs of its cells."""
 
-    def build_loss(self, execution: Execution, reduction: LossReduction) -> StepLoss:
-        """Return the accumulator of the losses of this step."""
+    def build_loss(
+        self,
+        execution: Execution,
+        reduction: LossReduction,
+        comparison: TermComparison | None = None,
+    ) -> StepLoss:
+        """Return the accumulator of the losses of this step, which compares their terms."""
 
     def combine(self, execution: Execution, program: Program) -> StepTotals:
         """Return the totals of the step, after the lanes have run."""
@@ -348,12 +353,13 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         reduction,
         call.has_target,
         request.return_outputs,
+        comparison := TermComparison(inputs.rows.fractions()),
     )
     execution = call.build_execution(program, stages, None, False)
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
     cell_io = execution.cell_io
     audit = start_audit(pipe, call, execution, program, reduction)
-    loss = cell_io.loss = call.build_loss(execution, reduction)
+    loss = cell_io.loss = call.build_loss(execution, reduction, comparison)
     # Gradients of replicas are reduced once, when this context ends. They must have their final
     # scale by then.
     replicas, group = pipe.replicas, call.replica_group
@@ -362,7 +368,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         try:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
-            term_sizes = loss.check_terms()
+            term_sizes = comparison.finish()
             totals = call.combine(execution, program)
             if audit is not None:
                 audit.check_step(term_sizes)

@@ -31,7 +31,6 @@ from penstock.schedules.ir import (
     consumes,
     produces,
 )
-from penstock.stage.loss_terms import TermSizes
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
@@ -91,9 +90,6 @@ class StepLoss(Protocol):
 
     def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
         """Set earlier gradients aside, if those of this step have a provisional scale."""
-
-    def check_terms(self) -> TermSizes:
-        """Raise if the losses are averaged by rows, but are not means over rows."""
 
     def finish_gradients(self, rescale_factor: Tensor | None) -> None:
         """Give the gradients of this step their final scale."""

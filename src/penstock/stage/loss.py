@@ -182,13 +182,11 @@ class LossExtras(NamedTuple):
         weight: The weight of the micro-batch, a float64 tensor with one element, or None.
         metrics: The other entries of the dict that the loss returned.
         output: The output of the model in a tuple, if it was requested.
-        terms: What the loss consists of, if it is weighted by rows.
     """
 
     weight: Tensor | None = None
     metrics: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     output: tuple[Any, ...] = ()
-    terms: LossTerms | None = None
 
 
 NO_EXTRAS = LossExtras()
@@ -200,10 +198,13 @@ def append_loss(
     reduction: LossReduction,
     has_target: bool,
     return_outputs: bool,
+    comparison: TermComparison,
 ) -> list[Stage]:
     """Return the stages of a training step: the last one computes the loss, too."""
     *others, last = stages
-    with_loss = LossStageFunction(last.compute, loss_fn, reduction, has_target, return_outputs)
+    with_loss = LossStageFunction(
+        last.compute, loss_fn, reduction, has_target, return_outputs, comparison
+    )
     return [*others, replace(last, compute=with_loss)]
 
 
@@ -228,7 +229,7 @@ class LossStageFunction:
     reduction: LossReduction
     has_target: bool
     return_outputs: bool
-    finds_terms: bool = True
+    comparison: TermComparison | None = None
 
     @cached_property
     def origin(self) -> str:
@@ -242,7 +243,7 @@ class LossStageFunction:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        is_watched = self.finds_terms and not is_checkpointing()
+        is_watched = self.comparison is not None and not is_checkpointing()
         # With a graph, the terms of the loss are read from it.
         recorder = None if torch.is_grad_enabled() or not is_watched else CrossEntropyRecorder()
         with nullcontext() if self.loss_fn or recorder is None else recorder:
@@ -272,9 +273,9 @@ class LossStageFunction:
             # losses give those no gradient anyway.
             if target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
-        elif self.finds_terms and not self.reduction.is_sum:
+        elif self.comparison is not None and not self.reduction.is_sum:
             terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
-            extras = extras._replace(terms=terms)
+            self.comparison.note(terms)
         if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
@@ -305,12 +306,12 @@ class OutputStageFunction:
             outputs = self.compute(inputs)
         microbatch, loss = self.microbatches.pop(0), find_loss_tensor(outputs[OUTSIDE][0])
         if isinstance(loss, Tensor) and not loss.dim():
-            self.comparisons[0].add(microbatch, LossTerms(recorder.terms))
+            self.comparisons[0].note(LossTerms(recorder.terms))
             if loss.grad_fn is not None:
-                self.comparisons[1].add(microbatch, find_loss_terms(loss))
-        if not self.microbatches:
-            for comparison in self.comparisons:
-                comparison.collect_device_numbers()
+                self.comparisons[1].note(find_loss_terms(loss))
+        for comparison in self.comparisons:
+            comparison.add(microbatch)
+            if not self.microbatches:
                 comparison.finish()
         return outputs
 

@@ -151,32 +151,47 @@ class TermComparison:
 
     def __init__(self, row_shares: Sequence[float]) -> None:
         self._row_shares = row_shares
+        # Whether the numbers are known after the replay of a captured step only.
+        self.is_deferred = False
+        self._latest: LossTerms | None = None
         self._waiting: dict[int, LossTerms] = {}  # by micro-batch
         self._coefficients: dict[int, list[Coefficient]] = {}
         self._device_numbers: Tensor | None = None
 
-    def add(self, microbatch: int, terms: LossTerms) -> None:
+    def note(self, terms: LossTerms) -> None:
+        """Note the terms of the micro-batch that is running, for which `add` is called next."""
+        self._latest = terms
+
+    def add(self, microbatch: int) -> None:
         """Compare the terms of a micro-batch with those of others, at once if that is possible."""
+        terms, self._latest = self._latest, None
+        if terms is None:  # the loss has a weight, or is a sum
+            return
         if terms.list_device_numbers():
             self._waiting[microbatch] = terms
         else:
             self._compare(microbatch, terms.compute_coefficients(iter(())))
 
-    def collect_device_numbers(self) -> bool:
-        """Put the numbers on the GPU into one tensor. Return whether there are any."""
+    def finish(self) -> TermSizes:
+        """Compare the terms whose numbers are on a GPU, after the last micro-batch.
+
+        This waits for the GPU. It cannot do so in a capture, so `compare_device_numbers` has to be
+        called after each replay then.
+
+        Returns:
+            The largest coefficient of each term.
+        """
         numbers = [n for terms in self._waiting.values() for n in terms.list_device_numbers()]
         if numbers:
             self._device_numbers = torch.stack(
                 [n.to(numbers[0].device, torch.float64).reshape(()) for n in numbers]
             )
-        return bool(numbers)
+            is_cuda = numbers[0].is_cuda
+            self.is_deferred = is_cuda and torch.cuda.is_current_stream_capturing()
+        return {} if self.is_deferred else self.compare_device_numbers()
 
-    def finish(self) -> TermSizes:
-        """Compare the terms whose numbers `collect_device_numbers` has collected.
-
-        Returns:
-            The largest coefficient of each term.
-        """
+    def compare_device_numbers(self) -> TermSizes:
+        """Compare the terms whose numbers are on a GPU. Return the sizes of all terms."""
         if self._device_numbers is not None:
             numbers = iter(self._device_numbers.tolist())
             for microbatch, terms in self._waiting.items():

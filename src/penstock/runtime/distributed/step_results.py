@@ -37,7 +37,6 @@ from penstock.runtime.loss_accumulator import (
 from penstock.schedules.ir import Program
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
-from penstock.stage.loss_terms import TermSizes
 from penstock.stage.payload import Payload
 from penstock.stage.stage_runner import StageRunner
 from penstock.torch_compat import pytree
@@ -306,10 +305,6 @@ class DistributedLossAccumulator:
         elif self._transport.loss_is_weighted:
             self._previous_gradients = self._previous_gradients or PreviousGradients()
             self._previous_gradients.set_aside(stage_runner, microbatch)
-
-    def check_terms(self) -> TermSizes:
-        """Raise if the losses are averaged by rows, but are not means over rows."""
-        return {} if self.accumulator is None else self.accumulator.check_terms()
 
     def build_rank_result(
         self, used_rng: bool, rows: MicrobatchRows, has_outputs: bool
