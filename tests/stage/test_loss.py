@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from penstock import Pipe, Weighted
 from penstock.errors import RunError
+from penstock.stage import loss_terms
 from tests.support import closely
 
 LossFn = Callable[[Tensor, Tensor], Any]
@@ -107,6 +108,18 @@ def test_loss_fn_without_gradients_that_counts_targets_unevenly_is_refused(kind:
     x = torch.randn(8, 4, dtype=torch.float64)
     with torch.no_grad(), pytest.raises(RunError, match="averages over targets that count"):
         pipe_of(model, UNEVEN[kind]).step(x, target=TARGET)
+
+
+def test_numbers_on_a_device_are_compared_at_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss_terms, "is_on_device", lambda number: True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for kind in ("ignore_index", "label smoothing", "mask"):
+        with pytest.raises(RunError, match="the loss is not a mean over the rows of a micro-batch"):
+            pipe_of(model, UNEVEN[kind]).step(x, target=TARGET)
+        pipe_of(model, EVEN["terms"]).step(x, target=TARGET)
 
 
 def test_error_names_what_a_loss_divides_by() -> None:

@@ -61,6 +61,11 @@ class LossTerm(NamedTuple):
     divisors: tuple[Tensor | float, ...] = ()
 
 
+def is_on_device(number: Tensor) -> bool:
+    """Return whether the host would wait for a device if it read a number."""
+    return not number.is_cpu
+
+
 class Coefficient(NamedTuple):
     """The coefficient of a term, and the number that its mean counts."""
 
@@ -78,14 +83,14 @@ class LossTerms:
     def list_device_numbers(self) -> list[Tensor]:
         """Return the numbers that cannot be read without waiting for a device."""
         numbers = (n for term in self.terms for n in (*term.factors, *term.divisors))
-        return [n for n in numbers if isinstance(n, Tensor) and not n.is_cpu]
+        return [n for n in numbers if isinstance(n, Tensor) and is_on_device(n)]
 
     def compute_coefficients(self, device_numbers: Iterator[float]) -> list[Coefficient]:
         """Return the coefficients of all terms, given what `list_device_numbers` returned."""
 
         def read(number: Tensor | float) -> float:
-            is_on_device = isinstance(number, Tensor) and not number.is_cpu
-            return next(device_numbers) if is_on_device else float(number)
+            is_unread = isinstance(number, Tensor) and is_on_device(number)
+            return next(device_numbers) if is_unread else float(number)
 
         coefficients = []
         # A number that came from Python cannot be read under a dispatch mode, such as a profiler.
