@@ -211,6 +211,8 @@ class Audit:
         self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
         is_common = all(order[:2] == orders[0][:2] for order in orders.values())
         self.next_microbatch = later[0] if later and is_common else None
+        self._loss_order = _find_loss_order(program, max(orders))
+        self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
             placed.partition, devices, request, inputs.rows, peek_seed(), reduction, self._digester
@@ -241,7 +243,9 @@ class Audit:
             with self._reference.isolate():
                 batch = self._reference.take_batch(*self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
+                state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
+                keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:
                     self._run_next_microbatch()
@@ -253,6 +257,8 @@ class Audit:
                 )
                 return
             self._compare_parts(forward)
+            if keeps_state:
+                self._compare_loss_orders()
             self._forward = forward
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
@@ -269,6 +275,29 @@ class Audit:
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
         self._next_outputs = self._digest_by_path(value)
+
+    def _compare_loss_orders(self) -> None:
+        """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""
+        first, second = self._loss_order[:2]
+        states = []
+        for order in ((first, second), (second, first)):
+            with self._reference.isolate(), torch.no_grad():
+                for microbatch in order:
+                    batch = self._reference.take_batch(*self._find_rows(microbatch))
+                    counted = self._get_counted_targets(microbatch)
+                    self._reference.run_forward(batch, microbatch, counted)
+                states.append(self._reference.digest_loss_state())
+        if any(
+            digest.find_difference(states[1].get(key, digest), self._rounding)
+            for key, digest in states[0].items()
+        ):
+            order_text = ", ".join(map(str, self._loss_order))
+            self._split_problem = (
+                "loss_fn keeps state that depends on the order of the micro-batches, and this "
+                f"schedule computes their losses in the order {order_text}, because it recomputes "
+                "the last stage. Use a schedule such as '1f1b', or checkpoint='never', which take "
+                "them in order."
+            )
 
     def _find_rows(self, microbatch: int) -> tuple[int, int]:
         counts = self._inputs.rows.counts
@@ -624,6 +653,22 @@ class Audit:
 
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
 _SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+def _find_loss_order(program: Program, last_stage: int) -> list[int]:
+    """Return the micro-batches in the order of their losses: in F, or in R if there is one."""
+    actions = [
+        action
+        for lane in program.lanes
+        for action in lane
+        if isinstance(action, Compute) and action.stage == last_stage
+    ]
+    recomputed = {action.microbatch for action in actions if action.op is Op.R}
+    return [
+        action.microbatch
+        for action in actions
+        if action.op is (Op.R if action.microbatch in recomputed else Op.F)
+    ]
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:

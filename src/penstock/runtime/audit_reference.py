@@ -230,6 +230,34 @@ class Reference:
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
 
+    def digest_loss_state(self) -> dict[Any, Digest]:
+        """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
+
+        Lists of numbers are left out: they are logs. So are whole numbers, which count.
+        """
+        modules, values = _find_captured_state(self._request.loss_fn)
+        own_modules = set(self.modules)
+        states: list[Any] = [vars(m) for m in modules if m not in own_modules]
+        states += [m._buffers for m in modules if m not in own_modules]
+        states += [vars(value) if is_state_object(value) else value for value in values]
+        tensors: dict[Any, Tensor] = {}
+        for index, state in enumerate(states):
+            entries = (
+                state.items()
+                if isinstance(state, dict)
+                else enumerate(state if isinstance(state, list | deque) else [state])
+            )
+            for key, value in entries:
+                if isinstance(value, float) and isinstance(state, dict):
+                    tensors[index, key] = torch.tensor(value, dtype=torch.float64)
+                elif (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, nn.Parameter)
+                    and (value.dim() or not isinstance(state, list | deque))
+                ):
+                    tensors[index, key] = value
+        return self._digester.digest_all(tensors)
+
     def list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""
         tensors = [t for module in self.modules for t in iter_module_tensors(module)]

@@ -54,11 +54,13 @@ class LossTerm(NamedTuple):
         name: What sums it up, as PyTorch calls the node: "MeanBackward".
         factors: The numbers that it is multiplied by.
         divisors: The numbers that it is divided by, that of its mean included.
+        is_sum: Whether it is known to be a sum, or a mean. Otherwise it is any other function.
     """
 
     name: str
     factors: tuple[Tensor | float, ...] = ()
     divisors: tuple[Tensor | float, ...] = ()
+    is_sum: bool = True
 
 
 def is_on_device(number: Tensor) -> bool:
@@ -72,6 +74,7 @@ class Coefficient(NamedTuple):
     name: str
     value: float
     counted: float
+    is_sum: bool
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,13 @@ class LossTerms:
         coefficients = []
         # A number that came from Python cannot be read under a dispatch mode, such as a profiler.
         with without_dispatch_modes():
-            for name, factors, divisors in self.terms:
+            for name, factors, divisors, is_sum in self.terms:
                 factor = math.prod(map(read, factors))
                 values = list(map(read, divisors))
                 divisor = math.prod(values)
                 value = factor / divisor if divisor else math.inf
-                coefficients.append(Coefficient(name, value, values[-1] if values else 1.0))
+                counted = values[-1] if values else 1.0
+                coefficients.append(Coefficient(name, value, counted, is_sum))
         return coefficients
 
 
@@ -137,7 +141,7 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
             else:
                 terms.append(LossTerm(name, factors, divisors))
         elif inputs:
-            terms.append(LossTerm(name))  # any other function: its coefficient is not known
+            terms.append(LossTerm(name, factors, divisors, is_sum=False))
     return LossTerms(terms)
 
 
@@ -204,7 +208,7 @@ class TermComparison:
         sizes: TermSizes = {}
         for coefficients in self._coefficients.values():
             counts: Counter[str] = Counter()
-            for name, value, _ in coefficients[:_MAX_SIZES]:
+            for name, value, *_ in coefficients[:_MAX_SIZES]:
                 key = name, counts[name]
                 counts[name] += 1
                 if not math.isnan(value):
@@ -272,6 +276,9 @@ def _is_mean_over_rows(one: Coefficient, other: Coefficient, rows: float) -> boo
     """
     if one.name != other.name:
         return False
+    # The factor of a learned number, such as `scale.exp()`, is a loss, and that may be any number.
+    if not one.is_sum:
+        return True
     if math.isnan(one.value + other.value) or one.value == other.value * rows:
         return True
     distance = abs(one.value - other.value * rows)
