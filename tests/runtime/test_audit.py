@@ -102,6 +102,21 @@ def test_loss_that_is_no_mean_over_rows_is_found(loss_fn: Callable[..., Tensor])
             pipe.step(rows())
 
 
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_loss_that_is_no_mean_over_rows_in_a_later_micro_batch_is_found(chunks: int) -> None:
+    """Its first micro-batches have no zero in their mask, and each column has a mean of its own."""
+
+    def loss_fn(output: Tensor, mask: Tensor) -> Tensor:
+        return ((output.square() * mask).sum(0) / mask.sum(0).clamp(min=1)).mean()
+
+    mask = torch.ones(8, WIDTH, dtype=torch.float64)
+    mask[6, 1:] = 0
+    pipe = piped(linear(), loss_fn=loss_fn, chunks=chunks)
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(rows(), target=mask)
+    pipe.step(rows(), target=torch.ones_like(mask))
+
+
 class Switch:
     """A loss with a term that is no mean over rows, and that counts more later."""
 
@@ -144,9 +159,12 @@ def test_term_that_joins_the_loss_later_is_audited(way: str, weights: list[float
 class Remembers(nn.Module):
     """A loss with state: a moving average, or a count, a sum and a log."""
 
+    mean: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.count, self.total, self.log = kind, 0, 0.0, []
+        self.kind, self.count, self.total = kind, 0, 0.0
+        self.log: list[float] = []
         self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
 
     def forward(self, output: Tensor) -> Tensor:

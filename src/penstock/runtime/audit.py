@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -241,7 +242,7 @@ class Audit:
         """
         try:
             with self._reference.isolate():
-                batch = self._reference.take_batch(*self._find_rows(self.microbatch))
+                batch = self._reference.take_batch(self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
                 state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
@@ -269,7 +270,7 @@ class Audit:
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
-                self._reference.take_batch(*self._find_rows(self.next_microbatch)),
+                self._reference.take_batch(self._find_rows(self.next_microbatch)),
                 self.next_microbatch,
                 self._get_counted_targets(self.next_microbatch),
             ).values
@@ -283,7 +284,7 @@ class Audit:
         for order in ((first, second), (second, first)):
             with self._reference.isolate(), torch.no_grad():
                 for microbatch in order:
-                    batch = self._reference.take_batch(*self._find_rows(microbatch))
+                    batch = self._reference.take_batch(self._find_rows(microbatch))
                     counted = self._get_counted_targets(microbatch)
                     self._reference.run_forward(batch, microbatch, counted)
                 states.append(self._reference.digest_loss_state())
@@ -523,7 +524,7 @@ class Audit:
         self._term_sizes = sizes
         try:
             with self._reference.isolate(), torch.no_grad():
-                batch = self._reference.take_batch(*self._find_rows(self.microbatch))
+                batch = self._reference.take_batch(self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
             self._compare_parts(forward)
@@ -538,46 +539,57 @@ class Audit:
     def _compare_parts(self, whole: ReferenceForward) -> None:
         """Find out whether the results of two parts combine to that of both together."""
         start, stop = self._find_rows(self.microbatch)
-        if self._inputs.chunks < 2 or stop - start < 2:
+        if self._inputs.chunks < 2 or sum(self._inputs.rows.counts) < 2:
             return
         # Random numbers and statistics of the batch differ between whole and parts on purpose.
         needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
-        # Two rows show as much as all, and take less time. The forward of all has run already.
-        is_small = needs_eval or stop - start >= 8
-        stop = start + 2 if is_small else stop
-        middle = (start + stop) // 2
-        ranges = [(start, middle), (middle, stop), *[(start, stop)] * is_small]
+        # Two rows show as much as all, and take less time: those of which a loss may count most
+        # differently, wherever they are. The forward of all has run already.
+        pair = self._reference.find_unlike_rows()
+        if stop - start < 2:
+            pair = pair or (0, 1)
+        is_small = pair is not None or needs_eval or stop - start >= 8
+        if pair is not None:
+            ranges = [(row, row + 1) for row in pair]
+        else:
+            stop = start + 2 if is_small else stop
+            middle = (start + stop) // 2
+            ranges = [(start, middle), (middle, stop)]
         try:
             with torch.no_grad():
-                forwards = [self._run_rows(*rows, needs_eval) for rows in ranges]
-                if any(forward.has_drawn for forward in forwards):
+                forwards = [self._run_rows([rows], needs_eval) for rows in ranges]
+                together = self._run_rows(ranges, needs_eval) if is_small else whole
+                if any(forward.has_drawn for forward in (*forwards, together)):
                     return
-                part_rows = self._inputs.rows._replace(counts=(middle - start, stop - middle))
-                self._split_problem = self._find_split_problem(
-                    forwards[:2], forwards[2] if is_small else whole, part_rows
-                )
+                counts = tuple([stop - start for start, stop in ranges])
+                part_rows = self._inputs.rows._replace(counts=counts)
+                self._split_problem = self._find_split_problem(forwards, together, part_rows)
         except Exception as error:  # not every model runs on so few rows, or in eval mode
             close_failed_checkpoints(error)
 
-    def _run_rows(self, start: int, stop: int, in_eval_mode: bool) -> ReferenceForward:
+    def _run_rows(self, ranges: Sequence[tuple[int, int]], in_eval_mode: bool) -> ReferenceForward:
         with self._reference.isolate():  # each forward begins with the same state
             if in_eval_mode:
                 for module in self._reference.modules:
                     module.training = False
             return self._reference.run_forward(
-                self._reference.take_batch(start, stop),
-                self.microbatch,
-                self._split_targets(start, stop),
+                self._reference.take_batch(*ranges), self.microbatch, self._split_targets(ranges)
             )
 
-    def _split_targets(self, start: int, stop: int) -> tuple[Any, ...] | None:
-        counted = self._get_counted_targets(self.microbatch)
-        if counted is None:
-            return None
-        begin, end = self._find_rows(self.microbatch)
-        (target,) = counted
-        times = len(target) // (end - begin)
-        return (target[(start - begin) * times : (stop - begin) * times],)
+    def _split_targets(self, ranges: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts, of some rows."""
+        pieces = []
+        for start, stop in ranges:
+            ends = accumulate(self._inputs.rows.counts)
+            microbatch = next(index for index, end in enumerate(ends) if start < end)
+            counted = self._get_counted_targets(microbatch)
+            if counted is None:
+                return None
+            begin, end = self._find_rows(microbatch)
+            (target,) = counted
+            times = len(target) // (end - begin)
+            pieces.append(target[(start - begin) * times : (stop - begin) * times])
+        return (torch.cat(pieces),)
 
     def _find_split_problem(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
@@ -595,7 +607,7 @@ class Audit:
             if not math.isfinite(distance) or distance <= tolerance * size:
                 return None
             return (
-                f"the losses of two parts of micro-batch {self.microbatch}, "
+                "the losses of two parts of the batch, "
                 f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
                 f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
                 "the loss of a batch depends on how it is split. It is not a mean over rows: it "

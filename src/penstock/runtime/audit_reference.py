@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.microbatch import MicrobatchRows, list_tensors, take_rows
+from penstock.microbatch import MicrobatchRows, find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
     StructureCopier,
@@ -116,11 +116,17 @@ class Reference:
         # Hooks may change the gradient of these, so it is not compared.
         self.hooked_parameters = {id(p) for p in parameters if p._backward_hooks}
 
-    def take_batch(self, start: int, stop: int) -> tuple[Any, Any, tuple[Any, ...]]:
+    def find_unlike_rows(self) -> tuple[int, int] | None:
+        """Return the two rows of the batch of which a loss may count most differently, if any."""
+        request = self._request
+        batch = request.target, request.inputs, dict(request.keyword_inputs)
+        return find_unlike_rows(batch, sum(self._rows.counts))
+
+    def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
         request = self._request
         batch = request.inputs, dict(request.keyword_inputs), request.target
-        pieces = take_rows(batch, self._rows, start, stop)
+        pieces = take_rows(batch, self._rows, *ranges)
         device = self._devices[-1]
 
         def copy_tensor(tensor: Tensor) -> Tensor:

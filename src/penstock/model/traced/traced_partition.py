@@ -404,7 +404,7 @@ class TracedPartition(Partition):
 
         def trace_larger() -> TracedMicrobatch:
             """Trace a micro-batch with one row more, to see which shapes depend on the rows."""
-            larger = take_rows(values, rows, 0, rows.counts[0] + 1)
+            larger = take_rows(values, rows, (0, rows.counts[0] + 1))
             keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
             return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
 
