@@ -231,10 +231,12 @@ def scatter(
     return [pytree.tree_unflatten(pieces, spec) for pieces in microbatches], rows
 
 
-def take_rows(values: Any, rows: MicrobatchRows, start: int, stop: int) -> Any:
+def take_rows(values: Any, rows: MicrobatchRows, *ranges: tuple[int, int]) -> Any:
     """Return the values of a batch for some of its rows, as `scatter` would split them.
 
-    >>> take_rows((torch.arange(5), "same"), MicrobatchRows((2, 2, 1)), 1, 3)
+    A range has its first row and the row after its last. The rows of several ranges are joined.
+
+    >>> take_rows((torch.arange(5), "same"), MicrobatchRows((2, 2, 1)), (1, 3))
     (tensor([1, 2]), 'same')
     """
     pieces: dict[tuple[int, int], Tensor] = {}  # by id of the tensor, and dim
@@ -246,10 +248,32 @@ def take_rows(values: Any, rows: MicrobatchRows, start: int, stop: int) -> Any:
             return tensor
         if (id(tensor), dim) not in pieces:
             times = tensor.size(dim) // total
-            pieces[id(tensor), dim] = tensor.narrow(dim, start * times, (stop - start) * times)
+            parts = [
+                tensor.narrow(dim, start * times, (stop - start) * times) for start, stop in ranges
+            ]
+            pieces[id(tensor), dim] = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return pieces[id(tensor), dim]
 
     return pytree.tree_map(take_from, values)
+
+
+def find_unlike_rows(values: Any, row_count: int) -> tuple[int, int] | None:
+    """Return the two rows of a batch that differ most in how many of their numbers may be left out.
+
+    Those are zeros, and targets below 0, such as -100. None means that no rows differ.
+
+    >>> find_unlike_rows(torch.tensor([[1, 2], [3, -100], [-100, -100]]), 3)
+    (0, 2)
+    """
+    pairs = []
+    for tensor in list_tensors(values):
+        if tensor.dim() and len(tensor) == row_count and tensor.numel():
+            is_empty = tensor == 0 if tensor.is_floating_point() else tensor <= 0
+            counts = is_empty.reshape(row_count, -1).sum(1, dtype=torch.float64)
+            spread = float(counts.max() - counts.min()) / is_empty.numel()
+            pairs.append((spread, int(counts.argmin()), int(counts.argmax())))
+    spread, *row_pair = max(pairs, default=(0.0, 0, 0))
+    return (row_pair[0], row_pair[1]) if spread else None
 
 
 def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:

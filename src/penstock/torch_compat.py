@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import pkgutil
 import sys
 import threading
@@ -420,6 +421,40 @@ read_convolution_settings: Callable[[Any], tuple[Any, ...]] = _probe_reader(
     [f"_saved_{name}" for name in _CONVOLUTION_SETTINGS],
     SPLIT_BACKWARD,
 )
+
+
+# A context without the dispatch modes of this thread.
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _probe(
+    "torch._C._DisableTorchDispatch", A_PIPE, fallback=nullcontext
+)
+
+
+def read_saved_number(node: Any, name: str) -> Tensor | float:
+    """Return a number that an autograd node has saved: a tensor with one element, or nan.
+
+    There is no public way to read what a node has saved. A tensor with hooks is left alone: those
+    of `torch.utils.checkpoint` would compute it again.
+    """
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if saved is None:
+        value = getattr(node, f"_saved_{name}", None)
+        return float(value) if isinstance(value, int | float) else math.nan
+    if getattr(saved, "unpack_hook", None) is not None:
+        return math.nan
+    value = getattr(node, f"_saved_{name}")
+    if type(value) is not Tensor or value.numel() != 1:
+        return math.nan
+    return value.detach() if value.requires_grad else value
+
+
+def get_input_numel(node: Any) -> float:
+    """Return how many elements the first input of an autograd node has, or nan.
+
+    Only the metadata of the node of that input knows, if the input itself was not saved.
+    """
+    function, index = node.next_functions[0]
+    metadata = getattr(function, "_input_metadata", None)
+    return math.nan if metadata is None else float(math.prod(metadata[index].shape))
 
 
 # ---- operators -----------------------------------------------------------------------------------

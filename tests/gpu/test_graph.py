@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
+from penstock.errors import RunError
 from penstock.runtime.cuda_graph import graph_cache
 from tests.gpu.support import (
     GPU,
@@ -221,6 +222,25 @@ def slow_down(optimizer: torch.optim.Optimizer, number: int) -> None:
             group["lr"].fill_(1e-2 / (number + 1))
         elif number == 5:
             group["lr"] = 1e-3
+
+
+def counted(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target, ignore_index=0)
+
+
+def test_replay_that_counts_targets_unevenly_is_refused() -> None:
+    pipe = Pipe(layers(), 2, stages=2, devices=[GPU, GPU], loss_fn=counted, runtime="graph")
+    x, y = batch(0)
+    even, uneven = torch.ones(len(x), dtype=torch.int64, device=GPU), y.argmax(1) * 0
+    uneven[0] = 1
+    for _ in range(3):
+        assert pipe.step(x, target=even).ran.runtime == "graph"
+    with pytest.raises(RunError, match="averages over targets that count"):
+        pipe.step(x, target=uneven)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=torch.tensor(0.1, device=GPU))
+    pipe.step(x, target=even, optimizer=optimizer)
+    with pytest.raises(RunError, match="its loss divides by a number that only the device knows"):
+        pipe.step(x, target=even, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd", "fused sgd"])

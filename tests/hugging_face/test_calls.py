@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from penstock import CutError, NoChunk
+from penstock.errors import RunError
 from penstock.model.huggingface import find_planned_units
 from penstock.model.traced.units import find_units
 from tests.hugging_face.tiny import TEXTS, agree, batch_for, gpt2, llama, mixtral, piped, words
@@ -139,3 +141,26 @@ def test_pipeline_plan_that_does_not_fit_is_ignored() -> None:
     whole = nn.ModuleDict({"model": Planned({})})
     whole._pp_plan = {"model": ()}  # type: ignore[assignment]
     assert find_planned_units(whole) == []
+
+
+def test_spans_outside_of_the_text_are_refused_where_micro_batches_have_different_numbers() -> None:
+    """Its loss is the mean of two cross-entropies, which ignore such positions."""
+    config = transformers.BertConfig(
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        vocab_size=40,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    model = transformers.BertForQuestionAnswering(config).double()
+    ids, inside = torch.randint(1, 40, (4, 7)), torch.tensor([1, 2, 3, 4])
+    batch = {"input_ids": ids, "start_positions": inside, "end_positions": inside + 1}
+    agree(model, batch)
+    outside = inside.where(inside > 1, 99)
+    pipe = piped(model, batch)
+    for call in (pipe, pipe.step):
+        with pytest.raises(RunError, match="averages over targets that count"):
+            call(**{**batch, "start_positions": outside, "end_positions": outside})

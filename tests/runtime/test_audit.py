@@ -102,6 +102,97 @@ def test_loss_that_is_no_mean_over_rows_is_found(loss_fn: Callable[..., Tensor])
             pipe.step(rows())
 
 
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_loss_that_is_no_mean_over_rows_in_a_later_micro_batch_is_found(chunks: int) -> None:
+    """Its first micro-batches have no zero in their mask, and each column has a mean of its own."""
+
+    def loss_fn(output: Tensor, mask: Tensor) -> Tensor:
+        return ((output.square() * mask).sum(0) / mask.sum(0).clamp(min=1)).mean()
+
+    mask = torch.ones(8, WIDTH, dtype=torch.float64)
+    mask[6, 1:] = 0
+    pipe = piped(linear(), loss_fn=loss_fn, chunks=chunks)
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(rows(), target=mask)
+    pipe.step(rows(), target=torch.ones_like(mask))
+
+
+class Switch:
+    """A loss with a term that is no mean over rows, and that counts more later."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.weight = way, [0.0]
+
+    def __call__(self, output: Tensor) -> Tensor:
+        loss, term, weight = output.square().mean(), output.sum().square(), self.weight[0]
+        if self.way == "condition":
+            return loss + term if weight > 0.5 else loss
+        if self.way == "tensor":
+            return loss + torch.tensor(weight, dtype=loss.dtype) * term
+        if self.way == "divided":
+            return loss + term / (1 / weight if weight else 1e30)
+        return loss + weight * term
+
+
+@pytest.mark.parametrize(
+    ("way", "weights"),
+    [
+        ("condition", [1.0]),
+        ("number", [1.0]),
+        ("tensor", [1.0]),
+        ("divided", [1.0]),
+        ("number", [1e-12, 1e-12, 1e-9, 1e-6]),  # a term that is warmed up
+    ],
+)
+def test_term_that_joins_the_loss_later_is_audited(way: str, weights: list[float]) -> None:
+    loss_fn = Switch(way)
+    pipe = piped(linear(), loss_fn=loss_fn)
+    for weight in [0.0, 0.0, *weights[:-1]]:
+        loss_fn.weight[0] = weight
+        pipe.step(rows())
+    loss_fn.weight[0] = weights[-1]
+    for _ in range(2):
+        with pytest.raises(AuditError, match="depends on how it is split"):
+            pipe.step(rows())
+
+
+class Remembers(nn.Module):
+    """A loss with state: a moving average, or a count, a sum and a log."""
+
+    mean: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count, self.total = kind, 0, 0.0
+        self.log: list[float] = []
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, output: Tensor) -> Tensor:
+        mean = output.detach().mean(0)
+        if self.kind == "buffer":
+            self.mean.mul_(0.9).add_(0.1 * mean)
+        elif self.kind == "assigned":
+            self.mean = 0.9 * self.mean + 0.1 * mean
+        elif self.kind == "number":
+            self.total = 0.9 * self.total + 0.1 * mean.sum().item()
+        else:
+            self.count, self.total = self.count + 1, self.total + mean.sum().item()
+            self.log.append(mean.sum().item())
+        return output.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["buffer", "assigned", "number", "sums"])
+def test_loss_whose_state_depends_on_the_order_needs_a_schedule_that_keeps_it(kind: str) -> None:
+    in_order = piped(linear(), loss_fn=Remembers(kind), checkpoint="except_last")
+    in_order.step(rows())
+    pipe = piped(linear(), loss_fn=Remembers(kind), schedule="gpipe", checkpoint="except_last")
+    if kind == "sums":
+        pipe.step(rows())
+        return
+    with pytest.raises(AuditError, match=r"loss_fn keeps state .* in the order 3, 2, 1, 0"):
+        pipe.step(rows())
+
+
 def test_sum_is_right_with_its_reduction() -> None:
     assert piped(linear(), loss_fn=lambda y: y.sum(), reduction="sum").step(rows()).loss
 

@@ -13,9 +13,11 @@ from torch.nn import functional
 
 from penstock import Pipe, Weighted
 from penstock.errors import RunError
+from penstock.stage import loss_terms
 from tests.support import closely
 
 LossFn = Callable[[Tensor, Tensor], Any]
+LEARNED = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 1.0, 1.0], dtype=torch.float64)
 
 
@@ -35,8 +37,44 @@ UNEVEN: dict[str, LossFn] = {
     "in a module": InAModule(),
     "shifted": lambda y, t: functional.cross_entropy(y, (t + 1) % 4, ignore_index=1),
     "nll_loss": lambda y, t: functional.nll_loss(y.log_softmax(1), t, ignore_index=0),
+    "label smoothing": lambda y, t: functional.cross_entropy(
+        y, t, ignore_index=0, label_smoothing=0.1
+    ),
+    "with a second term": lambda y, t: (
+        functional.cross_entropy(y, t, ignore_index=0) + 0.1 * y.square().mean()
+    ),
+    "two of them": lambda y, t: (
+        (functional.cross_entropy(y, t) + functional.cross_entropy(y, t, ignore_index=0)) / 2
+    ),
+    "in a stack": lambda y, t: torch.stack(
+        [y.square().mean(), functional.cross_entropy(y, t, ignore_index=0)]
+    ).mean(),
+    "pixels": lambda y, t: functional.cross_entropy(
+        y.view(-1, 2, 2), (t % 2)[:, None].expand(-1, 2), ignore_index=0
+    ),
+    "mask": lambda y, t: (y.square().mean(1) * (t != 0)).sum() / (t != 0).sum(),
+    "mask, a number": lambda y, t: (y.square().mean(1) * (t != 0)).sum() / (t != 0).sum().item(),
+    "mask, where": lambda y, t: torch.where(
+        (t != 0).any(), (y.square().mean(1) * (t != 0)).sum() / (t != 0).sum(), 0.0
+    ),
+    "selected rows": lambda y, t: y[t != 0].square().mean(),
+    "selected rows, mse_loss": lambda y, t: functional.mse_loss(y[t != 0], 2 * y[t != 0].detach()),
+    "factor": lambda y, t: y.square().mean() * (t != 0).double().mean(),
+    "a term in some micro-batches": lambda y, t: (
+        y.square().mean() + (y.abs().mean() if (t == 0).any() else 0)
+    ),
 }
 EVEN: dict[str, LossFn] = {
+    "terms": lambda y, t: (
+        functional.cross_entropy(y, t) + 0.5 * y.square().sum() / len(y) + y.abs().mean(0).sum()
+    ),
+    "rows one by one": lambda y, t: (
+        sum(functional.cross_entropy(*pair) for pair in zip(y, t, strict=True)) / len(y)
+    ),
+    "class probabilities": lambda y, t: functional.cross_entropy(
+        y, functional.one_hot(t, 4).double()
+    ),
+    "learned weight": lambda y, t: LEARNED * y.square().mean() + LEARNED.exp(),
     "all counted": lambda y, t: functional.cross_entropy(y, t),
     "nothing ignored": lambda y, t: functional.cross_entropy(y, t, ignore_index=7),
     "known": partial(functional.cross_entropy, ignore_index=0),
@@ -58,17 +96,48 @@ def pipe_of(model: nn.Module, loss_fn: LossFn, reduction: str | None = None) -> 
 def test_loss_fn_that_counts_targets_unevenly_is_refused(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     x = torch.randn(8, 4, dtype=torch.float64)
-    with pytest.raises(RunError, match="a cross-entropy in loss_fn counts more targets, or"):
+    with pytest.raises(RunError, match="the loss is not a mean over the rows of a micro-batch"):
         pipe_of(model, UNEVEN[kind]).step(x, target=TARGET)
     pipe_of(model, UNEVEN[kind], "sum").step(x, target=TARGET)
     pipe_of(model, UNEVEN[kind]).step(x, target=torch.arange(1, 3).repeat(4))
 
 
-@pytest.mark.parametrize("kind", EVEN)
-def test_loss_fn_that_counts_all_targets_or_is_known_is_exact(kind: str) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("kind", ["ignore_index", "class weights", "in a module", "two of them"])
+def test_loss_fn_without_gradients_that_counts_targets_unevenly_is_refused(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     x = torch.randn(8, 4, dtype=torch.float64)
-    expected = EVEN[kind](model(x), TARGET)
-    found = pipe_of(model, EVEN[kind]).step(x, target=TARGET).loss
+    with torch.no_grad(), pytest.raises(RunError, match="averages over targets that count"):
+        pipe_of(model, UNEVEN[kind]).step(x, target=TARGET)
+
+
+def test_numbers_on_a_device_are_compared_at_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss_terms, "is_on_device", lambda number: True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for kind in ("ignore_index", "label smoothing", "mask"):
+        with pytest.raises(RunError, match="the loss is not a mean over the rows of a micro-batch"):
+            pipe_of(model, UNEVEN[kind]).step(x, target=TARGET)
+        pipe_of(model, EVEN["terms"]).step(x, target=TARGET)
+
+
+def test_error_names_what_a_loss_divides_by() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    pipe = pipe_of(model, UNEVEN["mask"])
+    message = (
+        r"a sum in it \(SumBackward\) is divided by 2 in micro-batch 3 and by 1 in micro-batch 2"
+    )
+    with pytest.raises(RunError, match=message):
+        pipe.step(torch.randn(8, 4, dtype=torch.float64), target=TARGET)
+
+
+@pytest.mark.parametrize("row_count", [8, 7])
+@pytest.mark.parametrize("kind", EVEN)
+def test_loss_fn_that_counts_all_targets_or_is_known_is_exact(kind: str, row_count: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    x, target = torch.randn(row_count, 4, dtype=torch.float64), TARGET[:row_count]
+    expected = EVEN[kind](model(x), target)
+    found = pipe_of(model, EVEN[kind]).step(x, target=target).loss
     assert closely(found, (expected[0] if isinstance(expected, Weighted) else expected).detach())

@@ -89,8 +89,6 @@ class StageInputs:
     target_count: TargetCounter | None = None
     # the weights of the micro-batches in the model's own loss, for `pipe(x)`
     loss_shares: Sequence[float | Tensor] = ()
-    # inputs with "label" in their names, if it is not known how the model's own loss counts them
-    label_inputs: Sequence[tuple[Any, ...]] = ()
     # the tensors before the split, if all inputs are tensors that are split by their rows
     unsplit_tensors: tuple[Tensor, ...] = ()
     # whether the losses of a step, which the model computes itself, are known to be sums
@@ -126,6 +124,12 @@ class StageInputs:
         loss_index = next(index for index, leaf in enumerate(leaves) if leaf is losses[0])
         return total if outputs[0] is losses[0] else gather(outputs, self.rows, {loss_index: total})
 
+    @property
+    def averages_loss_by_rows(self) -> bool:
+        """Whether `pipe(x)` averages the model's own loss by rows."""
+        shares = self.loss_shares
+        return len(shares) > 1 and not any(isinstance(s, Tensor) or s == 1 for s in shares)
+
     def split_alike(self, unsplit_tensors: Sequence[Tensor]) -> InputsByStage:
         """Split other tensors in place of `unsplit_tensors`, in the same way."""
         columns = [torch.split(whole, list(self.rows.counts)) for whole in unsplit_tensors]
@@ -138,12 +142,9 @@ class StageInputs:
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
-        """The targets of each micro-batch, or the inputs that may be targets of the model's loss.
-
-        An entry is an empty tuple if there is no target.
-        """
+        """The targets of each micro-batch. An entry is an empty tuple if there is no target."""
         if not self.has_target:
-            return list(self.label_inputs) or [()] * self.chunks
+            return [()] * self.chunks
         return [values[-1:] for values in self.by_stage[max(self.by_stage)]]
 
 

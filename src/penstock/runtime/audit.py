@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,7 @@ from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.loss import LossExtras, LossFn, LossReduction
+from penstock.stage.loss_terms import TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -69,7 +71,7 @@ _log = logging.getLogger("penstock")
 class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
-    _audited_kinds: set[Any] = field(default_factory=set)
+    _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
 
@@ -83,8 +85,28 @@ class Auditor:
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
+        kind = self._identify(request, inputs)
+        is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
+        return kind if kind not in self._audited_kinds or is_due else None
+
+    def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
+        """Return the kind of a step that was not audited if its loss has new terms, or else None.
+
+        The weight of a term may have been 0 so far, or too small to see whether it is a mean over
+        rows. It is audited each time that it has doubled.
+        """
+        if not sizes or request.audit == "off":
+            return None
+        kind = self._identify(request, inputs)
+        audited = self._audited_kinds.get(kind)
+        if audited is None or all(size <= 2 * audited.get(k, 0) for k, size in sizes.items()):
+            return None
+        return kind
+
+    def _identify(self, request: Request, inputs: StageInputs) -> Any:
+        """Return the kind of a call."""
         batch = *request.inputs, *request.keyword_inputs.values(), *request.target
-        kind = (
+        return (
             request.is_step,
             request.training,
             torch.is_grad_enabled(),
@@ -97,18 +119,16 @@ class Auditor:
             tuple([(type(v), getattr(v, "dtype", None), getattr(v, "ndim", 0)) for v in batch]),
             inputs.assignment_digest,
         )
-        is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        if kind in self._audited_kinds and not is_due:
-            return None
-        return kind
 
-    def note_audited(self, kind: Any) -> None:
-        """Remember that a call of this kind was audited."""
-        self._audited_kinds.add(kind)
+    def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
+        """Remember that a call of this kind was audited, and the terms of its loss."""
+        audited = self._audited_kinds.setdefault(kind, {})
+        for key, size in (sizes or {}).items():
+            audited[key] = max(size, audited.get(key, 0.0))
 
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""
-        self._audited_kinds.discard(kind)
+        self._audited_kinds.pop(kind, None)
 
     def tell_once(self, reason: str) -> None:
         """Log why a call was not audited, unless that was said before."""
@@ -192,6 +212,8 @@ class Audit:
         self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
         is_common = all(order[:2] == orders[0][:2] for order in orders.values())
         self.next_microbatch = later[0] if later and is_common else None
+        self._loss_order = _find_loss_order(program, max(orders))
+        self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
             placed.partition, devices, request, inputs.rows, peek_seed(), reduction, self._digester
@@ -209,6 +231,7 @@ class Audit:
         self._split_problem: str | None = None
         self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
         self._failure: Exception | None = None  # an error of the unsplit model
+        self._term_sizes: TermSizes = {}
 
     # ---- before the call -----------------------------------------------------------------------
 
@@ -219,9 +242,11 @@ class Audit:
         """
         try:
             with self._reference.isolate():
-                batch = self._reference.take_batch(*self._find_rows(self.microbatch))
+                batch = self._reference.take_batch(self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
+                state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
+                keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:
                     self._run_next_microbatch()
@@ -233,6 +258,8 @@ class Audit:
                 )
                 return
             self._compare_parts(forward)
+            if keeps_state:
+                self._compare_loss_orders()
             self._forward = forward
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
@@ -243,12 +270,35 @@ class Audit:
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
-                self._reference.take_batch(*self._find_rows(self.next_microbatch)),
+                self._reference.take_batch(self._find_rows(self.next_microbatch)),
                 self.next_microbatch,
                 self._get_counted_targets(self.next_microbatch),
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
         self._next_outputs = self._digest_by_path(value)
+
+    def _compare_loss_orders(self) -> None:
+        """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""
+        first, second = self._loss_order[:2]
+        states = []
+        for order in ((first, second), (second, first)):
+            with self._reference.isolate(), torch.no_grad():
+                for microbatch in order:
+                    batch = self._reference.take_batch(self._find_rows(microbatch))
+                    counted = self._get_counted_targets(microbatch)
+                    self._reference.run_forward(batch, microbatch, counted)
+                states.append(self._reference.digest_loss_state())
+        if any(
+            digest.find_difference(states[1].get(key, digest), self._rounding)
+            for key, digest in states[0].items()
+        ):
+            order_text = ", ".join(map(str, self._loss_order))
+            self._split_problem = (
+                "loss_fn keeps state that depends on the order of the micro-batches, and this "
+                f"schedule computes their losses in the order {order_text}, because it recomputes "
+                "the last stage. Use a schedule such as '1f1b', or checkpoint='never', which take "
+                "them in order."
+            )
 
     def _find_rows(self, microbatch: int) -> tuple[int, int]:
         counts = self._inputs.rows.counts
@@ -336,12 +386,16 @@ class Audit:
     def _has_reference(self) -> bool:
         """Return whether there is a reference. Say so if it failed where the pipe did not."""
         if self._failure is not None:
-            self._auditor.note_audited(self._kind)
+            self._auditor.note_audited(self._kind, self._term_sizes)
             self._auditor.tell_once(f"the unsplit model raised {self._failure!r}")
         return self._forward is not None
 
-    def check_step(self) -> None:
-        """Compare the step with the reference. Raise an AuditError if they differ."""
+    def check_step(self, sizes: TermSizes) -> None:
+        """Compare the step with the reference. Raise an AuditError if they differ.
+
+        `sizes` are those of the terms of its loss.
+        """
+        self._term_sizes = sizes
         if not self._has_reference():
             return
         loss = self._cell_io.loss
@@ -465,51 +519,77 @@ class Audit:
             "after the change."
         )
 
+    def check_new_terms(self, sizes: TermSizes) -> None:
+        """Find out whether a loss with new terms is a mean over rows, after its step."""
+        self._term_sizes = sizes
+        try:
+            with self._reference.isolate(), torch.no_grad():
+                batch = self._reference.take_batch(self._find_rows(self.microbatch))
+                counted = self._get_counted_targets(self.microbatch)
+                forward = self._reference.run_forward(batch, self.microbatch, counted)
+            self._compare_parts(forward)
+        except Exception as error:
+            close_failed_checkpoints(error)
+            self._failure = error
+        self._has_reference()
+        self._finish()
+
     # ---- parts of the micro-batch --------------------------------------------------------------
 
     def _compare_parts(self, whole: ReferenceForward) -> None:
         """Find out whether the results of two parts combine to that of both together."""
         start, stop = self._find_rows(self.microbatch)
-        if self._inputs.chunks < 2 or stop - start < 2:
+        if self._inputs.chunks < 2 or sum(self._inputs.rows.counts) < 2:
             return
         # Random numbers and statistics of the batch differ between whole and parts on purpose.
         needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
-        # Two rows show as much as all, and take less time. The forward of all has run already.
-        is_small = needs_eval or stop - start >= 8
-        stop = start + 2 if is_small else stop
-        middle = (start + stop) // 2
-        ranges = [(start, middle), (middle, stop), *[(start, stop)] * is_small]
+        # Two rows show as much as all, and take less time: those of which a loss may count most
+        # differently, wherever they are. The forward of all has run already.
+        pair = self._reference.find_unlike_rows()
+        if stop - start < 2:
+            pair = pair or (0, 1)
+        is_small = pair is not None or needs_eval or stop - start >= 8
+        if pair is not None:
+            ranges = [(row, row + 1) for row in pair]
+        else:
+            stop = start + 2 if is_small else stop
+            middle = (start + stop) // 2
+            ranges = [(start, middle), (middle, stop)]
         try:
             with torch.no_grad():
-                forwards = [self._run_rows(*rows, needs_eval) for rows in ranges]
-                if any(forward.has_drawn for forward in forwards):
+                forwards = [self._run_rows([rows], needs_eval) for rows in ranges]
+                together = self._run_rows(ranges, needs_eval) if is_small else whole
+                if any(forward.has_drawn for forward in (*forwards, together)):
                     return
-                part_rows = self._inputs.rows._replace(counts=(middle - start, stop - middle))
-                self._split_problem = self._find_split_problem(
-                    forwards[:2], forwards[2] if is_small else whole, part_rows
-                )
+                counts = tuple([stop - start for start, stop in ranges])
+                part_rows = self._inputs.rows._replace(counts=counts)
+                self._split_problem = self._find_split_problem(forwards, together, part_rows)
         except Exception as error:  # not every model runs on so few rows, or in eval mode
             close_failed_checkpoints(error)
 
-    def _run_rows(self, start: int, stop: int, in_eval_mode: bool) -> ReferenceForward:
+    def _run_rows(self, ranges: Sequence[tuple[int, int]], in_eval_mode: bool) -> ReferenceForward:
         with self._reference.isolate():  # each forward begins with the same state
             if in_eval_mode:
                 for module in self._reference.modules:
                     module.training = False
             return self._reference.run_forward(
-                self._reference.take_batch(start, stop),
-                self.microbatch,
-                self._split_targets(start, stop),
+                self._reference.take_batch(*ranges), self.microbatch, self._split_targets(ranges)
             )
 
-    def _split_targets(self, start: int, stop: int) -> tuple[Any, ...] | None:
-        counted = self._get_counted_targets(self.microbatch)
-        if counted is None:
-            return None
-        begin, end = self._find_rows(self.microbatch)
-        (target,) = counted
-        times = len(target) // (end - begin)
-        return (target[(start - begin) * times : (stop - begin) * times],)
+    def _split_targets(self, ranges: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts, of some rows."""
+        pieces = []
+        for start, stop in ranges:
+            ends = accumulate(self._inputs.rows.counts)
+            microbatch = next(index for index, end in enumerate(ends) if start < end)
+            counted = self._get_counted_targets(microbatch)
+            if counted is None:
+                return None
+            begin, end = self._find_rows(microbatch)
+            (target,) = counted
+            times = len(target) // (end - begin)
+            pieces.append(target[(start - begin) * times : (stop - begin) * times])
+        return (torch.cat(pieces),)
 
     def _find_split_problem(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
@@ -527,7 +607,7 @@ class Audit:
             if not math.isfinite(distance) or distance <= tolerance * size:
                 return None
             return (
-                f"the losses of two parts of micro-batch {self.microbatch}, "
+                "the losses of two parts of the batch, "
                 f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
                 f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
                 "the loss of a batch depends on how it is split. It is not a mean over rows: it "
@@ -574,7 +654,7 @@ class Audit:
         After an error, the next call of the kind is audited again.
         """
         if self._split_problem is None:
-            self._auditor.note_audited(self._kind)
+            self._auditor.note_audited(self._kind, self._term_sizes)
         else:
             raise AuditError(
                 f"the audit of this {'step' if self._request.is_step else 'call'} found that "
@@ -585,6 +665,22 @@ class Audit:
 
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
 _SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+def _find_loss_order(program: Program, last_stage: int) -> list[int]:
+    """Return the micro-batches in the order of their losses: in F, or in R if there is one."""
+    actions = [
+        action
+        for lane in program.lanes
+        for action in lane
+        if isinstance(action, Compute) and action.stage == last_stage
+    ]
+    recomputed = {action.microbatch for action in actions if action.op is Op.R}
+    return [
+        action.microbatch
+        for action in actions
+        if action.op is (Op.R if action.microbatch in recomputed else Op.F)
+    ]
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
@@ -608,6 +704,43 @@ def start_audit(
     `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
     """
     kind = pipe.auditor.select(call.request, call.inputs)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        loss = None if reduction is None else call.build_loss(execution, reduction)
+        assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
+        audit.run_reference(loss)
+        for worker in execution.workers:
+            worker.observer = audit
+    return audit
+
+
+def audit_new_terms(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction,
+    sizes: TermSizes,
+) -> None:
+    """Audit the loss of a step that has run, if it has terms that no audited step had.
+
+    Parameters do not change before the optimizer, so it is not too late.
+    """
+    kind = pipe.auditor.find_new_terms(call.request, call.inputs, sizes)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        audit.check_new_terms(sizes)
+
+
+def _build_audit(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+    kind: Any,
+) -> Audit | None:
+    """Return the audit of a call of this kind, or None if it should or can not be audited."""
     if kind is None:
         return None
     # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a call
@@ -628,19 +761,6 @@ def start_audit(
         pipe.auditor.note_audited(kind)
         pipe.auditor.tell_once(obstacle)
         return None
-    audit = Audit(
-        placed,
-        call.request,
-        call.inputs,
-        execution,
-        program,
-        reduction,
-        pipe.auditor,
-        kind,
+    return Audit(
+        placed, call.request, call.inputs, execution, program, reduction, pipe.auditor, kind
     )
-    loss = None if reduction is None else call.build_loss(execution, reduction)
-    assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
-    audit.run_reference(loss)
-    for worker in execution.workers:
-        worker.observer = audit
-    return audit

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.microbatch import MicrobatchRows, list_tensors, take_rows
+from penstock.microbatch import MicrobatchRows, find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
     StructureCopier,
@@ -116,11 +116,17 @@ class Reference:
         # Hooks may change the gradient of these, so it is not compared.
         self.hooked_parameters = {id(p) for p in parameters if p._backward_hooks}
 
-    def take_batch(self, start: int, stop: int) -> tuple[Any, Any, tuple[Any, ...]]:
+    def find_unlike_rows(self) -> tuple[int, int] | None:
+        """Return the two rows of the batch of which a loss may count most differently, if any."""
+        request = self._request
+        batch = request.target, request.inputs, dict(request.keyword_inputs)
+        return find_unlike_rows(batch, sum(self._rows.counts))
+
+    def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
         request = self._request
         batch = request.inputs, dict(request.keyword_inputs), request.target
-        pieces = take_rows(batch, self._rows, start, stop)
+        pieces = take_rows(batch, self._rows, *ranges)
         device = self._devices[-1]
 
         def copy_tensor(tensor: Tensor) -> Tensor:
@@ -229,6 +235,34 @@ class Reference:
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
+
+    def digest_loss_state(self) -> dict[Any, Digest]:
+        """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
+
+        Lists of numbers are left out: they are logs. So are whole numbers, which count.
+        """
+        modules, values = _find_captured_state(self._request.loss_fn)
+        own_modules = set(self.modules)
+        states: list[Any] = [vars(m) for m in modules if m not in own_modules]
+        states += [m._buffers for m in modules if m not in own_modules]
+        states += [vars(value) if is_state_object(value) else value for value in values]
+        tensors: dict[Any, Tensor] = {}
+        for index, state in enumerate(states):
+            entries = (
+                state.items()
+                if isinstance(state, dict)
+                else enumerate(state if isinstance(state, list | deque) else [state])
+            )
+            for key, value in entries:
+                if isinstance(value, float) and isinstance(state, dict):
+                    tensors[index, key] = torch.tensor(value, dtype=torch.float64)
+                elif (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, nn.Parameter)
+                    and (value.dim() or not isinstance(state, list | deque))
+                ):
+                    tensors[index, key] = value
+        return self._digester.digest_all(tensors)
 
     def list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""

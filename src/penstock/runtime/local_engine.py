@@ -64,6 +64,7 @@ from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.compile_support import make_forward_lock
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import LossReduction
+from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage
 from penstock.torch_compat import get_dispatch_modes
 
@@ -409,16 +410,29 @@ class LocalCall:
             allow_host_rng=self._engine.replicas.is_empty,
         )
 
-    def build_loss(self, execution: Execution, reduction: LossReduction) -> LossAccumulator:
+    def build_loss(
+        self,
+        execution: Execution,
+        reduction: LossReduction,
+        comparison: TermComparison | None = None,
+    ) -> LossAccumulator:
         """Return the accumulator of the losses of this step."""
         inputs = self.inputs
         self._accumulator = LossAccumulator(
-            reduction, inputs.rows.fractions(), inputs.targets, self.loss_scale
+            reduction, inputs.rows.fractions(), inputs.targets, self.loss_scale, comparison
         )
         return self._accumulator
 
     def combine(self, execution: Execution, program: Program) -> LocalTotals:
         """Return the totals of the step. All losses are in this process."""
+        comparison = self._accumulator.comparison
+        if comparison and comparison.is_deferred and self.request.optimizer is not None:
+            raise CaptureError(
+                "its loss divides by a number that only the device knows, such as the targets that "
+                "a cross-entropy does not ignore. Each step compares those of the micro-batches "
+                "before the optimizer runs. Pass nn.CrossEntropyLoss(...) itself as loss_fn, or "
+                "call optimizer.step() after pipe.step"
+            )
         return LocalTotals(self._accumulator, self._accumulator.rescale_factor)
 
     def complete(self, totals: LocalTotals) -> None:
@@ -436,6 +450,7 @@ class LocalCall:
     ) -> StepResult:
         """Return the result of the step."""
         accumulator, rows = totals.accumulator, self.inputs.rows
+        comparison = accumulator.comparison
         outputs = [m.extras.output[0] for m in accumulator.microbatch_losses if m.extras.output]
         measured = execution.build_measured_run(program)
         if self._executor is None and torch.is_grad_enabled():
@@ -446,6 +461,7 @@ class LocalCall:
             combine_metrics(accumulator, rows),
             measured,
             self._runtime_used,
+            comparison.compare_device_numbers if comparison and comparison.is_deferred else None,
         )
 
     def forward(self, execution: Execution, program: Program, phases: tuple[Phase, Phase]) -> Any:

@@ -27,7 +27,8 @@ from torch import Tensor
 from penstock.errors import PenstockTypeError, RunError
 from penstock.microbatch import MicrobatchRows, gather
 from penstock.stage.aux_loss import CarriedLoss
-from penstock.stage.loss import DEFAULT_IGNORE_INDEX, NO_EXTRAS, LossExtras, LossReduction
+from penstock.stage.loss import NO_EXTRAS, LossExtras, LossReduction
+from penstock.stage.loss_terms import TermComparison
 from penstock.stage.payload import Payload, unflatten_values
 from penstock.stage.stage_runner import StageRunner
 from penstock.torch_compat import pytree
@@ -79,7 +80,8 @@ class LossAccumulator:
     """The losses of one step: it collects them, scales their gradients and combines them.
 
     `row_shares` are the fractions of the rows that the micro-batches have. Gradients are
-    multiplied by `loss_scale`; the loss is not.
+    multiplied by `loss_scale`; the loss is not. The `comparison` raises if losses that are averaged
+    by rows are not means over rows.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class LossAccumulator:
         row_shares: Sequence[float],
         targets: Sequence[tuple[Any, ...]],
         loss_scale: Tensor | None = None,
+        comparison: TermComparison | None = None,
     ) -> None:
         self._is_sum, self._loss_scale = reduction.is_sum, loss_scale
         self._row_shares = row_shares
@@ -100,7 +103,7 @@ class LossAccumulator:
         self._previous_gradients: PreviousGradients | None = None
         self._replica_share = ReplicaShare()
         self._global_weight: Tensor | None = None
-        self._targets = targets
+        self.comparison = comparison
         target_tensors = [
             target for values in targets for target in values if isinstance(target, Tensor)
         ]
@@ -144,6 +147,8 @@ class LossAccumulator:
             values, aux_loss = values[:-1], values[-1].loss
         microbatch_loss = MicrobatchLoss(*values)._replace(aux_loss=aux_loss)
         self._check_consistent_extras(microbatch_loss.extras)
+        if self.comparison is not None:
+            self.comparison.add(microbatch)
         self._microbatch_losses[microbatch] = microbatch_loss
         # Among the tensors of the output, the loss comes first and the auxiliary loss last. The
         # others (weight, metrics, outputs) get no gradient.
@@ -181,8 +186,6 @@ class LossAccumulator:
         return (gradient * self._loss_scale).to(gradient.dtype)
 
     def _check_consistent_extras(self, extras: LossExtras) -> None:
-        if self._first_extras is None and extras.weight is None and not self._is_sum:
-            _check_ignored_targets(self._targets, self._row_shares)
         first_extras = self._first_extras = self._first_extras or extras
         if extras.weight is not None and self._is_sum:
             raise RunError(
@@ -386,29 +389,6 @@ def _to_scalar_tensor(value: Any, device: torch.device) -> Tensor:
     # The dtypes of Python's own numbers, so that a metric loses no digits.
     dtype = torch.float64 if isinstance(value, float) else torch.int64
     return torch.full((), value, dtype=dtype, device=device)
-
-
-def _check_ignored_targets(targets: Sequence[tuple[Any, ...]], row_shares: Sequence[float]) -> None:
-    """Raise if targets are ignored, and more in one micro-batch than in another.
-
-    A mean over the other targets is then no mean over rows. Targets on a GPU are not read: that
-    would wait for the device.
-    """
-    for column in zip(*(pytree.tree_leaves(target) for target in targets), strict=True):
-        if not all(isinstance(t, Tensor) and t.dtype == torch.int64 and t.is_cpu for t in column):
-            continue
-        counts = [int((target != DEFAULT_IGNORE_INDEX).sum()) for target in column]
-        if sum(counts) == sum(target.numel() for target in column):
-            continue
-        pairs = zip(counts, row_shares, strict=True)
-        if any(abs(count - share * sum(counts)) > 1e-6 * sum(counts) for count, share in pairs):
-            raise RunError(
-                f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses "
-                "ignore, and more in one micro-batch than in another. The loss has no weight, so a "
-                "micro-batch would count by its rows, not by its targets. Return "
-                "penstock.Weighted(loss, weight): the number of targets that count is the weight, "
-                "or the number of rows if all of them do."
-            )
 
 
 def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:

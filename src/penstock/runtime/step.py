@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -40,17 +40,23 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
-from penstock.runtime.audit import Auditor, start_audit
+from penstock.runtime.audit import Auditor, audit_new_terms, start_audit
 from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request
 from penstock.runtime.worker import StepLoss
 from penstock.schedules.cost import Cost
-from penstock.schedules.ir import Program
+from penstock.schedules.ir import Compute, Op, Program
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
-from penstock.stage.loss import LossReduction, append_loss, resolve_reduction
+from penstock.stage.loss import (
+    LossReduction,
+    OutputStageFunction,
+    append_loss,
+    resolve_reduction,
+)
+from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage
 from penstock.torch_compat import is_parametrization_cached
 
@@ -101,6 +107,8 @@ class StepResult:
     metrics: dict[str, Any]
     measured: HasTimeline
     ran: RuntimeUsed = RuntimeUsed("processes")  # noqa: RUF009 (a value)
+    # Compares what only the device knows about the losses of a captured step, after each replay.
+    _check_terms: Callable[[], object] | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -244,8 +252,13 @@ class Call(Protocol):
     ) -> Execution:
         """Return the execution of this call, with the inputs of its cells."""
 
-    def build_loss(self, execution: Execution, reduction: LossReduction) -> StepLoss:
-        """Return the accumulator of the losses of this step."""
+    def build_loss(
+        self,
+        execution: Execution,
+        reduction: LossReduction,
+        comparison: TermComparison | None = None,
+    ) -> StepLoss:
+        """Return the accumulator of the losses of this step, which compares their terms."""
 
     def combine(self, execution: Execution, program: Program) -> StepTotals:
         """Return the totals of the step, after the lanes have run."""
@@ -327,7 +340,8 @@ def run_step(pipe: PreparedPipe, request: Request, engine: Engine) -> StepResult
 def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     """Run a training step without its optimizer.
 
-    On an error, gradients of earlier steps are as they were before the step.
+    After an error, `.grad` may contain what some micro-batches have added to it. Only if the loss
+    has weights, whose gradients are kept apart until the end, it is as it was before the step.
     """
     request, inputs = call.request, call.inputs
     program, phase = pipe.select_step_program(request, inputs)
@@ -339,12 +353,13 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         reduction,
         call.has_target,
         request.return_outputs,
+        comparison := TermComparison(inputs.rows.fractions()),
     )
     execution = call.build_execution(program, stages, None, False)
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
     cell_io = execution.cell_io
     audit = start_audit(pipe, call, execution, program, reduction)
-    loss = cell_io.loss = call.build_loss(execution, reduction)
+    loss = cell_io.loss = call.build_loss(execution, reduction, comparison)
     # Gradients of replicas are reduced once, when this context ends. They must have their final
     # scale by then.
     replicas, group = pipe.replicas, call.replica_group
@@ -353,9 +368,12 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         try:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
+            term_sizes = comparison.finish()
             totals = call.combine(execution, program)
             if audit is not None:
-                audit.check_step()
+                audit.check_step(term_sizes)
+            else:
+                audit_new_terms(pipe, call, execution, program, reduction, term_sizes)
         except BaseException:
             loss.restore_gradients()
             raise
@@ -382,10 +400,26 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         )
         # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
         aux_sink = select_forward_sink()
-        stages = pipe.placed_partition.partition.stages
+        stages: Sequence[Stage] = pipe.placed_partition.partition.stages
+        if call.inputs.averages_loss_by_rows:
+            stages = watch_output(stages, program, call.inputs)
         execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
         execution.audit = start_audit(pipe, call, execution, program, None)
         return call.forward(execution, program, (phases[0], phases[1]))
+
+
+def watch_output(stages: Sequence[Stage], program: Program, inputs: StageInputs) -> Sequence[Stage]:
+    """Return the stages of `pipe(x)`: the last one raises if its losses are not means over rows."""
+    *others, last = stages
+    order = [
+        action.microbatch
+        for lane in program.lanes
+        for action in lane
+        if isinstance(action, Compute) and (action.op, action.stage) == (Op.F, last.index)
+    ]
+    shares = inputs.rows.fractions()
+    comparisons = TermComparison(shares), TermComparison(shares)
+    return [*others, replace(last, compute=OutputStageFunction(last.compute, order, comparisons))]
 
 
 def backpropagate_to_inputs(

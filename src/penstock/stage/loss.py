@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -27,11 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
-from penstock.stage.recompute import is_checkpointing, mark_only_run
-from penstock.stage.rng import CellRngMode
+from penstock.stage.loss_terms import LossTerm, LossTerms, TermComparison, find_loss_terms
+from penstock.stage.recompute import is_checkpointing, is_recomputing, mark_only_run
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import (
-    get_dispatch_modes,
     get_legacy_reduction,
     pytree,
     unwrap_compiled,
@@ -133,27 +132,23 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
 
 
 class CrossEntropyRecorder(TorchFunctionMode):
-    """Records what share of its targets each mean cross-entropy counts, in a `loss_fn` of any form.
-
-    Targets on a GPU are not read: that would wait for the device.
-    """
+    """Records the mean cross-entropies of a loss that has no graph, as terms of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shares: list[float] = []
+        self.terms: list[LossTerm] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function, and look at its arguments if it is a cross-entropy."""
         kwargs = kwargs or {}
-        if func in _COUNTED_LOSS_FUNCTIONS and torch.is_grad_enabled():
+        if func in _COUNTED_LOSS_FUNCTIONS:
             arguments = inspect.signature(func).bind(*args, **kwargs).arguments
-            target, index = arguments["target"], arguments.get("ignore_index", DEFAULT_IGNORE_INDEX)
-            is_mean = arguments.get("reduction", "mean") == "mean"
-            if is_mean and target.is_cpu and target.numel():
-                count = TargetCounter(index, arguments.get("weight"))(target)
-                self.shares.append(float(count) / target.numel())
+            index = arguments.get("ignore_index", DEFAULT_IGNORE_INDEX)
+            if arguments.get("reduction", "mean") == "mean":
+                count = TargetCounter(index, arguments.get("weight"))(arguments["target"])
+                self.terms.append(LossTerm("NllLossBackward", (), (count,)))
         return func(*args, **kwargs)
 
 
@@ -203,10 +198,13 @@ def append_loss(
     reduction: LossReduction,
     has_target: bool,
     return_outputs: bool,
+    comparison: TermComparison,
 ) -> list[Stage]:
     """Return the stages of a training step: the last one computes the loss, too."""
     *others, last = stages
-    with_loss = LossStageFunction(last.compute, loss_fn, reduction, has_target, return_outputs)
+    with_loss = LossStageFunction(
+        last.compute, loss_fn, reduction, has_target, return_outputs, comparison
+    )
     return [*others, replace(last, compute=with_loss)]
 
 
@@ -231,14 +229,7 @@ class LossStageFunction:
     reduction: LossReduction
     has_target: bool
     return_outputs: bool
-    # the shares of counted targets of the first micro-batch
-    _counted_shares: list[list[float]] = field(default_factory=list)
-
-    @cached_property
-    def _records_counts(self) -> bool:
-        """Whether it matters how a loss counts, and is not known. A compiled one is opaque."""
-        is_known = self.reduction.is_sum or self.reduction.target_counter is not None
-        return not is_known and unwrap_compiled(self.loss_fn) is self.loss_fn
+    comparison: TermComparison | None = None
 
     @cached_property
     def origin(self) -> str:
@@ -252,26 +243,23 @@ class LossStageFunction:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        outputs = self.compute(inputs)
+        is_watched = self.comparison is not None and not is_checkpointing()
+        # With a graph, the terms of the loss are read from it.
+        recorder = None if torch.is_grad_enabled() or not is_watched else CrossEntropyRecorder()
+        with nullcontext() if self.loss_fn or recorder is None else recorder:
+            outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
         if is_checkpointing():
             return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
         aux_losses = thread_state.sink
         if isinstance(aux_losses, CollectedLosses):
             aux_losses.layer_count = len(aux_losses)
-        recorder: CrossEntropyRecorder | None = None
         if self.loss_fn is None:
             result = extract_model_loss(output)
         else:
-            # Another mode, such as that of a capture, must not see how targets are counted.
-            is_watched = any(not isinstance(mode, CellRngMode) for mode in get_dispatch_modes())
-            if self._records_counts and not is_watched and not _is_on_accelerator(targets):
-                recorder = CrossEntropyRecorder()
             with mark_only_run(), nullcontext() if recorder is None else recorder:
                 result = self.loss_fn(output, *targets)
         loss, extras = parse_loss(result, self.origin)
-        if recorder is not None and extras.weight is None:
-            self._check_counted_alike(recorder.shares)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:
             _zero_grad_if_weightless(output, extras.weight)
@@ -285,26 +273,47 @@ class LossStageFunction:
             # losses give those no gradient anyway.
             if target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
+        elif self.comparison is not None and not self.reduction.is_sum:
+            terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
+            self.comparison.note(terms)
         if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
 
-    def _check_counted_alike(self, shares: list[float]) -> None:
-        """Raise if the cross-entropies in `loss_fn` count more targets here than elsewhere."""
-        self._counted_shares.append(shares)
-        pairs = zip(self._counted_shares[0], shares, strict=False)
-        if any(abs(first - share) > 1e-9 * abs(first) for first, share in pairs):
-            raise RunError(
-                "a cross-entropy in loss_fn counts more targets, or heavier classes, in one "
-                "micro-batch than in another, so the mean of the batch is not the mean over its "
-                "rows. Pass nn.CrossEntropyLoss(...) or functools.partial(cross_entropy, ...) "
-                "itself as loss_fn, which Penstock weighs by its targets, or return "
-                "penstock.Weighted(loss, weight)."
-            )
 
+@dataclass(frozen=True, eq=False)
+class OutputStageFunction:
+    """The computation of the last stage in `pipe(x)`, if the model returns a loss of its own.
 
-def _is_on_accelerator(targets: tuple[Any, ...]) -> bool:
-    return bool(targets) and isinstance(targets[0], Tensor) and not targets[0].is_cpu
+    It raises if that is not a mean over rows, as the losses of micro-batches are averaged by rows.
+
+    Attributes:
+        compute: The computation of the stage.
+        microbatches: The micro-batches whose forward has not run yet, in order.
+        comparisons: Compare their losses: the cross-entropies in all of them, and all terms of
+            those that have a graph. A forward that will be recomputed has none.
+    """
+
+    compute: StageFunction
+    microbatches: list[int]
+    comparisons: tuple[TermComparison, TermComparison]
+
+    def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+        """Run the stage, and compare the terms of the loss in its output."""
+        if is_recomputing() or not self.microbatches:
+            return self.compute(inputs)
+        with CrossEntropyRecorder() as recorder:
+            outputs = self.compute(inputs)
+        microbatch, loss = self.microbatches.pop(0), find_loss_tensor(outputs[OUTSIDE][0])
+        if isinstance(loss, Tensor) and not loss.dim():
+            self.comparisons[0].note(LossTerms(recorder.terms))
+            if loss.grad_fn is not None:
+                self.comparisons[1].note(find_loss_terms(loss))
+        for comparison in self.comparisons:
+            comparison.add(microbatch)
+            if not self.microbatches:
+                comparison.finish()
+        return outputs
 
 
 def extract_model_loss(output: Any) -> Any:

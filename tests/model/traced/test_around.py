@@ -207,7 +207,7 @@ def test_cross_entropy_inside_the_model_is_weighted_by_its_targets(kind: str) ->
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("with another", "there is a -100 among the targets"),
+        ("with another", "averages over targets that count 3 in micro-batch 3 and 1 in"),
         ("accuracy first", "whose first number does not require grad, although another"),
         ("two losses", "returned a tuple of 3 values, and it is not clear what they are"),
     ],
@@ -219,7 +219,6 @@ def test_loss_of_the_model_that_is_not_clear_is_refused(kind: str, message: str)
     pipe = Pipe(model, 4, stages=2, example=batch, balance="parameters")
     with pytest.raises(RunError, match=message):
         pipe.step(**batch)
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_weight_that_the_model_returns_is_used_by_step_and_refused_by_a_call() -> None:

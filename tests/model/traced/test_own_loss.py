@@ -98,3 +98,70 @@ def test_own_loss_that_does_not_combine_is_refused(
     assert pipe.step(**inputs).loss.isfinite()
     pipe = Pipe(model, 1, stages=3, devices=["cpu"] * 3, example=inputs)
     assert closely(pipe(**inputs).detach(), model(**inputs).detach())
+
+
+class Criterion(nn.Module):
+    """A loss that is a unit: it has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scale * x, y)
+
+
+class Labelled(nn.Module):
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.criterion, self.loss = Criterion(), loss
+
+    def forward(self, x: Tensor, answers: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": self.loss(self, x, answers), "x": x}
+
+
+UNEVEN: dict[str, Callable[..., Tensor]] = {
+    "with a penalty": lambda model, x, y: (
+        functional.cross_entropy(x, y) + model.blocks[0].weight.square().sum()
+    ),
+    "two of them": lambda _, x, y: (
+        functional.cross_entropy(x, y.clamp(0)) + functional.cross_entropy(x, y)
+    ),
+    "in a unit": lambda model, x, y: model.criterion(x, y),
+    "mask": lambda _, x, y: (x.square().mean(1) * (y > 0)).sum() / (y > 0).sum(),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("way", ["step", "call", "without a graph"])
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_own_loss_that_counts_targets_unevenly_is_refused(
+    kind: str, way: str, checkpoint: str
+) -> None:
+    """The labels need not be called so, and the first micro-batches may count all of them."""
+    if kind == "mask" and (
+        way == "without a graph" or (way, checkpoint) == ("call", "except_last")
+    ):
+        pytest.skip("without a graph only cross-entropies are seen")
+    x, model = torch.randn(8, 4).double(), Labelled(UNEVEN[kind]).double()
+    y = torch.tensor([2, 3, 2, 3, 2, -100, 2, 3])
+    pipe = Pipe(
+        model,
+        4,
+        checkpoint,
+        stages=2,
+        devices=["cpu"] * 2,
+        example=(x, y),
+        balance="parameters",
+        audit="off",
+    )
+    call: Callable[..., Any] = pipe if way == "call" else pipe.step
+    with torch.set_grad_enabled(way != "without a graph"):
+        with pytest.raises(RunError, match="the loss is not a mean over the rows of a micro-batch"):
+            call(x, y)
+        found = call(x, y.clamp(2))
+        loss = found["loss"] if way == "call" else found.loss
+        assert closely(loss.detach(), model(x, y.clamp(2))["loss"].detach())

@@ -293,12 +293,14 @@ class LossCombination:
         factors: The Python numbers, as text. One may be the number of rows of the micro-batch, and
             then the loss is a mean.
         obstacle: The function and its location that rule out both a sum and a mean, or "".
+        has_loss: Whether the forward returns a loss at all.
     """
 
     is_sum: bool = False
     summed_shape: tuple[int, ...] = ()
     factors: tuple[str, ...] = ()
     obstacle: str = ""
+    has_loss: bool = True
 
     def is_sum_over_rows(self, larger: LossCombination) -> bool:
         """Return whether it is a sum over rows, given that of a micro-batch with one row more."""
@@ -309,7 +311,7 @@ def find_loss_combination(trace: Trace) -> LossCombination:
     """Return what the last operations of a forward show about the model's own loss."""
     node = _find_loss_node(trace)
     if node is None or any(trace.values[value].tensor_spec.shape for value in node.produced_values):
-        return LossCombination()
+        return LossCombination(has_loss=False)
     node, factors = _skip_scaling(trace, node)
     if node is None:
         return LossCombination()

@@ -404,7 +404,7 @@ class TracedPartition(Partition):
 
         def trace_larger() -> TracedMicrobatch:
             """Trace a micro-batch with one row more, to see which shapes depend on the rows."""
-            larger = take_rows(values, rows, 0, rows.counts[0] + 1)
+            larger = take_rows(values, rows, (0, rows.counts[0] + 1))
             keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
             return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
 
@@ -423,7 +423,7 @@ class TracedPartition(Partition):
         sums_loss = batch.returns_loss and _is_loss_summed(batch, plans, trace_larger)
         if not batch.uses_model_loss and sums_loss:
             loss_shares = [1.0] * len(pieces)
-        elif not batch.uses_model_loss:
+        elif not batch.uses_model_loss and plans[0].compiled.loss_combination.has_loss:
             loss_shares = _compute_loss_shares(rows, model_targets, last_device)
         elif model_targets is not None:
             targets = [move_to_device(labels, last_device) for labels in model_targets[0]]
@@ -431,12 +431,6 @@ class TracedPartition(Partition):
         has_target = bool(targets) and last_stage in by_stage
         if has_target:
             append_target(by_stage, last_stage, targets)
-        label_inputs: list[tuple[Any, ...]] = [()]
-        if not model_targets and not target:
-            label_inputs = [
-                tuple(value for name, value in zip(names, piece, strict=False) if "label" in name)
-                for piece in pieces
-            ]
         return StageInputs(
             by_stage,
             rows,
@@ -446,7 +440,6 @@ class TracedPartition(Partition):
             " ".join(plan.compiled.fingerprint for plan in plans),
             target_counter,
             loss_shares,
-            label_inputs,
             sums_loss=sums_loss and batch.uses_model_loss,
         )
 

@@ -98,6 +98,8 @@ class CapturedStep:
             self.graph.replay()
         self.static_inputs.write_back(tensors)
         self.replay_count += 1
+        if self.result._check_terms is not None:  # it waits for the device
+            self.result._check_terms()
         return replace(
             self.result,
             loss=self.result.loss.clone(),

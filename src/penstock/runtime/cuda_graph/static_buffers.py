@@ -207,7 +207,6 @@ class StaticInputs:
             by_stage=by_stage,
             target_count=target_count,
             loss_shares=(),
-            label_inputs=(),
             unsplit_tensors=(),
         )
         self._unsplit_inputs = bound_inputs if inputs.is_unsplit else None

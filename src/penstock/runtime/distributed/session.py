@@ -84,6 +84,7 @@ from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.caller_context import CallerContext
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import LossReduction
+from penstock.stage.loss_terms import TermComparison
 from penstock.stage.payload import Payload, unflatten_values
 from penstock.stage.rng import advance_caller_rng
 from penstock.stage.stage import Stage
@@ -373,7 +374,10 @@ class DistributedCall:
         return payloads
 
     def build_loss(
-        self, execution: Execution, reduction: LossReduction
+        self,
+        execution: Execution,
+        reduction: LossReduction,
+        comparison: TermComparison | None = None,
     ) -> DistributedLossAccumulator:
         """Return the accumulator of this rank. Replicas exchange their shares of the batch."""
         accumulator, replica_losses = None, None
@@ -383,7 +387,9 @@ class DistributedCall:
             targets = (
                 self._collect_targets(execution) if self.has_target else [()] * self.inputs.chunks
             )
-            accumulator = LossAccumulator(reduction, self.inputs.rows.fractions(), targets, scale)
+            accumulator = LossAccumulator(
+                reduction, self.inputs.rows.fractions(), targets, scale, comparison
+            )
             if self._groups.averaging_channel is not None:
                 replica_losses = exchange_replica_shares(
                     self._groups.averaging_channel,

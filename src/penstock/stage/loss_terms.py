@@ -1,0 +1,287 @@
+"""The terms of a loss: what each of its means counts.
+
+A loss is a sum of terms, and a term is a sum over some numbers, times a coefficient:
+
+    F.cross_entropy(y, t) + 0.1 * w.square().sum()
+
+        term             coefficient
+        cross-entropy    1 / the targets that are not ignored, times their class weights
+        sum              0.1
+
+A pipe averages the losses of micro-batches by their rows. That is the loss of the batch if the
+coefficient of each term, times the rows, is the same for all micro-batches. It is not if a mean
+counts other things than rows: targets that are not ignored, or the ones in a mask. (A term that
+does not depend on the batch, such as a penalty on weights, has one coefficient in all of them.)
+
+The coefficients are read from the autograd graph, from the loss down to where its terms are summed.
+That is a handful of nodes, wherever the loss was computed: in `loss_fn`, in the forward of a traced
+model, or inside a layer. Without a graph, only calls of a cross-entropy are seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.torch_compat import get_input_numel, read_saved_number, without_dispatch_modes
+
+_MAX_NODES = 256  # a loss may be a loop over thousands of rows
+_MAX_SIZES = 16
+_ROUNDING = 1e-6
+_MEAN = 1  # the code of reduction="mean" in autograd nodes
+
+# Nodes of functions that add terms up, or reshape one. The sign of a term does not matter.
+_SUMS_OF_TERMS = frozenset(
+    f"{name}Backward"
+    for name in (
+        *("Add", "Sub", "Neg", "Clone", "Alias", "ToCopy", "View", "UnsafeView", "ReshapeAlias"),
+        *("Squeeze", "Unsqueeze", "Expand", "Stack", "Where", "MaskedFill", "NanToNum"),
+    )
+)
+
+
+class LossTerm(NamedTuple):
+    """One term of the loss of a micro-batch.
+
+    Attributes:
+        name: What sums it up, as PyTorch calls the node: "MeanBackward".
+        factors: The numbers that it is multiplied by.
+        divisors: The numbers that it is divided by, that of its mean included.
+        is_sum: Whether it is known to be a sum, or a mean. Otherwise it is any other function.
+    """
+
+    name: str
+    factors: tuple[Tensor | float, ...] = ()
+    divisors: tuple[Tensor | float, ...] = ()
+    is_sum: bool = True
+
+
+def is_on_device(number: Tensor) -> bool:
+    """Return whether the host would wait for a device if it read a number."""
+    return not number.is_cpu
+
+
+class Coefficient(NamedTuple):
+    """The coefficient of a term, and the number that its mean counts."""
+
+    name: str
+    value: float
+    counted: float
+    is_sum: bool
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The terms of the loss of one micro-batch."""
+
+    terms: Sequence[LossTerm]
+
+    def list_device_numbers(self) -> list[Tensor]:
+        """Return the numbers that cannot be read without waiting for a device."""
+        numbers = (n for term in self.terms for n in (*term.factors, *term.divisors))
+        return [n for n in numbers if isinstance(n, Tensor) and is_on_device(n)]
+
+    def compute_coefficients(self, device_numbers: Iterator[float]) -> list[Coefficient]:
+        """Return the coefficients of all terms, given what `list_device_numbers` returned."""
+
+        def read(number: Tensor | float) -> float:
+            is_unread = isinstance(number, Tensor) and is_on_device(number)
+            return next(device_numbers) if is_unread else float(number)
+
+        coefficients = []
+        # A number that came from Python cannot be read under a dispatch mode, such as a profiler.
+        with without_dispatch_modes():
+            for name, factors, divisors, is_sum in self.terms:
+                factor = math.prod(map(read, factors))
+                values = list(map(read, divisors))
+                divisor = math.prod(values)
+                value = factor / divisor if divisor else math.inf
+                counted = values[-1] if values else 1.0
+                coefficients.append(Coefficient(name, value, counted, is_sum))
+        return coefficients
+
+
+def find_loss_terms(loss: Tensor) -> LossTerms:
+    """Return the terms of a loss that has a graph."""
+    terms: list[LossTerm] = []
+    todo: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [(loss.grad_fn, (), ())]
+    for _ in range(_MAX_NODES):
+        if not todo:
+            break
+        node, factors, divisors = todo.pop()
+        if node is None:
+            continue
+        name = node.name().rstrip("0123456789")
+        inputs = [function for function, _ in node.next_functions]
+        if name in _SUMS_OF_TERMS:
+            todo += [(function, factors, divisors) for function in reversed(inputs)]
+        elif name == "MulBackward":
+            # If both sides have a gradient, each is the factor of the other.
+            for function, other_side in zip(inputs, ("other", "self"), strict=False):
+                if function is not None:
+                    number = read_saved_number(node, other_side)
+                    todo.append((function, (*factors, number), divisors))
+        elif name == "DivBackward":
+            todo.append((inputs[0], factors, (*divisors, read_saved_number(node, "other"))))
+        elif name in ("MeanBackward", "SumBackward") or hasattr(node, "_saved_reduction"):
+            if name.startswith("NllLoss") and node._saved_reduction == _MEAN:
+                divisors = *divisors, read_saved_number(node, "total_weight")
+            elif name == "MeanBackward" or getattr(node, "_saved_reduction", 0) == _MEAN:
+                divisors = *divisors, get_input_numel(node)
+            # The losses of several heads: `torch.stack(losses).mean()`.
+            if inputs[0] is not None and inputs[0].name() == "StackBackward0":
+                todo.append((inputs[0], factors, divisors))
+            else:
+                terms.append(LossTerm(name, factors, divisors))
+        elif inputs:
+            terms.append(LossTerm(name, factors, divisors, is_sum=False))
+    return LossTerms(terms)
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+# The size of the k-th term of a name, by name and k. It tells losses with other terms apart.
+TermSizes = dict[tuple[str, int], float]
+
+
+class TermComparison:
+    """Compares the terms of the losses of micro-batches, which are averaged by rows.
+
+    Numbers on a GPU are read once, at the end of the step.
+    """
+
+    def __init__(self, row_shares: Sequence[float]) -> None:
+        self._row_shares = row_shares
+        # Whether the numbers are known after the replay of a captured step only.
+        self.is_deferred = False
+        self._latest: LossTerms | None = None
+        self._waiting: dict[int, LossTerms] = {}  # by micro-batch
+        self._coefficients: dict[int, list[Coefficient]] = {}
+        self._device_numbers: Tensor | None = None
+
+    def note(self, terms: LossTerms) -> None:
+        """Note the terms of the micro-batch that is running, for which `add` is called next."""
+        self._latest = terms
+
+    def add(self, microbatch: int) -> None:
+        """Compare the terms of a micro-batch with those of others, at once if that is possible."""
+        terms, self._latest = self._latest, None
+        if terms is None:  # the loss has a weight, or is a sum
+            return
+        if terms.list_device_numbers():
+            self._waiting[microbatch] = terms
+        else:
+            self._compare(microbatch, terms.compute_coefficients(iter(())))
+
+    def finish(self) -> TermSizes:
+        """Compare the terms whose numbers are on a GPU, after the last micro-batch.
+
+        This waits for the GPU. It cannot do so in a capture, so `compare_device_numbers` has to be
+        called after each replay then.
+
+        Returns:
+            The largest coefficient of each term.
+        """
+        numbers = [n for terms in self._waiting.values() for n in terms.list_device_numbers()]
+        if numbers:
+            self._device_numbers = torch.stack(
+                [n.to(numbers[0].device, torch.float64).reshape(()) for n in numbers]
+            )
+            is_cuda = numbers[0].is_cuda
+            self.is_deferred = is_cuda and torch.cuda.is_current_stream_capturing()
+        return {} if self.is_deferred else self.compare_device_numbers()
+
+    def compare_device_numbers(self) -> TermSizes:
+        """Compare the terms whose numbers are on a GPU. Return the sizes of all terms."""
+        if self._device_numbers is not None:
+            numbers = iter(self._device_numbers.tolist())
+            for microbatch, terms in self._waiting.items():
+                self._compare(microbatch, terms.compute_coefficients(numbers))
+        sizes: TermSizes = {}
+        for coefficients in self._coefficients.values():
+            counts: Counter[str] = Counter()
+            for name, value, *_ in coefficients[:_MAX_SIZES]:
+                key = name, counts[name]
+                counts[name] += 1
+                if not math.isnan(value):
+                    sizes[key] = max(abs(value), sizes.get(key, 0.0))
+        return sizes
+
+    def _compare(self, microbatch: int, coefficients: list[Coefficient]) -> None:
+        self._coefficients[microbatch] = coefficients
+        first_microbatch = next(iter(self._coefficients))
+        if microbatch == first_microbatch:
+            return
+        first = self._coefficients[first_microbatch]
+        rows = self._row_shares[microbatch] / self._row_shares[first_microbatch]
+        if len(first) != len(coefficients):
+            # A loop over rows has a term for each of them.
+            counts, other_counts = Counter(first), Counter(coefficients)
+            are_as_many = len(counts) == len(other_counts) and all(
+                other_counts[other] in (counts[one], round(counts[one] * rows))
+                for one, other in zip(counts, other_counts, strict=True)
+            )
+            if not are_as_many:
+                raise _build_error(
+                    f"it has {len(first)} terms in micro-batch {first_microbatch} and "
+                    f"{len(coefficients)} in micro-batch {microbatch}"
+                )
+            first, coefficients = list(counts), list(other_counts)
+        for one, other in zip(first, coefficients, strict=True):
+            if not _is_mean_over_rows(one, other, rows):
+                raise _build_error(_describe_difference(one, other, first_microbatch, microbatch))
+
+
+def _build_error(problem: str) -> RunError:
+    return RunError(
+        f"the loss is not a mean over the rows of a micro-batch: {problem}. So the mean of the "
+        "micro-batches by their rows is not the loss of the batch. Pass nn.CrossEntropyLoss("
+        "...) or functools.partial(cross_entropy, ...) itself as loss_fn, which Penstock "
+        "weighs by its targets; or return penstock.Weighted(loss, weight), whose weight is "
+        "what the mean counts, or the number of rows if all of them count the same; or sum, "
+        "divide by a number of the whole batch, and set reduction='sum'."
+    )
+
+
+def _describe_difference(one: Coefficient, other: Coefficient, first: int, second: int) -> str:
+    if one.name != other.name:
+        return (
+            f"it contains {one.name} in micro-batch {first} and {other.name} in its place in "
+            f"micro-batch {second}"
+        )
+    if one.name.startswith("NllLoss") and one.counted != other.counted:
+        return (
+            f"a cross-entropy in it averages over targets that count {one.counted:g} in "
+            f"micro-batch {first} and {other.counted:g} in micro-batch {second}"
+        )
+    return (
+        f"a sum in it ({one.name}) is divided by {1 / one.value if one.value else 0:g} in "
+        f"micro-batch {first} and by {1 / other.value if other.value else 0:g} in micro-batch "
+        f"{second}"
+    )
+
+
+def _is_mean_over_rows(one: Coefficient, other: Coefficient, rows: float) -> bool:
+    """Return whether two coefficients are those of a mean over rows, or of something constant.
+
+    `rows` says how many times the rows of the one the other one has.
+    """
+    if one.name != other.name:
+        return False
+    # The factor of a learned number, such as `scale.exp()`, is a loss, and that may be any number.
+    if not one.is_sum:
+        return True
+    if math.isnan(one.value + other.value) or one.value == other.value * rows:
+        return True
+    distance = abs(one.value - other.value * rows)
+    if not one.name.startswith("NllLoss"):  # a cross-entropy does depend on the batch
+        distance = min(distance, abs(one.value - other.value))
+    return distance <= _ROUNDING * abs(one.value) < math.inf
