@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.fingerprint import CachedHash, ObjectIdentity
-from penstock.model.traced.containers import LIBRARY_PACKAGES
+from penstock.model.traced.containers import HOOK_TABLES, LIBRARY_PACKAGES
 from penstock.nested_values import are_same_objects
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -65,6 +65,7 @@ class SettingsReader:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._variables = _CodeVariables(self._modules)
+        self._hook_tables = [vars(m).get(name, {}) for m in self._modules for name in HOOK_TABLES]
         self._leaves, self._tensors = list[Any](), list[Tensor]()
         self._values, self._identities = CachedHash(()), tuple[ObjectIdentity, ...]()
 
@@ -76,6 +77,8 @@ class SettingsReader:
             flattener.add_items({k: v for k, v in attributes if k not in _MODULE_INTERNALS})
         for value in self._variables.read():
             flattener.add(value)
+        if any(self._hook_tables):
+            flattener.leaves += (key for table in self._hook_tables for key in table)
         # In nearly all steps the values are the same objects as before, and no hash is computed.
         if not are_same_objects(flattener.leaves, self._leaves):
             self._leaves = flattener.leaves
@@ -84,6 +87,11 @@ class SettingsReader:
             self._tensors = flattener.tensors
             self._identities = tuple(map(ObjectIdentity, flattener.tensors))
         return ModelSettings(self._values, self._identities)
+
+    @property
+    def code_names(self) -> frozenset[str]:
+        """The names of attributes that the code of the modules may read."""
+        return frozenset(self._variables.code_names)
 
     def read_by_name(self) -> dict[str, Any]:
         """Return a key for each attribute and each variable, by name."""
@@ -221,7 +229,7 @@ class _CodeVariables:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
-        self._visited: set[CodeType] = set()
+        self._visited, self.code_names = set[CodeType](), set[str]()
         for module in modules:
             for kind in _iter_classes(module):
                 for name, member in vars(kind).items():
@@ -250,6 +258,7 @@ class _CodeVariables:
             return
         self._visited.add(function.__code__)
         names = sorted(_find_names(function.__code__))
+        self.code_names |= find_attribute_names(function)
         for name in names:
             if name in function.__globals__:
                 self._add(function.__globals__, name, names)
@@ -297,6 +306,17 @@ def _find_names(code: CodeType) -> set[str]:
     """Return the names of globals and attributes in a function and in the functions inside it."""
     inner = [_find_names(part) for part in code.co_consts if isinstance(part, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def find_attribute_names(function: Any) -> set[str]:
+    """Return the names of attributes that a function may read, also by `getattr(x, "name")`."""
+    pending = [getattr(function, "__code__", None)]
+    names: set[str] = set()
+    for code in pending:
+        if isinstance(code, CodeType):
+            names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+            pending += code.co_consts
+    return names
 
 
 def _is_of_library(value: Any) -> bool:
