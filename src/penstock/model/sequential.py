@@ -36,6 +36,7 @@ from penstock.model.sequential_stage import (
 )
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.model.traced.containers import HOOK_TABLES, find_held_objects, iter_containers
+from penstock.model.traced.shared_variables import find_shared_variables
 from penstock.schedules.ir import StageGraph
 from penstock.stage.skip import (
     SkipKey,
@@ -440,6 +441,9 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
     layer_side_names = find_side_names_per_layer(children, first=True)
     side_names = tuple(tuple(layer_side_names[part]) for part in slices)
     shared_state = _find_shared_state([children[part] for part in slices])
+    shared_variables = find_shared_variables(
+        [[m for layer in children[part] for m in layer.modules()] for part in slices]
+    )
     stages = tuple(
         Stage(
             index,
@@ -453,6 +457,7 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
                 is_last=index == len(counts) - 1,
                 side_names=side_names[index],
                 shared_state=shared_state[index],
+                shared_variables=shared_variables[index],
             ),
         )
         for index, part in enumerate(slices)

@@ -231,11 +231,11 @@ class _CodeVariables:
         self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
         self._visited, self.code_names = set[CodeType](), set[str]()
         for module in modules:
-            for kind in _iter_classes(module):
+            for kind in iter_classes(module):
                 for name, member in vars(kind).items():
                     if not name.startswith("__") and not callable(member):
                         self._slots[id(kind), name] = vars(kind), name
-            for function in _iter_methods(module):
+            for function in iter_methods(module):
                 self._visit(function)
 
     @property
@@ -254,7 +254,7 @@ class _CodeVariables:
                 yield None
 
     def _visit(self, function: FunctionType) -> None:
-        if function.__code__ in self._visited or _is_of_library(function):
+        if function.__code__ in self._visited or is_of_library(function):
             return
         self._visited.add(function.__code__)
         names = sorted(_find_names(function.__code__))
@@ -280,21 +280,21 @@ class _CodeVariables:
         """Visit a function; look for the names in an imported module or in a class."""
         if isinstance(value, FunctionType):
             self._visit(value)
-        elif isinstance(value, ModuleType | type) and not _is_of_library(value):
+        elif isinstance(value, ModuleType | type) and not is_of_library(value):
             attributes = vars(value)
             for name in names:
                 if name in attributes and type(attributes[name]) is not ModuleType:
                     self._slots[id(value), name] = attributes, name
 
 
-def _iter_classes(module: nn.Module) -> Iterator[type]:
+def iter_classes(module: nn.Module) -> Iterator[type]:
     """Yield the class of a module and its bases, except for those of libraries."""
-    return (kind for kind in type(module).__mro__ if not _is_of_library(kind))
+    return (kind for kind in type(module).__mro__ if not is_of_library(kind))
 
 
-def _iter_methods(module: nn.Module) -> Iterator[FunctionType]:
+def iter_methods(module: nn.Module) -> Iterator[FunctionType]:
     """Yield the functions of a module's classes, and those assigned to the module."""
-    for kind in _iter_classes(module):
+    for kind in iter_classes(module):
         for member in vars(kind).values():
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, FunctionType):
@@ -319,6 +319,7 @@ def find_attribute_names(function: Any) -> set[str]:
     return names
 
 
-def _is_of_library(value: Any) -> bool:
+def is_of_library(value: Any) -> bool:
+    """Return whether a function, class or module is not the work of the model's author."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
     return (name or "").partition(".")[0] in LIBRARY_PACKAGES
