@@ -35,6 +35,7 @@ from penstock.model.placement import (
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
+from penstock.model.traced.containers import HOOK_TABLES
 from penstock.model.traced.units import UnitSelector
 from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
@@ -270,6 +271,7 @@ class Pipe(nn.Module):
             ProgramCache(self._schedule_choice, graph),
             self._replicas,
             self._modules,
+            [getattr(self, name) for name in HOOK_TABLES],
         )
 
     def _build_request(

@@ -200,3 +200,65 @@ def test_call_inside_the_cache_of_parametrizations_is_refused() -> None:
     with parametrize.cached(), pytest.raises(RunError, match=r"inside .*parametrize\.cached\(\)"):
         pipe.step(x, loss_fn=lambda y: y.square().mean())
     assert pipe.step(x, loss_fn=lambda y: y.square().mean()).loss > 0
+
+
+# ---- what is added to the Sequential or to the pipe later ----------------------------------------
+
+
+def _double(*args: Any) -> Any:
+    return args[-1] * 2
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(_double),
+    "forward pre": lambda module: module.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
+    "backward": lambda module: module.register_full_backward_hook(lambda *args: None),
+    "backward pre": lambda module: module.register_full_backward_pre_hook(lambda *args: None),
+}
+
+
+def _two_stages() -> tuple[nn.Sequential, Pipe]:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return layers, Pipe(layers, stages=2, devices=["cpu"] * 2, loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hook_on_the_sequential_after_the_pipe_was_made(kind: str) -> None:
+    """It did not run, in silence."""
+    layers, pipe = _two_stages()
+    handle = HOOKS[kind](layers)
+    for call in (pipe, pipe.step):
+        with pytest.raises(RunError, match="the Sequential itself has got hooks after the pipe"):
+            call(torch.ones(2, 4))
+    handle.remove()
+    pipe.step(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hook_on_the_pipe_is_refused_by_step(kind: str) -> None:
+    """It ran in `pipe(x)` only."""
+    _, pipe = _two_stages()
+    handle = HOOKS[kind](pipe)
+    with pytest.raises(
+        RunError, match=r"the pipe itself has hooks, which pipe\.step would not run"
+    ):
+        pipe.step(torch.ones(2, 4))
+    handle.remove()
+    pipe.step(torch.ones(2, 4))
+
+
+def test_hook_on_the_pipe_runs_in_a_call() -> None:
+    layers, pipe = _two_stages()
+    pipe.register_forward_hook(_double)
+    assert torch.equal(pipe(torch.ones(2, 4)), layers(torch.ones(2, 4)) * 2)
+
+
+def test_forward_that_was_assigned_to_a_sequential() -> None:
+    """The layers ran one after the other, whatever the forward was."""
+    layers, pipe = _two_stages()
+    layers.forward = lambda x: layers[1](layers[0](x)) * 2  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="the forward of the Sequential was replaced after the pipe"):
+        pipe.step(torch.ones(2, 4))
+    x = torch.ones(2, 4)
+    traced = Pipe(layers, stages=2, devices=["cpu"] * 2, example=x, balance="parameters")
+    assert torch.equal(traced(x), layers(x))

@@ -10,12 +10,13 @@ stashes and a later layer pops, is an additional edge of the stage graph:
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ from penstock.model.sequential_stage import (
     select_side_inputs,
 )
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
-from penstock.model.traced.containers import find_held_objects, iter_containers
+from penstock.model.traced.containers import HOOK_TABLES, find_held_objects, iter_containers
+from penstock.model.traced.shared_variables import find_shared_variables
 from penstock.schedules.ir import StageGraph
 from penstock.stage.skip import (
     SkipKey,
@@ -187,10 +189,55 @@ def group_by_device(children: Sequence[nn.Module]) -> tuple[list[int], list[torc
 def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return whether the module is a Sequential that runs its children one after the other.
 
-    A subclass with another forward is traced like any other module.
+    One with another forward, of a subclass or of its own, is traced like any other module.
     """
     plain = (nn.Sequential.forward, PipeSequential.forward)
-    return isinstance(module, nn.Sequential) and type(module).forward in plain
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward in plain
+        and vars(module).get("forward", refuse_forward) is refuse_forward
+    )
+
+
+def refuse_forward(*_: object, **__: object) -> NoReturn:
+    """Stand in for the forward of a model of which this process trains only a part."""
+    raise RunError(
+        "this model was given to a Pipe over several processes, and this process has trained only "
+        "its own stages. The other layers have old weights here. Call the pipe instead. For the "
+        "whole model (to generate text, say), write it with pipe.export(file) and load the file "
+        "into a new model."
+    )
+
+
+class SequentialRef:
+    """A weak reference to the Sequential that a pipe was made from. Copies refer to nothing.
+
+    Nothing calls the Sequential itself, so what is added to it later would not run.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module: Callable[[], nn.Module | None] = (
+            (lambda: None) if module is None else weakref.ref(module)
+        )
+
+    def __reduce__(self) -> tuple[type[SequentialRef], tuple[()]]:
+        return SequentialRef, ()
+
+    def check_unchanged(self) -> None:
+        """Raise if the Sequential has got hooks, or another forward."""
+        module = self._module()
+        if module is None:
+            return
+        if any(map(vars(module).get, HOOK_TABLES)):
+            raise RunError(
+                "the Sequential itself has got hooks after the pipe was made, which would not run. "
+                "Register them on its layers, or on the pipe, which runs them in pipe(x)."
+            )
+        if vars(module).get("forward", refuse_forward) is not refuse_forward:
+            raise RunError(
+                "the forward of the Sequential was replaced after the pipe was made, and would not "
+                "run. Make the Pipe after the change."
+            )
 
 
 def check_model(module: nn.Module) -> None:
@@ -215,11 +262,10 @@ def check_children(module: nn.Module) -> None:
             "the layers as a plain nn.Sequential, and put the rest of the forward into a layer."
         )
     # The stages call the children, and nothing calls the Sequential itself.
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name, None) for name in hooks):
+    if any(getattr(module, name, None) for name in HOOK_TABLES):
         raise ArgumentError(
             "the Sequential itself has hooks, which a pipe would not run. Register them on its "
-            "layers, or on the pipe."
+            "layers, or on the pipe, which runs them in pipe(x)."
         )
     if not len(module):
         raise ArgumentError("the Sequential is empty. A pipe needs at least one layer.")
@@ -242,10 +288,12 @@ class SequentialPartition(Partition):
     Attributes:
         skip_routes: The skips that cross stages: key, stage that stashes, stage that pops.
         side_names: The names of the side inputs that each layer takes, by stage.
+        source: The Sequential.
     """
 
     skip_routes: tuple[SkipRoute, ...]
     side_names: tuple[tuple[frozenset[str], ...], ...]
+    source: SequentialRef = field(default_factory=SequentialRef)
 
     needs_whole_batch = False
 
@@ -273,6 +321,7 @@ class SequentialPartition(Partition):
 
     def check_unchanged(self, children: Mapping[str, nn.Module | None]) -> None:
         """Raise if the children of a pipe are not the layers that its stages were cut from."""
+        self.source.check_unchanged()
         # `pipe[0] = layer` changes the children of the pipe, but the stages refer to the old
         # layers. The new one would be saved and optimised, but it would not run.
         layers = self._layers
@@ -392,6 +441,9 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
     layer_side_names = find_side_names_per_layer(children, first=True)
     side_names = tuple(tuple(layer_side_names[part]) for part in slices)
     shared_state = _find_shared_state([children[part] for part in slices])
+    shared_variables = find_shared_variables(
+        [[m for layer in children[part] for m in layer.modules()] for part in slices]
+    )
     stages = tuple(
         Stage(
             index,
@@ -405,12 +457,14 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
                 is_last=index == len(counts) - 1,
                 side_names=side_names[index],
                 shared_state=shared_state[index],
+                shared_variables=shared_variables[index],
             ),
         )
         for index, part in enumerate(slices)
     )
     outline = describe_sequential(module, counts, routes)
-    return SequentialPartition(stages, graph, outline, None, routes, side_names)
+    source = SequentialRef(module)
+    return SequentialPartition(stages, graph, outline, None, routes, side_names, source)
 
 
 def _find_shared_state(stages: Sequence[Sequence[nn.Module]]) -> list[list[Any]]:

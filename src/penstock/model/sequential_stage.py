@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from penstock.errors import PenstockTypeError, RunError
 from penstock.model.traced.containers import copy_attributes, copy_container, has_same_state
+from penstock.model.traced.shared_variables import SharedVariables
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import unwrap_compiled
@@ -206,6 +207,7 @@ class SequentialStage:
     outgoing_skip_counts: Mapping[int, int]  # number of skips, by destination stage
     # Modules of this stage, and containers, that layers of another stage hold as well.
     shared_state: tuple[Any, ...] = ()
+    shared_variables: SharedVariables = field(default_factory=SharedVariables)
 
     def with_module(self, module: nn.Module) -> SequentialStage:
         """Return the same stage with another module in place of its layers."""
@@ -231,7 +233,7 @@ class SequentialStage:
                 )
         else:
             values = main
-        if self.shared_state:
+        if self.shared_state or self.shared_variables:
             output = self._run_watching_state(values, side)
         else:
             output = self.forward_fn(*values, **side)
@@ -250,7 +252,9 @@ class SequentialStage:
         That layer would find what another micro-batch has left.
         """
         before = [_copy_state(value) for value in self.shared_state]
+        variables_before = self.shared_variables.take_snapshot()
         output = self.forward_fn(*values, **side)
+        self.shared_variables.check(variables_before)
         for value, old in zip(self.shared_state, before, strict=True):
             if not has_same_state(_copy_state(value), old):
                 raise RunError(
@@ -274,7 +278,8 @@ def build_sequential_stage(
     skip_routes: Iterable[SkipRoute],
     is_last: bool,
     side_names: Sequence[frozenset[str]],
-    shared_state: Sequence[Any] = (),
+    shared_state: Sequence[Any],
+    shared_variables: SharedVariables,
 ) -> SequentialStage:
     """Build the function of a stage from its layers and the skips of the whole model."""
     skip_routes = tuple(skip_routes)
@@ -293,6 +298,7 @@ def build_sequential_stage(
         {neighbour: len(keys) for neighbour, keys in arriving.items()},
         {neighbour: len(keys) for neighbour, keys in departing.items()},
         tuple(shared_state),
+        shared_variables,
     )
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
 from penstock.errors import RunError
 from penstock.model.placement import PlacedPartition
+from penstock.model.sequential import refuse_forward
 from penstock.model.stage_inputs import (
     Cell,
     StageInputs,
@@ -130,27 +131,19 @@ def _return_no_model() -> None:
     """Return None: this process trains the whole model."""
 
 
-def _refuse_forward(*_: object, **__: object) -> NoReturn:
-    """Stand in for the forward of a model of which this process trains only a part."""
-    raise RunError(
-        "this model was given to a Pipe over several processes, and this process has trained only "
-        "its own stages. The other layers have old weights here. Call the pipe instead. For the "
-        "whole model (to generate text, say), write it with pipe.export(file) and load the file "
-        "into a new model."
-    )
-
-
 @dataclass(frozen=True)
 class PreparedPipe:
     """A model that is cut and placed, with its programs: what does not change between calls.
 
-    `layers` are the children of the pipe: the live dictionary, so later changes show.
+    `layers` are the children of the pipe, and `hook_tables` its hooks by kind: the live
+    dictionaries, so later changes show.
     """
 
     placed_partition: PlacedPartition
     program_cache: ProgramCache
     replicas: Replicas
     layers: Mapping[str, nn.Module | None]
+    hook_tables: Sequence[Mapping[int, Any]]
     auditor: Auditor = field(default_factory=Auditor)
     # Returns the user's model if this process trains only a part of it, as long as it exists.
     partial_model: Callable[[], nn.Module | None] = _return_no_model
@@ -164,11 +157,19 @@ class PreparedPipe:
                 "one with a graph of their own. Call the pipe outside of the context."
             )
         model = self.partial_model() if torch.is_grad_enabled() else None
-        if model is not None and vars(model).get("forward") is not _refuse_forward:
-            vars(model)["forward"] = _refuse_forward
+        if model is not None and vars(model).get("forward") is not refuse_forward:
+            vars(model)["forward"] = refuse_forward
         self.placed_partition.partition.check_unchanged(self.layers)
         if self.placed_partition.uninitialized_tensors.slots:
             self.placed_partition.uninitialized_tensors.check_initialized()
+
+    def check_no_hooks(self) -> None:
+        """Raise if the pipe itself has hooks, of which a step has no call to run them around."""
+        if any(self.hook_tables):
+            raise RunError(
+                "the pipe itself has hooks, which pipe.step would not run: it never has the output "
+                "of the whole batch. Register them on its layers, or train with pipe(x)."
+            )
 
     def select_step_program(
         self, request: Request, stage_inputs: StageInputs
@@ -326,6 +327,7 @@ def run_step(pipe: PreparedPipe, request: Request, engine: Engine) -> StepResult
     """Run forward, loss and backward of a batch under the schedule."""
     with engine.step_lock:
         with engine.guarded("step") as call_name:
+            pipe.check_no_hooks()
             pipe.check_model_unchanged()
             call = engine.prepare(call_name, request)
             replayed = call.replay()

@@ -546,3 +546,19 @@ def test_traced_pipe_can_be_pickled_after_a_step() -> None:
     copied = pickle.loads(pickle.dumps(pipe))
     with torch.no_grad():
         assert torch.equal(copied(ids), pipe(ids))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward pre"])
+def test_hook_that_is_registered_on_the_model_later(kind: str) -> None:
+    """It was an error: the operations of the hook were not in the trace."""
+    model, x = made(Chain), batches(5)[0]
+    pipe = splitting.piped(model, x, 2)
+    with torch.no_grad():
+        before = pipe(x)
+        if kind == "forward":
+            handle = model.register_forward_hook(lambda module, args, output: output * 2)
+        else:
+            handle = model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        torch.testing.assert_close(pipe(x), model(x))
+        handle.remove()
+        assert torch.equal(pipe(x), before)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import PenstockError
+from penstock import CutError, PenstockError
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 
 
@@ -313,3 +313,40 @@ class DrawnThenViewed(Four):
 
 def test_view_of_a_drawn_tensor_on_other_stages() -> None:
     assert_same(DrawnThenViewed, (5,))
+
+
+class Passing(nn.Module):
+    """A unit that returns its input, perhaps after it has doubled it in place and copied it."""
+
+    def __init__(self, doubles: bool) -> None:
+        super().__init__()
+        self.bias, self.doubles = nn.Parameter(torch.ones(1)), doubles
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) + self.bias if self.doubles else x
+
+
+class AliasChangedTwice(Four):
+    """An alias on another stage is changed twice before it is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Passing(False), Passing(True)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        base = x * 1.5
+        alias, sums = base.detach(), torch.zeros_like(base)
+        same = self.a(base)
+        alias.detach()[..., :2].normal_(2.0, 0.0)
+        sums[..., 2:] += same[..., 2:].clone()
+        y = self.b(sums)
+        same[..., :2] += alias[..., :2].clone()
+        same[..., 2] = alias[..., 0].clone()
+        return self.c(torch.zeros_like(y)) + self.d(same) + y
+
+
+def test_alias_of_another_stage_that_is_changed_twice_is_refused() -> None:
+    """Only the last change before the alias is used again was looked at."""
+    (x,) = batches(5)
+    with pytest.raises(CutError, match="changes a tensor in place, and stage 1 has a view of it"):
+        piped(made(AliasChangedTwice), x, 4)

@@ -347,6 +347,9 @@ def _check_inplace_changes(
     The other stage would not see the change: stages share no memory.
     """
     needed = set().union(*(assignment.needed_values for assignment in assignments))
+    # A view may be changed several times before it is used again.
+    for node in reversed(trace.nodes):
+        needed.update(old for old, new in node.mutations.items() if new in needed)
     for node_index, stage in node_stages.items():
         node = trace.nodes[node_index]
         for old, new in node.mutations.items():

@@ -30,6 +30,7 @@ from penstock.model.traced.proxies import (
     build_unit_proxy,
     copy_sharing_tensors,
 )
+from penstock.model.traced.shared_variables import SharedVariables, find_shared_variables
 from penstock.model.traced.stage_forward import StageForward
 from penstock.model.traced.trace import Trace, UnitCall
 from penstock.model.traced.traced_partition import (
@@ -236,8 +237,22 @@ def build_draft_stages(
     share. It keeps its own, in a local model.
     """
     shared_proxies = {id(m): build_unit_proxy(name, m) for name, m in traced_model.units.items()}
+    modules_by_stage: list[list[nn.Module]] = [[] for _ in range(ownership.num_stages)]
+    for name, stages in ownership.unit_owners.items():
+        for stage in stages:
+            modules_by_stage[stage] += traced_model.units[name].modules()
+    variables = find_shared_variables(modules_by_stage, parents.values())
     return [
-        _build_stage(index, traced_model, ownership, assignment, parents, shared_proxies, devices)
+        _build_stage(
+            index,
+            traced_model,
+            ownership,
+            assignment,
+            parents,
+            shared_proxies,
+            devices,
+            variables[index],
+        )
         for index in devices
     ]
 
@@ -250,6 +265,7 @@ def _build_stage(
     parents: Mapping[str, nn.Module],
     shared_proxies: Mapping[int, nn.Module],
     devices: Mapping[int, torch.device],
+    shared_variables: SharedVariables,
 ) -> Stage:
     """Build one stage. The stages share unit proxies where they have no tensors of their own."""
     layers: dict[str, nn.Module] = {}
@@ -275,7 +291,11 @@ def _build_stage(
         tuple(layers),
         tuple(layers.values()),
         StageForward(
-            index, proxy_model, unit_modules, [(a, b) for a, b in module_copies if a is not b]
+            index,
+            proxy_model,
+            unit_modules,
+            [(a, b) for a, b in module_copies if a is not b],
+            shared_variables,
         ),
         tuple(
             type(parents[name]).__name__

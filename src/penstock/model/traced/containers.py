@@ -35,8 +35,9 @@ from penstock.nested_values import are_same_objects
 from penstock.torch_compat import get_eager_function
 
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # attributes of PyTorch, such as `_buffers`
-_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks")
+MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # attributes of PyTorch, such as `_buffers`
+# The hooks of a module, by kind.
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Replacements = Mapping[int, Any]  # `id(original)` -> the object that a stage has in its place
 
@@ -74,7 +75,7 @@ class ContainerCopy:
 def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attribute names and values of the containers that a module holds."""
     for key, value in module.__dict__.items():
-        if key not in _MODULE_ATTRIBUTES and (
+        if key not in MODULE_ATTRIBUTES and (
             type(value) in _CONTAINER_TYPES or is_state_object(value)
         ):
             yield key, value
@@ -189,7 +190,7 @@ def find_held_objects(modules: Iterable[nn.Module], objects: Mapping[int, Any]) 
         value
         for module in modules
         for key, value in vars(module).items()
-        if key not in _MODULE_ATTRIBUTES
+        if key not in MODULE_ATTRIBUTES
         and not isinstance(value, bool | int | float | str | None)
         and _refers_to(value, objects)
     ]
@@ -202,7 +203,7 @@ _HELD = object()
 def copy_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that are not PyTorch's own, with copies of containers."""
     attributes = vars(module).items()
-    return {k: copy_container(v) for k, v in attributes if k not in _MODULE_ATTRIBUTES}
+    return {k: copy_container(v) for k, v in attributes if k not in MODULE_ATTRIBUTES}
 
 
 def _refers_to(value: Any, objects: Mapping[int, Any]) -> bool:
@@ -354,7 +355,7 @@ class ReboundHooks:
         """Rebind the hooks of a unit. Return None if no hook refers to a parent."""
         changed_hooks = []
         for path, module in unit.named_modules():
-            for key in _HOOK_ATTRIBUTES:
+            for key in HOOK_TABLES[:2]:
                 hooks = module.__dict__.get(key)
                 if hooks:
                     rebound = OrderedDict(

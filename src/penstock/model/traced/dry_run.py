@@ -227,6 +227,9 @@ def make_fake_output(fake_factory: FakeTensorFactory, leaf: Any, unit: str) -> A
         return leaf
     fake = fake_factory.from_tensor(leaf.detach())
     fake.requires_grad_(leaf.requires_grad)
+    if not leaf.is_leaf:
+        with fake_factory.mode:
+            fake = _make_non_leaf(fake)
     fake.made_in = unit  # type: ignore[attr-defined]
     return fake
 
@@ -250,12 +253,24 @@ def run_on_dummy_data(
         known_tensors[id(x)].clone() if id(x) in known_tensors else _make_dummy_leaf(x)
         for x in leaves
     ]
-    # An argument that comes back as an output must be the same fake tensor again.
-    fake_by_real = {
-        id(real): x for real, x in zip(real_leaves, leaves, strict=True) if isinstance(x, Tensor)
-    }
+    tensors = [
+        (real, x) for real, x in zip(real_leaves, leaves, strict=True) if isinstance(x, Tensor)
+    ]
+    versions = get_versions([real for real, _ in tensors])
     real_args, real_kwargs = unflatten(real_leaves, spec)
     leaves, spec = flatten(_run_on_real_tensors(target, real_args, real_kwargs, written))
+    changed = set(map(id, find_mutated(None, [real for real, _ in tensors], versions)))
+    # An argument that comes back as an output must be the same fake tensor again: contents of
+    # integers may be known. But a unit may return its input for some data only, as in stochastic
+    # depth, so that counts as a new tensor, unless it was changed in place.
+    fake_by_real = {
+        id(real): x
+        for real, x in tensors
+        if not (unit and real.is_floating_point()) or id(real) in changed
+    }
+    for real, fake in tensors:
+        if id(real) in changed:
+            torch.autograd.graph.increment_version(fake)
     return unflatten(
         [
             fake_by_real[id(x)]
@@ -297,7 +312,14 @@ def make_dummy_tensor(spec: TensorSpec, device: torch.device | str = "cpu") -> T
 def _make_dummy_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return make_dummy_tensor(TensorSpec.from_tensor(leaf), leaf.device)
+    dummy = make_dummy_tensor(TensorSpec.from_tensor(leaf), leaf.device)
+    return dummy if leaf.is_leaf else _make_non_leaf(dummy)
+
+
+@torch.enable_grad()
+def _make_non_leaf(tensor: Tensor) -> Tensor:
+    """Return a copy that is not a leaf of autograd's graph: a leaf cannot be changed in place."""
+    return tensor.clone()
 
 
 def make_shape_placeholder(tensor: Tensor) -> Tensor:

@@ -87,14 +87,24 @@ class _FallbackUnitProxy(UnitProxy, nn.Module):
         return getattr(type(self)._target, name)
 
 
-def build_unit_proxy(name: str, module: nn.Module) -> nn.Module:
+def build_unit_proxy(
+    name: str, module: nn.Module, on_read: Callable[[str, str], None] | None = None
+) -> nn.Module:
     """Return a proxy for a unit: an object of a subclass of the unit's class.
 
     The proxy shares the unit's `__dict__`, so a parent that reads or sets an attribute of the unit
-    (`self.block.scale`) sees the real one.
+    (`self.block.scale`) sees the real one. `on_read` is called with the names of the unit and of
+    each attribute that is read.
     """
-    class_attributes = {"_unit": name, "_target": module}
+    class_attributes: dict[str, Any] = {"_unit": name, "_target": module}
     module_class = type(module)
+    if on_read is not None:
+
+        def read_attribute(proxy: Any, key: str) -> Any:
+            on_read(name, key)
+            return module_class.__getattribute__(proxy, key)
+
+        class_attributes["__getattribute__"] = read_attribute
     try:
         metaclass: Any = type(module_class)
         proxy_class = metaclass(

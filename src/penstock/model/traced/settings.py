@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.fingerprint import CachedHash, ObjectIdentity
-from penstock.model.traced.containers import LIBRARY_PACKAGES
+from penstock.model.traced.containers import HOOK_TABLES, LIBRARY_PACKAGES
 from penstock.nested_values import are_same_objects
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -65,6 +65,7 @@ class SettingsReader:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._variables = _CodeVariables(self._modules)
+        self._hook_tables = [vars(m).get(name, {}) for m in self._modules for name in HOOK_TABLES]
         self._leaves, self._tensors = list[Any](), list[Tensor]()
         self._values, self._identities = CachedHash(()), tuple[ObjectIdentity, ...]()
 
@@ -76,6 +77,8 @@ class SettingsReader:
             flattener.add_items({k: v for k, v in attributes if k not in _MODULE_INTERNALS})
         for value in self._variables.read():
             flattener.add(value)
+        if any(self._hook_tables):
+            flattener.leaves += (key for table in self._hook_tables for key in table)
         # In nearly all steps the values are the same objects as before, and no hash is computed.
         if not are_same_objects(flattener.leaves, self._leaves):
             self._leaves = flattener.leaves
@@ -84,6 +87,11 @@ class SettingsReader:
             self._tensors = flattener.tensors
             self._identities = tuple(map(ObjectIdentity, flattener.tensors))
         return ModelSettings(self._values, self._identities)
+
+    @property
+    def code_names(self) -> frozenset[str]:
+        """The names of attributes that the code of the modules may read."""
+        return frozenset(self._variables.code_names)
 
     def read_by_name(self) -> dict[str, Any]:
         """Return a key for each attribute and each variable, by name."""
@@ -221,13 +229,13 @@ class _CodeVariables:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
-        self._visited: set[CodeType] = set()
+        self._visited, self.code_names = set[CodeType](), set[str]()
         for module in modules:
-            for kind in _iter_classes(module):
+            for kind in iter_classes(module):
                 for name, member in vars(kind).items():
                     if not name.startswith("__") and not callable(member):
                         self._slots[id(kind), name] = vars(kind), name
-            for function in _iter_methods(module):
+            for function in iter_methods(module):
                 self._visit(function)
 
     @property
@@ -246,10 +254,11 @@ class _CodeVariables:
                 yield None
 
     def _visit(self, function: FunctionType) -> None:
-        if function.__code__ in self._visited or _is_of_library(function):
+        if function.__code__ in self._visited or is_of_library(function):
             return
         self._visited.add(function.__code__)
         names = sorted(_find_names(function.__code__))
+        self.code_names |= find_attribute_names(function)
         for name in names:
             if name in function.__globals__:
                 self._add(function.__globals__, name, names)
@@ -271,21 +280,21 @@ class _CodeVariables:
         """Visit a function; look for the names in an imported module or in a class."""
         if isinstance(value, FunctionType):
             self._visit(value)
-        elif isinstance(value, ModuleType | type) and not _is_of_library(value):
+        elif isinstance(value, ModuleType | type) and not is_of_library(value):
             attributes = vars(value)
             for name in names:
                 if name in attributes and type(attributes[name]) is not ModuleType:
                     self._slots[id(value), name] = attributes, name
 
 
-def _iter_classes(module: nn.Module) -> Iterator[type]:
+def iter_classes(module: nn.Module) -> Iterator[type]:
     """Yield the class of a module and its bases, except for those of libraries."""
-    return (kind for kind in type(module).__mro__ if not _is_of_library(kind))
+    return (kind for kind in type(module).__mro__ if not is_of_library(kind))
 
 
-def _iter_methods(module: nn.Module) -> Iterator[FunctionType]:
+def iter_methods(module: nn.Module) -> Iterator[FunctionType]:
     """Yield the functions of a module's classes, and those assigned to the module."""
-    for kind in _iter_classes(module):
+    for kind in iter_classes(module):
         for member in vars(kind).values():
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, FunctionType):
@@ -299,6 +308,18 @@ def _find_names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _is_of_library(value: Any) -> bool:
+def find_attribute_names(function: Any) -> set[str]:
+    """Return the names of attributes that a function may read, also by `getattr(x, "name")`."""
+    pending = [getattr(function, "__code__", None)]
+    names: set[str] = set()
+    for code in pending:
+        if isinstance(code, CodeType):
+            names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+            pending += code.co_consts
+    return names
+
+
+def is_of_library(value: Any) -> bool:
+    """Return whether a function, class or module is not the work of the model's author."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
     return (name or "").partition(".")[0] in LIBRARY_PACKAGES

@@ -41,7 +41,12 @@ from penstock.model.traced.interception import (
 from penstock.model.traced.proxies import ProxyModel, sync_attributes
 from penstock.model.traced.remote_tensor import FORWARD_COUNTER, RemoteTensor
 from penstock.model.traced.settings import ModelSettings
-from penstock.model.traced.stage_program import ANY_TENSOR, Instruction, StageProgram
+from penstock.model.traced.shared_variables import SharedVariables
+from penstock.model.traced.stage_program import (
+    ANY_TENSOR,
+    Instruction,
+    StageProgram,
+)
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     METADATA_ONLY,
@@ -53,6 +58,14 @@ from penstock.model.traced.torch_functions import (
 )
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, TraceNode, ValueLeaf
 from penstock.model.traced.traced_partition import ForwardRequest
+from penstock.model.traced.unit_checks import (
+    are_same_values,
+    check_unit_aliases,
+    check_unit_output,
+    check_unit_tensors,
+    check_watched_attributes,
+    read_watched_attributes,
+)
 from penstock.nested_values import flatten, iter_tensors, map_call_tensors, map_tensors, unflatten
 from penstock.stage.host_rng import draw_between_units, draw_in_unit
 from penstock.stage.recompute import is_checkpointing, is_recomputing
@@ -195,10 +208,13 @@ class StageInterpreter(OpInterceptor):
             self.notify_hooks(name, target, args, kwargs, output)
             return output
         resolved_args, resolved_kwargs = map_call_tensors(args, kwargs, self._resolve)
-        if instruction.returns_argument:  # before the call, which may fill a list among them
+        if instruction.returns_argument or instruction.must_not_alias:
+            # Before the call, which may fill a list among them.
             arguments = _find_tensors((args, kwargs))
             resolved = _find_tensors((resolved_args, resolved_kwargs))
         unit, hooks = self._unit_modules[name], self.unit_hooks.get(name)
+        if instruction.watched_attributes:
+            attributes = read_watched_attributes(unit, instruction)
         run: Callable[..., Any] = unit if hooks is None else hooks.wrap(unit)
         # A parent called `torch.utils.checkpoint` on code around this unit. The region may span
         # several stages, so each unit in it is checkpointed by itself.
@@ -211,16 +227,23 @@ class StageInterpreter(OpInterceptor):
             else:
                 with torch.set_grad_enabled(False):
                     output = call_tracking_containers(run, resolved_args, resolved_kwargs)
-            if instruction.expected_shapes:
-                _check_unit_shapes(instruction, output)
+            if isinstance(output, OutputWithContainerUpdates) is not instruction.fills_container:
+                raise self._divergence_error(
+                    f"unit '{name}', which fills a list or a dict in some calls only"
+                )
+            expected = instruction.expected_output
+            if expected is not None and not (expected is ANY_TENSOR and isinstance(output, Tensor)):
+                check_unit_output(instruction, output)
+            if instruction.watched_attributes:
+                check_watched_attributes(unit, instruction, attributes)
+            if instruction.expected_tensors:
+                check_unit_tensors(instruction, output)
+            if instruction.returns_argument or instruction.must_not_alias:
+                check_unit_aliases(instruction, output, resolved)
             if instruction.saved_values:  # may clone, and that is not a node of the forward
                 self._save_values(
                     instruction, output, lambda: _find_tensors((resolved_args, resolved_kwargs))
                 )
-        if isinstance(output, OutputWithContainerUpdates) is not instruction.fills_container:
-            raise self._divergence_error(
-                f"unit '{name}', which fills a list or a dict in some calls only"
-            )
         if instruction.returns_argument:
             output = _restore_arguments(output, arguments, resolved)
         return apply_container_updates(output, args, kwargs)
@@ -288,7 +311,7 @@ class StageInterpreter(OpInterceptor):
         The guard has repeated the operation with those of the trace, and its outcome is the answer
         that this forward gets.
         """
-        if _are_same_arguments(instruction.guarded_arguments, (args, kwargs)):
+        if are_same_values(instruction.guarded_arguments, (args, kwargs)):
             return
         node = instruction.node
         raise CutError(
@@ -400,48 +423,6 @@ class StageInterpreter(OpInterceptor):
                 self.sent_values[value] = tensor.clone() if needs_copy else tensor
 
 
-def _are_same_arguments(expected: Any, actual: Any) -> bool:
-    """Return whether arguments of an operation are those of the trace, as far as can be told."""
-    if expected is actual or expected is ANY_TENSOR:
-        return True
-    if isinstance(expected, tuple | list):
-        is_alike = isinstance(actual, tuple | list) and len(expected) == len(actual)
-        return is_alike and all(map(_are_same_arguments, expected, actual))
-    if isinstance(expected, dict):
-        return expected.keys() == actual.keys() and all(
-            _are_same_arguments(value, actual[key]) for key, value in expected.items()
-        )
-    if isinstance(expected, slice):
-        parts = ((part.start, part.stop, part.step) for part in (expected, actual))
-        return isinstance(actual, slice) and _are_same_arguments(*parts)
-    if isinstance(expected, Tensor):  # a constant; it may be made anew, as by `from_numpy`
-        is_alike = isinstance(actual, Tensor) and expected.shape == actual.shape
-        return is_alike and torch.equal(expected, actual)
-    if hasattr(expected, "tobytes"):  # a NumPy array; `==` would compare element by element
-        return type(actual) is type(expected) and bool(expected.tobytes() == actual.tobytes())
-    if isinstance(expected, _COMPARABLE_TYPES):
-        return bool(expected == actual)
-    return type(expected) is type(actual)
-
-
-_COMPARABLE_TYPES = (int, float, complex, str, torch.dtype, torch.device, type(None))
-
-
-def _check_unit_shapes(instruction: Instruction, result: Any) -> None:
-    """Raise if a unit's output has another shape than in the trace, which other stages go by."""
-    leaves = [result] if isinstance(result, Tensor) else flatten(result)[0]
-    for leaf, traced_shape in zip(leaves, instruction.expected_shapes, strict=False):
-        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
-        if traced_shape is not None and shape != traced_shape:
-            raise CutError(
-                f"unit '{instruction.node.func}' returned a tensor of shape {shape}, but the trace "
-                f"has {traced_shape} for inputs like these ({instruction.node.location}). The "
-                "shape depends on data, and the forward relies on it on stages that do not have "
-                "the tensor. Let the unit return one shape (pad, or mask instead of indexing), or "
-                "put all that depends on the shape into one unit with units=."
-            )
-
-
 def _restore_arguments(result: Any, arguments: Iterable[Tensor], resolved: Iterable[Tensor]) -> Any:
     """Return the result of a node with the forward's own tensors for arguments that it returns.
 
@@ -471,6 +452,7 @@ class StageForward:
         proxy_model: The model's parents, as this stage has them.
         unit_modules: The units by name, as this stage has them.
         unit_copies: Pairs of original and copy, for units that another stage calls as well.
+        shared_variables: Variables that the units of this stage change and others read.
     """
 
     def __init__(
@@ -478,10 +460,11 @@ class StageForward:
         index: int,
         proxy_model: ProxyModel,
         unit_modules: Mapping[str, nn.Module],
-        unit_copies: Sequence[tuple[nn.Module, nn.Module]] = (),
+        unit_copies: Sequence[tuple[nn.Module, nn.Module]],
+        shared_variables: SharedVariables,
     ) -> None:
         self._index, self._proxy_model, self._unit_modules = index, proxy_model, unit_modules
-        self._unit_copies = unit_copies
+        self._unit_copies, self._shared_variables = unit_copies, shared_variables
         self._settings: ModelSettings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -541,6 +524,7 @@ class StageForward:
         # A recomputation must not advance buffers a second time.
         reassigned_buffers = () if is_recomputing() else program.reassigned_buffers
         output: Any = None
+        variables = self._shared_variables.take_snapshot() if self._shared_variables else ()
         try:
             # The forward may end early inside a `no_grad` block of the model. This context restores
             # the grad mode in any case.
@@ -552,6 +536,8 @@ class StageForward:
             pass
         else:
             output = interpreter.resolve_output(output)
+        if variables:
+            self._shared_variables.check(variables)
         outputs = {
             dst: tuple(interpreter.sent_values[value] for value in program.send_values.get(dst, ()))
             for dst in request.destinations[self._index]

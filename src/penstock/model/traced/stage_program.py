@@ -12,7 +12,7 @@ on has to send the right version of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,30 @@ from penstock.model.traced.trace import (
 from penstock.nested_values import map_tensors
 from penstock.torch_compat import pytree
 
-Shape = tuple[int, ...]
+
+class _AnyTensor:
+    """Stands for a tensor in the arguments or the output of a node, in comparisons."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+ANY_TENSOR = _AnyTensor()
+
+
+class FlatOutput(NamedTuple):
+    """The leaves and the structure of an output."""
+
+    leaves: list[Any]
+    tree_spec: pytree.TreeSpec
+
+
+class ExpectedTensor(NamedTuple):
+    """The metadata of a tensor that other stages rely on; None for what nothing depends on."""
+
+    shape: tuple[int, ...] | None
+    ndim: int | None
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -50,14 +73,21 @@ class Instruction:
         placeholder_is_static: Whether `placeholder_result` is returned as it is. If not, it is a
             list of leaves, some of which are arguments of the call.
         saved_values: Values that the stage keeps after it has run the node.
-        expected_shapes: The shapes of a unit's outputs, where other stages rely on them; None for
-            outputs whose shape nothing depends on. Empty if no shape has to be checked.
+        expected_output: The output of a unit in the trace, with `ANY_TENSOR` for tensors: one of
+            these, a tuple, or a `FlatOutput` for other structures. Stages that do not run the unit
+            go by it. None if there is no such stage.
+        expected_tensors: What other stages rely on, for each tensor of a unit's output; None for
+            tensors of which nothing depends on the shape or dtype. Empty if nothing is to check.
         rebound_values: Pairs (old, new) of values: another stage changes `old` in place at this
             node, and from here on `new` takes its place.
         fills_container: Whether the unit puts something into a list or dict of its caller.
         guarded_arguments: The arguments of an operation that a guard depends on, None for others.
             `ANY_TENSOR` stands for a tensor that the guards compute with as it is now.
         returns_argument: Whether the result contains one of the arguments, as for `x.add_(1)`.
+        must_not_alias: Whether the unit must return new tensors wherever it did so in the trace,
+            because they or the arguments are changed in place later.
+        watched_attributes: Attributes of a unit, by module inside it and name, that the forward
+            around it reads where the unit must not have changed them.
     """
 
     node: TraceNode
@@ -65,14 +95,14 @@ class Instruction:
     placeholder_result: Any = None
     placeholder_is_static: bool = True
     saved_values: tuple[SavedValue, ...] = ()
-    expected_shapes: tuple[Shape | None, ...] = ()
+    expected_output: Any = None
+    expected_tensors: tuple[ExpectedTensor | None, ...] = ()
     rebound_values: tuple[tuple[int, int], ...] = ()
     fills_container: bool = False
     guarded_arguments: Any = None
     returns_argument: bool = False
-
-
-ANY_TENSOR = object()
+    must_not_alias: bool = False
+    watched_attributes: tuple[tuple[str, str], ...] = ()
 
 
 class SavedValue(NamedTuple):
@@ -136,7 +166,10 @@ def build_stage_program(
     trace, stage_assignment = assignment.trace, assignment.stage_assignments[stage]
     remote_tensor = trace.make_remote_tensors(device)
     inplace = _InplaceTracker(assignment, stage)
-    shape_dependent = _find_shape_dependent_values(trace)
+    metadata_dependent = {
+        kind: _find_dependent_values(trace, values) for kind, values in trace.metadata_reads.items()
+    }
+    mutated_values = {value for node in trace.nodes for value in node.mutations}
     guarded_arguments = _collect_guarded_arguments(trace, constants)
     instructions = []
     for node_index, node in enumerate(trace.nodes):
@@ -147,11 +180,15 @@ def build_stage_program(
                 node,
                 True,
                 saved_values=inplace.find_saved_values(node),
-                expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
+                expected_output=_build_expected_output(assignment, stage, node_index),
+                expected_tensors=_collect_expected_tensors(trace, node, metadata_dependent),
                 fills_container=output_context is OutputWithContainerUpdates,
                 guarded_arguments=guarded_arguments.get(node_index),
                 returns_argument=node.output is not None
                 and any(isinstance(leaf, ArgumentLeaf) for leaf in node.output.leaves),
+                must_not_alias=node.kind is NodeKind.UNIT
+                and not mutated_values.isdisjoint({*node.inputs, *node.produced_values}),
+                watched_attributes=_find_watched_attributes(assignment, stage, node_index),
             )
         else:
             placeholder, is_static = _build_placeholder(node, remote_tensor)
@@ -212,35 +249,89 @@ def _collect_guarded_arguments(
     }
 
 
-def _find_shape_dependent_values(trace: Trace) -> set[int]:
-    """Return the values whose shapes the forward relies on, directly or through operations.
+def _find_dependent_values(trace: Trace, read_values: Collection[int]) -> set[int]:
+    """Return the values whose metadata the forward relies on, directly or through operations.
 
     The host has read `x.shape` somewhere, and every stage goes on with the shape from the trace.
     Going back through the operations finds the outputs of units that this shape follows from.
     """
-    values = set(trace.shape_read_values)
+    values = set(read_values)
     for node in reversed(trace.nodes):
         if node.kind is not NodeKind.UNIT and not values.isdisjoint(node.produced_values):
             values.update(node.inputs)
     return values
 
 
-def _collect_expected_shapes(
-    trace: Trace, node: TraceNode, shape_dependent: set[int]
-) -> tuple[Shape | None, ...]:
-    """Return `Instruction.expected_shapes` of a node."""
-    if (
-        node.kind is not NodeKind.UNIT
-        or node.output is None
-        or shape_dependent.isdisjoint(node.output.value_indices)
-    ):
+def _collect_expected_tensors(
+    trace: Trace, node: TraceNode, dependent_values: Mapping[str, set[int]]
+) -> tuple[ExpectedTensor | None, ...]:
+    """Return `Instruction.expected_tensors` of a node."""
+    if node.kind is not NodeKind.UNIT or node.output is None:
         return ()
-    return tuple(
-        trace.values[leaf.value].tensor_spec.shape
-        if isinstance(leaf, ValueLeaf) and leaf.value in shape_dependent
-        else None
-        for leaf in node.output.leaves
+    expected: list[ExpectedTensor | None] = []
+    for leaf in node.output.leaves:
+        value = leaf.value if isinstance(leaf, ValueLeaf) else None
+        kinds = {kind for kind, values in dependent_values.items() if value in values}
+        if value is None or not kinds:
+            expected.append(None)
+            continue
+        spec = trace.values[value].tensor_spec
+        expected.append(
+            ExpectedTensor(
+                spec.shape if "shape" in kinds else None,
+                len(spec.shape) if "ndim" in kinds else None,
+                spec.dtype if "dtype" in kinds else None,
+            )
+        )
+    return tuple(expected) if any(expected) else ()
+
+
+def _is_reached_elsewhere(assignment: TraceAssignment, stage: int, node_index: int) -> bool:
+    """Return whether another stage runs the host code before a node. The last stage runs all."""
+    last = len(assignment.stage_assignments) - 1
+    return any(
+        index != stage and (index == last or node_index <= other.end)
+        for index, other in enumerate(assignment.stage_assignments)
     )
+
+
+def _find_watched_attributes(
+    assignment: TraceAssignment, stage: int, node_index: int
+) -> tuple[tuple[str, str], ...]:
+    """Return `Instruction.watched_attributes` of a node that a stage runs.
+
+    A read after the call, by code that only this stage runs, finds what the call has left. Any
+    other read would find what another micro-batch has left.
+    """
+    node = assignment.trace.nodes[node_index]
+    if node.kind is not NodeKind.UNIT:
+        return ()
+    reads = [read for read in assignment.trace.attribute_reads if read.unit == node.func.unit]
+    return tuple(
+        dict.fromkeys(
+            (read.path, read.key)
+            for read in reads
+            if read.node_index <= node_index
+            or _is_reached_elsewhere(assignment, stage, read.node_index)
+        )
+    )
+
+
+def _build_expected_output(assignment: TraceAssignment, stage: int, node_index: int) -> Any:
+    """Return `Instruction.expected_output` of a node that a stage runs."""
+    node = assignment.trace.nodes[node_index]
+    is_seen = _is_reached_elsewhere(assignment, stage, node_index + 1)
+    if node.kind is not NodeKind.UNIT or node.output is None or not is_seen:
+        return None
+    leaves = [
+        ANY_TENSOR if isinstance(leaf, ValueLeaf | ArgumentLeaf) else leaf
+        for leaf in node.output.leaves
+    ]
+    if node.output.tree_spec.is_leaf() and leaves == [ANY_TENSOR]:
+        return ANY_TENSOR
+    # Tuples are common, and need not be flattened to be compared.
+    is_plain_tuple = node.output.tree_spec == pytree.tree_structure((0,) * len(leaves))
+    return tuple(leaves) if is_plain_tuple else FlatOutput(leaves, node.output.tree_spec)
 
 
 def _find_original_values(nodes: Sequence[TraceNode]) -> dict[int, int]:

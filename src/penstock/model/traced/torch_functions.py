@@ -2,7 +2,8 @@
 
 set                    the functions                          treatment
 METADATA_ONLY          read metadata (shape, dtype)           run everywhere, not recorded
-SIZE_QUERIES           those of them that read sizes          note that Python knows the shape
+METADATA_QUERIES       those of them that read the shape,     note what Python knows
+                       the number of dims or the dtype
 MODE_DEPENDENT         requires_grad, is_leaf                 answered as in the trace
 SHAPE_ONLY             zeros_like, new_zeros, ...             need only the shape of an argument
 ASSERTIONS             raise, or do nothing                   run where the tensor is
@@ -74,14 +75,20 @@ METADATA_ONLY = frozenset(
     ]
 )
 
-# They read the size of a tensor. Stages that skip the tensor must then know its exact shape.
-SIZE_QUERIES = frozenset(
-    [
-        *_tensor_attributes(("shape", "nbytes"), as_getters=True),
-        *_tensor_attributes(("size", "nelement", "numel", "stride", "__len__", "is_contiguous")),
-        torch.numel,
-    ]
-)
+_SIZE_METHODS = ("size", "nelement", "numel", "stride", "__len__", "is_contiguous")
+_DTYPE_METHODS = ("type", "element_size", "is_floating_point", "is_complex", "is_signed")
+
+# They read the shape, the number of dims or the dtype of a tensor. Stages that skip the tensor must
+# then know it exactly.
+METADATA_QUERIES = {
+    **dict.fromkeys(_tensor_attributes(("shape", "nbytes"), as_getters=True), "shape"),
+    **dict.fromkeys([*_tensor_attributes(_SIZE_METHODS), torch.numel], "shape"),
+    **dict.fromkeys(_tensor_attributes(("ndim",), as_getters=True), "ndim"),
+    **dict.fromkeys(_tensor_attributes(("dim", "ndimension")), "ndim"),
+    **dict.fromkeys(_tensor_attributes(("dtype", "itemsize"), as_getters=True), "dtype"),
+    **dict.fromkeys(_tensor_attributes(_DTYPE_METHODS), "dtype"),
+    **dict.fromkeys([torch.is_floating_point, torch.is_complex, torch.is_signed], "dtype"),
+}
 
 # Their answer differs between a forward and its recomputation, because a checkpointed forward runs
 # without a graph. The stages return what the trace recorded, so that both take the same path.

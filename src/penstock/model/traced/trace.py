@@ -148,6 +148,15 @@ class UnitCall:
         return self.unit + (f" (call {self.call_index + 1})" if self.call_index else "")
 
 
+class AttributeRead(NamedTuple):
+    """A read of an attribute of a unit by the forward around it."""
+
+    unit: str
+    path: str  # the module inside the unit that has the attribute; empty for the unit itself
+    key: str
+    node_index: int  # the node that came next
+
+
 @dataclass(frozen=True)
 class Trace:
     """All nodes and values of one forward."""
@@ -157,12 +166,13 @@ class Trace:
     inputs: tuple[int, ...]  # the values of the tensors that the forward was called with
     output: TracedOutput
     reassigned_buffers: Mapping[str, int]  # buffer name -> the value that was assigned to it
-    # Values whose shape Python read. Stages without the tensor must know its shape as well.
-    shape_read_values: frozenset[int] = frozenset()
+    # Values whose "shape", "ndim" or "dtype" Python read. Stages without the tensor must know it.
+    metadata_reads: Mapping[str, frozenset[int]] = field(default_factory=dict)
     # Contents of integer and boolean tensors that are passed to units (indices, lengths, masks).
     # The profiler calls the units with these, because a unit may not run with arbitrary indices.
     unit_integer_inputs: Mapping[int, Tensor] = field(default_factory=dict)
     unit_written_buffers: frozenset[str] = frozenset()  # names of buffers that units write to
+    attribute_reads: tuple[AttributeRead, ...] = ()
 
     def make_remote_tensors(self, device: torch.device) -> Callable[[int], RemoteTensor]:
         """Return a function from values to remote tensors, with one tensor for each value.

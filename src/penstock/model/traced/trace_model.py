@@ -14,7 +14,7 @@ micro-batch arrives. They work in this order:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,24 +22,36 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.isolation import isolated
-from penstock.model.traced.containers import apply_container_updates, find_shared_containers
+from penstock.model.traced.containers import (
+    MODULE_ATTRIBUTES,
+    apply_container_updates,
+    find_shared_containers,
+)
 from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
 from penstock.model.traced.interception import (
     EscapedTensor,
     HookSkipped,
     NullHookHandle,
     OpInterceptor,
+    get_current_interceptor,
 )
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
 from penstock.model.traced.proxies import ProxyModel, UnitStateTracker, build_unit_proxy
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.model.traced.settings import SettingsReader
+from penstock.model.traced.settings import SettingsReader, find_attribute_names
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     REFLECTED_COMPARISONS,
     is_metadata_only,
 )
-from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode, ValueLeaf
+from penstock.model.traced.trace import (
+    ArgumentLeaf,
+    AttributeRead,
+    NodeKind,
+    Trace,
+    TraceNode,
+    ValueLeaf,
+)
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.nested_values import flatten, iter_tensors, unflatten
@@ -245,7 +257,16 @@ def _trace_once(
 
     Returns the trace, the constants, and whether a second run takes the same path.
     """
-    proxies = {id(module): build_unit_proxy(name, module) for name, module in units.items()}
+    reads: dict[tuple[str, str], int] = {}  # by unit and attribute, the next node
+
+    def record_read(unit: str, key: str) -> None:
+        interceptor = get_current_interceptor()
+        if isinstance(interceptor, Tracer):
+            reads.setdefault((unit, key), len(interceptor.nodes))
+
+    proxies = {
+        id(module): build_unit_proxy(name, module, record_read) for name, module in units.items()
+    }
     proxy_model = ProxyModel(model, proxies)
     _check_no_backward_hooks(proxy_model)
     proxy_model.refresh_buffers(fake_factory.device)
@@ -274,7 +295,8 @@ def _trace_once(
         for key, buffer in copy._buffers.items()
         if buffer is not None and buffer is not buffers_before[name].get(key)
     }
-    trace = tracer.build_trace(inputs, output, reassigned_buffers)
+    attribute_reads = tuple(_find_attribute_reads(reads, units, shared_state.code_names))
+    trace = tracer.build_trace(inputs, output, reassigned_buffers, attribute_reads)
     state_after = shared_state.read_by_name()
     changed = [name for name, key in state_after.items() if state_before.get(name) != key]
     # A new ProxyModel: the forward may have set attributes on the copies of the first one.
@@ -293,6 +315,26 @@ def _trace_once(
             "attribute of the model, a dict, a list or a plain object that the model holds."
         )
     return trace, tracer.value_table.collect_constants(), is_stable and not changed
+
+
+def _find_attribute_reads(
+    reads: Mapping[tuple[str, str], int], units: Mapping[str, nn.Module], names: Collection[str]
+) -> Iterator[AttributeRead]:
+    """Yield the attributes of units that the forward reads, given what it reads of their proxies.
+
+    A read of a submodule goes on where no proxy sees it. Its attributes count as read if their
+    names are among the `names` in the forward's code, or in a method of the unit that it calls.
+    """
+    methods = [getattr(type(units[unit]), key, None) for unit, key in reads]
+    names = set(names).union(*map(find_attribute_names, methods))
+    for (unit, key), node_index in reads.items():
+        module = units[unit]
+        if key in vars(module) and key not in MODULE_ATTRIBUTES:
+            yield AttributeRead(unit, "", key, node_index)
+        elif key in module._modules or key == "_modules":
+            for path, submodule in module.named_modules():
+                for inner in vars(submodule).keys() & names - MODULE_ATTRIBUTES if path else ():
+                    yield AttributeRead(unit, path, inner, node_index)
 
 
 def _check_no_backward_hooks(proxy_model: ProxyModel) -> None:

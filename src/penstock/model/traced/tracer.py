@@ -67,6 +67,7 @@ from penstock.model.traced.torch_functions import (
 )
 from penstock.model.traced.trace import (
     ArgumentLeaf,
+    AttributeRead,
     NodeKind,
     Trace,
     TracedOutput,
@@ -287,7 +288,8 @@ class Tracer(OpInterceptor):
         if func in SHAPE_ONLY and len(inputs) == 1:
             result, placeholders = function_call.call_with_mapped_tensors(make_shape_placeholder)
             arguments = map_tensors((args, kwargs), lambda t: placeholders.pop(0))
-            self.value_table.shape_read_values.update(inputs)
+            for kind in ("shape", "dtype"):
+                self.value_table.metadata_reads[kind].update(inputs)
             node = replace(node, inputs=(), input_only=True, arg_template=arguments)
             return self._append_node(node, result, ())
         if func in ASSERTIONS or func in HOOK_REGISTRATION:
@@ -657,7 +659,11 @@ class Tracer(OpInterceptor):
         )
 
     def build_trace(
-        self, inputs: tuple[int, ...], output: Any, reassigned_buffers: Mapping[str, Tensor]
+        self,
+        inputs: tuple[int, ...],
+        output: Any,
+        reassigned_buffers: Mapping[str, Tensor],
+        attribute_reads: tuple[AttributeRead, ...] = (),
     ) -> Trace:
         """Return the finished trace.
 
@@ -678,14 +684,15 @@ class Tracer(OpInterceptor):
             if is_persistent_update(name, v, self.nodes, values)
         }
         nodes, traced_output = tuple(self.nodes), TracedOutput(tuple(output_leaves), spec)
-        shape_reads = frozenset(self.value_table.shape_read_values)
+        reads = {k: frozenset(v) for k, v in self.value_table.metadata_reads.items()}
         return Trace(
             nodes,
             tuple(values),
             inputs,
             traced_output,
             reassigned,
-            shape_reads,
+            reads,
             self._unit_integer_inputs,
             self.value_table.find_buffer_names(self._written_in_units),
+            attribute_reads,
         )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.model.traced.dry_run import FakeTensorFactory
 from penstock.model.traced.interception import EscapedTensor, get_source_location
-from penstock.model.traced.torch_functions import SIZE_QUERIES
+from penstock.model.traced.torch_functions import METADATA_QUERIES
 from penstock.model.traced.trace import TracedValue
 from penstock.nested_values import find_referred_values, iter_tensors
 from penstock.tensor_spec import TensorSpec
@@ -40,7 +40,8 @@ class ValueTable:
         last of them decides.
         """
         self.values: list[TracedValue] = []
-        self.shape_read_values: set[int] = set()  # see `Trace.shape_read_values`
+        # See `Trace.metadata_reads`.
+        self.metadata_reads: dict[str, set[int]] = {"shape": set(), "ndim": set(), "dtype": set()}
         self.fake_factory = fake_factory
         # Keys are `id(tensor)`: the values that the tensors are now. `_kept_alive` holds a
         # reference to each tensor, because Python reuses the id of an object that is gone.
@@ -90,9 +91,10 @@ class ValueTable:
         return frozenset(self._buffer_names[id(t)] for t in tensors if id(t) in self._buffer_names)
 
     def record_metadata_read(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Note that Python read the size of a tensor. Reads of other metadata need no note."""
-        if func in SIZE_QUERIES:
-            self.shape_read_values.update(
+        """Note that Python read the shape or dtype of a tensor. Other metadata need no note."""
+        kind = METADATA_QUERIES.get(func)
+        if kind is not None:
+            self.metadata_reads[kind].update(
                 self._value_by_tensor[id(t)] for t in args[:1] if id(t) in self._value_by_tensor
             )
 
