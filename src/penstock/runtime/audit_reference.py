@@ -46,6 +46,7 @@ from penstock.torch_compat import (
 )
 
 BufferKey = tuple[nn.Module, str]
+AttributeKey = tuple[nn.Module, str]
 
 _MAX_CAPTURED_VALUES = 10_000  # a loss function may reach a whole data set
 
@@ -67,6 +68,7 @@ class ReferenceForward(NamedTuple):
         has_drawn: Whether it drew random numbers.
         buffers: The digests of the buffers after it.
         changed_state: Whether it changed a buffer.
+        changed_attributes: The attributes with numbers that it changed, such as a counter.
         adds_losses: Whether layers added auxiliary losses.
     """
 
@@ -74,6 +76,7 @@ class ReferenceForward(NamedTuple):
     has_drawn: bool
     buffers: dict[BufferKey, Digest]
     changed_state: bool
+    changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
 
 
@@ -193,6 +196,7 @@ class Reference:
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
         before, objects = self._digest_buffers(), collect_buffers(self._model_modules)
+        attributes = read_plain_attributes(self._model_modules).items()
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
@@ -200,8 +204,10 @@ class Reference:
         # A pipe assigns new buffers when the micro-batch is done, and not in the forward.
         current = collect_buffers(self._model_modules)
         buffers = {k: digest for k, digest in buffers.items() if current[k] is objects.get(k)}
+        now = read_plain_attributes(self._model_modules)
+        counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, has_drawn, buffers, changed, self._adds_losses)
+        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -244,12 +250,12 @@ class Reference:
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> dict[int, Digest]:
         """Run the backward, and return the digests of the gradients by id of their parameter."""
-        digests: dict[int, Digest] = {}
+        sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
 
         def note_gradient(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            key = id(self._aliases.get(leaf, leaf))
-            digests[key] = self._digester.digest(leaf.grad).plus(digests.get(key))
+            key = id(self._aliases.get(leaf, leaf)), len(sums)
+            sums[key] = self._digester.compute_sums(leaf.grad)
             leaf.grad = None  # one gradient at a time is in memory
 
         # A reentrant `torch.utils.checkpoint` hides its parameters from the graph.
@@ -263,6 +269,9 @@ class Reference:
             # As in a worker: gradients do not depend on the caller's autocast.
             with no_autocast():
                 torch.autograd.backward(list(tensors), list(gradients))
+        digests: dict[int, Digest] = {}
+        for (key, _), digest in self._digester.read(sums).items():
+            digests[key] = digest.plus(digests.get(key))
         return digests
 
 
@@ -273,6 +282,16 @@ def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
         for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta
+    }
+
+
+def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
+    """Return the attributes of modules that are numbers."""
+    return {
+        (module, name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
     }
 
 
