@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -41,8 +41,10 @@ from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,
     force_eager,
+    get_innermost_dispatch_mode,
     pop_dispatch_mode,
     push_dispatch_mode,
+    without_innermost_dispatch_mode,
 )
 
 BufferKey = tuple[nn.Module, str]
@@ -255,7 +257,9 @@ class Reference:
         def note_gradient(leaf: Tensor) -> None:
             assert leaf.grad is not None
             key = id(self._aliases.get(leaf, leaf)), len(sums)
-            sums[key] = self._digester.compute_sums(leaf.grad)
+            has_log = get_innermost_dispatch_mode() is not None  # it would see each operation
+            with without_innermost_dispatch_mode() if has_log else nullcontext():
+                sums[key] = self._digester.compute_sums(leaf.grad)
             leaf.grad = None  # one gradient at a time is in memory
 
         # A reentrant `torch.utils.checkpoint` hides its parameters from the graph.
@@ -317,14 +321,10 @@ class _WriteLog(CompileFriendlyDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self.generators.setdefault(generator, generator.get_state())
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for index, argument in enumerate(schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, list | tuple) else [value]:
-                    self._copy_before_write(tensor)
+        for index, name in _find_written_arguments(func):
+            value = args[index] if index < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                self._copy_before_write(tensor)
         return func(*args, **kwargs)
 
     def _copy_before_write(self, tensor: Any) -> None:
@@ -349,6 +349,19 @@ class _WriteLog(CompileFriendlyDispatchMode):
         with torch.no_grad():
             for address, copy in self._copies.items():
                 self._by_storage[address].copy_(copy)
+
+
+@lru_cache(1024)
+def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _get_storage_address(tensor: Tensor) -> int:

@@ -97,7 +97,7 @@ class Digester:
         flat = values.reshape(-1).to(torch.float64 if is_double else torch.float32)
         vector = self._get_vector(flat.device, flat.dtype)
         count = len(flat) // _BLOCK
-        rest = flat[count * _BLOCK :]
+        rest = flat[count * _BLOCK :] if count else flat
         product = rest @ vector[: len(rest)]
         if count:
             # Blocks that change places give another product.
