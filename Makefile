@@ -9,7 +9,8 @@
 #                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
-# make zoo       rewrite docs/models.md: every model of the zoo in every trial; ten minutes
+# make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
+#                each with the audit and without it; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
@@ -62,6 +63,7 @@ features: $(READY)
 
 zoo: $(READY)
 	$(BIN)/python -m tests.models.table
+	$(BIN)/python -m tests.models.audited
 
 versions: $(READY)
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \

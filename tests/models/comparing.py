@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe
+from penstock import Pipe, StepResult
 from penstock.checker.reference import compute_difference
 from penstock.microbatch import MicrobatchRows, gather, scatter
 from tests.models.architecture import Architecture, Batch, called, tensors_in
@@ -181,20 +181,9 @@ class Exhibited:
 
     def piped(self, trial: Trial) -> Pipe:
         """Return a pipe of the model."""
-        return Pipe(
-            self.model.train(),
-            chunks=trial.chunks,
-            checkpoint=trial.checkpoint,
-            stages=trial.stages,
-            devices=["cpu"] * trial.stages,
-            example=batch_of(self.architecture, 0),
-            schedule=trial.schedule,
-            runtime=trial.runtime,
-            loss_fn=self.architecture.loss,
-            balance="parameters",
-            # A loss that compares rows is found by the audit. Here it is compared by micro-batches.
-            audit="off" if "loss" in self.architecture.meets else "first",
-        )
+        # A loss that compares rows is found by the audit. Here it is compared by micro-batches.
+        audit = "off" if "loss" in self.architecture.meets else "first"
+        return piped(self.architecture, self.model, trial, audit)
 
     def compared(self, trial: Trial, pipe: Pipe, at: int, training: bool) -> float:
         """Return the largest difference; if it is too large, raise with all that differ."""
@@ -238,12 +227,34 @@ class Exhibited:
         apart("the model after it", found, expected, 0.0)
 
 
+def piped(architecture: Architecture, model: nn.Module, trial: Trial, audit: str) -> Pipe:
+    """Return a pipe of a model."""
+    return Pipe(
+        model.train(),
+        chunks=trial.chunks,
+        checkpoint=trial.checkpoint,
+        stages=trial.stages,
+        devices=["cpu"] * trial.stages,
+        example=batch_of(architecture, 0),
+        schedule=trial.schedule,
+        runtime=trial.runtime,
+        loss_fn=architecture.loss,
+        balance="parameters",
+        audit=audit,
+    )
+
+
 def stepped(pipe: Pipe, batch: Batch) -> Numbers:
+    """Run a training step, and return its numbers."""
+    result = step(pipe, batch, outputs=True)
+    return {**_outputs(result.outputs), "loss": result.loss}
+
+
+def step(pipe: Pipe, batch: Batch, outputs: bool = False) -> StepResult:
     """Run a training step."""
     named = batch if isinstance(batch, dict) else {}
     inputs = batch if isinstance(batch, tuple) else ()
-    result = pipe.step(*inputs, outputs=True, **named)
-    return {**_outputs(result.outputs), "loss": result.loss}
+    return pipe.step(*inputs, outputs=outputs, **named)
 
 
 def evaluated(pipe: Pipe, batch: Batch) -> Numbers:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -188,6 +188,9 @@ def iter_module_tensors(module: nn.Module) -> Iterator[Tensor]:
 # ---- snapshots -----------------------------------------------------------------------------------
 
 
+_IMMUTABLE_TYPES = frozenset((bool, int, float, str, type(None)))
+
+
 class StateSnapshot:
     """A record of what modules hold, down to the tensors in lists and plain objects.
 
@@ -201,6 +204,7 @@ class StateSnapshot:
         self._copy_value = copy_value
         self._recorded: dict[int, Any] = {}  # by id; the object is kept so that its id stays taken
         self._restorers: list[Callable[[], object]] = []
+        self._empty_tables: list[dict[Any, Any]] = []  # of hooks; a module has a dozen of them
         modules = list(modules)
         with torch.inference_mode(False), torch.no_grad():
             for module in modules:
@@ -216,9 +220,14 @@ class StateSnapshot:
 
     def record(self, value: Any) -> None:
         """Record a value and everything in it, except for modules and functions."""
-        if id(value) in self._recorded or isinstance(value, nn.Module | torch.Size):
+        if type(value) in _IMMUTABLE_TYPES or id(value) in self._recorded:
+            return
+        if isinstance(value, nn.Module | torch.Size):
             return
         self._recorded[id(value)] = value
+        if type(value) is OrderedDict and not value:
+            self._empty_tables.append(value)
+            return
         if isinstance(value, Tensor):
             self._record_tensor(value)
         elif isinstance(value, torch.Generator):
@@ -287,6 +296,8 @@ class StateSnapshot:
         with torch.inference_mode(False), torch.no_grad():
             for restore in self._restorers:
                 restore()
+            for table in self._empty_tables:
+                table.clear()
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:

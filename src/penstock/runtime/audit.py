@@ -8,6 +8,7 @@ Then it compares:
     the loss         of the micro-batch, or the outputs of `pipe(x)`
     the gradients    that the micro-batch adds to each parameter
     the buffers      after the forward of the micro-batch
+    Python numbers   that the forward changes, before and after a recomputation
     the split        the loss, or the outputs, of some rows with those of two parts of them
 
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,11 +35,14 @@ from penstock.errors import AuditError
 from penstock.microbatch import MicrobatchRows
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
+from penstock.nested_values import iter_hidden_tensors
 from penstock.runtime.audit_reference import (
+    AttributeKey,
     BufferKey,
     Reference,
     ReferenceForward,
     collect_buffers,
+    read_plain_attributes,
     running,
 )
 from penstock.runtime.digest import Digest, Digester, find_rounding
@@ -176,6 +180,7 @@ class CellRecord:
     gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
     buffers: dict[BufferKey, Digest] = field(default_factory=dict)
     outputs: dict[int, dict[str, Digest]] = field(default_factory=dict)  # of `pipe(x)`, by path
+    recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
 
 class Audit:
@@ -198,6 +203,7 @@ class Audit:
         self._cell_io, self._reduction = execution.cell_io, reduction
         self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
         self._grads_before: dict[tuple[int, int], dict[int, Digest]] = {}
+        self._attributes_before: dict[int, dict[AttributeKey, Any]] = {}  # by stage
         forwards = [
             action
             for lane in program.lanes
@@ -251,7 +257,7 @@ class Audit:
                 if forward.changed_state and self.next_microbatch is not None:
                     self._run_next_microbatch()
             if forward.changed_state and not self._is_first_everywhere:
-                self._auditor.note_audited(self._kind)
+                self._auditor.note_audited(self._kind, self._term_sizes)
                 self._auditor.tell_once(
                     "the forward changes buffers, and the stages take micro-batches in different "
                     "orders"
@@ -316,6 +322,9 @@ class Audit:
         if loss is None:
             self._reference_outputs = self._digest_by_path(values[0])
             self._roots = tensors
+            for leaf in () if layout is None else layout.leaves:
+                if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
+                    self._split_problem = _describe_hidden_output(leaf)
             return
         self._reference_loss = self._digester.digest(tensors[0])
         gradients = loss.compute_output_gradients(
@@ -340,8 +349,12 @@ class Audit:
     # ---- while the pipe runs -------------------------------------------------------------------
 
     def before_compute(self, stage_runner: StageRunner, action: Compute) -> None:
-        """Note the gradients before a backward of the micro-batch."""
-        if action.microbatch != self.microbatch or action.op in (Op.F, Op.R):
+        """Note the gradients before a backward, and attributes before a recomputation."""
+        if action.microbatch != self.microbatch or action.op is Op.F:
+            return
+        if action.op is Op.R:
+            attributes = read_plain_attributes(stage_runner.stage.modules())
+            self._attributes_before[action.stage] = attributes
             return
         loss = self._cell_io.loss
         if loss is not None and action.op is not Op.W:
@@ -365,7 +378,11 @@ class Audit:
             record.buffers.update(
                 self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
             )
-        elif action.op is not Op.R:
+        elif action.op is Op.R:
+            attributes = self._attributes_before.pop(action.stage)
+            now = read_plain_attributes(stage_runner.stage.modules())
+            record.recounted |= {key for key, old in attributes.items() if now.get(key) != old}
+        else:
             before = self._grads_before.pop((action.stage, action.microbatch))
             after = self._digest_gradients(stage_runner)
             with self._lock:  # a tied parameter is on several ranks
@@ -450,7 +467,7 @@ class Audit:
         if pairs:
             self._auditor.forget(self._kind)
             self._check_gradients(self._reference.run_backward(*zip(*pairs, strict=True)), 1.0)
-            self._auditor.note_audited(self._kind)
+            self._auditor.note_audited(self._kind, self._term_sizes)
 
     def _check_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
         actual, names = self._record.gradients, self._name_parameters()
@@ -480,6 +497,19 @@ class Audit:
             if expected is not None:
                 what = f"the buffer '{names.get(module, '')}.{name}'".replace("'.", "'")
                 self._compare(what, actual, expected, is_forward=True)
+        # What only a recomputation changes is meant: it may count recomputations.
+        for module, name in self._record.recounted & self._forward.changed_attributes:
+            self._fail(
+                f"the recomputation of micro-batch {self.microbatch} changes the attribute "
+                f"'{name}' of '{names.get(module, '')}' once more, after its forward has changed "
+                "it. Keep such state in a buffer, or pass checkpoint='never'."
+            )
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise AuditError(
+            f"the audit of this {'step' if self._request.is_step else 'call'} found that {problem} "
+            "The optimizer has not stepped. (audit='off' turns the audit off.)"
+        )
 
     def _compare(
         self,
@@ -496,12 +526,11 @@ class Audit:
             return
         size = "" if math.isinf(difference) else f" by {difference:.2g} of its size"
         microbatch = self.next_microbatch if is_next else self.microbatch
-        raise AuditError(
-            f"the audit of this {'step' if self._request.is_step else 'call'} found that the pipe "
-            f"does not compute what the model computes: in micro-batch {microbatch}, {what} "
-            f"differs{size} from that of the unsplit model. "
-            f"{self._find_likely_cause(is_forward)} The optimizer has not stepped. "
-            "penstock.check compares more and names the layer. (audit='off' turns the audit off.)"
+        self._fail(
+            f"the pipe does not compute what the model computes: in micro-batch {microbatch}, "
+            f"{what} differs{size} from that of the unsplit model. "
+            f"{self._find_likely_cause(is_forward)} penstock.check compares more and names the "
+            "layer."
         )
 
     def _find_likely_cause(self, is_forward: bool) -> str:
@@ -653,14 +682,17 @@ class Audit:
 
         After an error, the next call of the kind is audited again.
         """
-        if self._split_problem is None:
-            self._auditor.note_audited(self._kind, self._term_sizes)
-        else:
-            raise AuditError(
-                f"the audit of this {'step' if self._request.is_step else 'call'} found that "
-                f"{self._split_problem} The optimizer has not stepped. (audit='off' turns the "
-                "audit off.)"
-            )
+        if self._split_problem is not None:
+            self._fail(self._split_problem)
+        self._auditor.note_audited(self._kind, self._term_sizes)
+
+
+def _describe_hidden_output(leaf: Any) -> str:
+    return (
+        f"the model returns a {type(leaf).__name__} with a tensor inside, which is not one of the "
+        "pipe's outputs, so a backward from it would reach the last stage only. Return tuples, "
+        "lists or dicts."
+    )
 
 
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -41,11 +41,14 @@ from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,
     force_eager,
+    get_innermost_dispatch_mode,
     pop_dispatch_mode,
     push_dispatch_mode,
+    without_innermost_dispatch_mode,
 )
 
 BufferKey = tuple[nn.Module, str]
+AttributeKey = tuple[nn.Module, str]
 
 _MAX_CAPTURED_VALUES = 10_000  # a loss function may reach a whole data set
 
@@ -67,6 +70,7 @@ class ReferenceForward(NamedTuple):
         has_drawn: Whether it drew random numbers.
         buffers: The digests of the buffers after it.
         changed_state: Whether it changed a buffer.
+        changed_attributes: The attributes with numbers that it changed, such as a counter.
         adds_losses: Whether layers added auxiliary losses.
     """
 
@@ -74,6 +78,7 @@ class ReferenceForward(NamedTuple):
     has_drawn: bool
     buffers: dict[BufferKey, Digest]
     changed_state: bool
+    changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
 
 
@@ -199,6 +204,7 @@ class Reference:
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
         before, objects = self._digest_buffers(), collect_buffers(self._model_modules)
+        attributes = read_plain_attributes(self._model_modules).items()
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
@@ -206,8 +212,10 @@ class Reference:
         # A pipe assigns new buffers when the micro-batch is done, and not in the forward.
         current = collect_buffers(self._model_modules)
         buffers = {k: digest for k, digest in buffers.items() if current[k] is objects.get(k)}
+        now = read_plain_attributes(self._model_modules)
+        counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, has_drawn, buffers, changed, self._adds_losses)
+        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -278,12 +286,14 @@ class Reference:
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> dict[int, Digest]:
         """Run the backward, and return the digests of the gradients by id of their parameter."""
-        digests: dict[int, Digest] = {}
+        sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
 
         def note_gradient(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            key = id(self._aliases.get(leaf, leaf))
-            digests[key] = self._digester.digest(leaf.grad).plus(digests.get(key))
+            key = id(self._aliases.get(leaf, leaf)), len(sums)
+            has_log = get_innermost_dispatch_mode() is not None  # it would see each operation
+            with without_innermost_dispatch_mode() if has_log else nullcontext():
+                sums[key] = self._digester.compute_sums(leaf.grad)
             leaf.grad = None  # one gradient at a time is in memory
 
         # A reentrant `torch.utils.checkpoint` hides its parameters from the graph.
@@ -297,6 +307,9 @@ class Reference:
             # As in a worker: gradients do not depend on the caller's autocast.
             with no_autocast():
                 torch.autograd.backward(list(tensors), list(gradients))
+        digests: dict[int, Digest] = {}
+        for (key, _), digest in self._digester.read(sums).items():
+            digests[key] = digest.plus(digests.get(key))
         return digests
 
 
@@ -307,6 +320,16 @@ def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
         for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta
+    }
+
+
+def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
+    """Return the attributes of modules that are numbers."""
+    return {
+        (module, name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
     }
 
 
@@ -332,14 +355,10 @@ class _WriteLog(CompileFriendlyDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self.generators.setdefault(generator, generator.get_state())
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for index, argument in enumerate(schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, list | tuple) else [value]:
-                    self._copy_before_write(tensor)
+        for index, name in _find_written_arguments(func):
+            value = args[index] if index < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                self._copy_before_write(tensor)
         return func(*args, **kwargs)
 
     def _copy_before_write(self, tensor: Any) -> None:
@@ -364,6 +383,19 @@ class _WriteLog(CompileFriendlyDispatchMode):
         with torch.no_grad():
             for address, copy in self._copies.items():
                 self._by_storage[address].copy_(copy)
+
+
+@lru_cache(1024)
+def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _get_storage_address(tensor: Tensor) -> int:
