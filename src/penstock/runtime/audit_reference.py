@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from penstock.microbatch import MicrobatchRows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
-    StructureCopier,
     isolated,
     iter_module_tensors,
     preserve_gradients,
@@ -37,6 +36,7 @@ from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
 from penstock.stage.loss import LossFn, LossReduction, LossStageFunction
 from penstock.stage.stage import OUTSIDE
+from penstock.state_copy import StructureCopier
 from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,

@@ -6,8 +6,9 @@ carries out one phase of a program:
     1. every rank's stream waits for what the caller has queued so far
     2. the executor runs the lanes: in threads, in the caller's thread, or as one process of several
     3. the caller's stream waits for every rank
-    4. gradients of tied parameters go to their owners
-    5. the caller's random generator moves on if a stage drew random numbers
+    4. recomputations on accelerators are compared with their forwards
+    5. gradients of tied parameters go to their owners
+    6. the caller's random generator moves on if a stage drew random numbers
 
 `pipe.step` has one phase; `pipe(x)` has a forward phase and, later, a backward phase.
 """
@@ -125,6 +126,7 @@ class Execution:
             registered parameter.
         rng_policy: The source of random numbers.
         allow_host_rng: Whether layers may draw from `random` and `numpy.random`.
+        compare_recomputations: Whether every recomputation is compared with its forward.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Execution:
         require_known_leaves: bool = False,
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
         allow_host_rng: bool = True,
+        compare_recomputations: bool = False,
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
@@ -163,6 +166,7 @@ class Execution:
                 require_known_leaves,
                 None if tied_weights is None else tied_weights.proxies[stage.index],
                 aux_sink,
+                compare_recomputations,
             )
             for stage in stages
             if placement[stage.index] in devices
@@ -227,6 +231,8 @@ class Execution:
                 self._release_streams(streams)
             raise
         self._release_streams(streams)
+        for runner in self.stage_runners:
+            runner.repeat_check.finish()
         if self._tied_weights is not None:
             self._tied_weights.accumulate_gradients()
         self._update_caller_rng(states_before)

@@ -407,6 +407,8 @@ class LocalCall:
             in_caller_graph or self._overrides.require_known_leaves,
             rng_policy,
             allow_host_rng=self._engine.replicas.is_empty,
+            # A captured step has no Python state, and its numbers cannot be read.
+            compare_recomputations=self.request.audit != "off" and not is_capturing(),
         )
 
     def build_loss(self, execution: Execution, reduction: LossReduction) -> LossAccumulator:

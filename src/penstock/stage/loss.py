@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
-from penstock.stage.recompute import is_checkpointing, mark_only_run
+from penstock.stage.recompute import is_checkpointing, is_recomputing, mark_only_run
 from penstock.stage.rng import CellRngMode
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import (
@@ -231,6 +231,8 @@ class LossStageFunction:
     reduction: LossReduction
     has_target: bool
     return_outputs: bool
+    # the output of a forward or recomputation, which the runner of the stage compares and removes
+    model_outputs: list[Any] = field(default_factory=list)
     # the shares of counted targets of the first micro-batch
     _counted_shares: list[list[float]] = field(default_factory=list)
 
@@ -254,6 +256,8 @@ class LossStageFunction:
             targets = (target,)
         outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
+        if is_checkpointing() or is_recomputing():
+            self.model_outputs.append(output)
         if is_checkpointing():
             return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
         aux_losses = thread_state.sink
