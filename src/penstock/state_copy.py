@@ -1,7 +1,7 @@
 """Copies of values that hold state: nested containers, plain objects, random generators, iterators.
 
 `StructureCopier` copies a value so that code may change the copy in place of the original. Its
-`is_unchanged` tells afterwards whether the original still is what was copied. `iter_reachable`
+`is_unchanged` tells afterwards whether the original still is what was copied. `find_reachable`
 finds the state that the code of modules can reach besides their own attributes.
 
     a dry run or an audit      modules compute with copies, and then get the originals back
@@ -11,13 +11,16 @@ finds the state that the code of modules can reach besides their own attributes.
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -215,3 +218,162 @@ def _is_plain_object(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict) or (
         has_slots and get_package(type(value)) not in LIBRARY_PACKAGES
     )
+
+
+# ---- state that code can reach -----------------------------------------------------------------
+
+_MAX_REACHED = 10_000  # a function may reach a whole data set
+_MAX_ITEMS = 1_000
+
+
+class Variable(NamedTuple):
+    """A variable that code can change: in a closure, of a class or function, or a global one."""
+
+    namespace: Any  # a closure cell, a class, or a dict
+    name: str
+    value: Any
+
+    def set(self, value: Any) -> None:
+        """Give the variable another value."""
+        if isinstance(self.namespace, CellType):
+            self.namespace.cell_contents = value
+        elif isinstance(self.namespace, type):
+            setattr(self.namespace, self.name, value)
+        else:
+            self.namespace[self.name] = value
+
+    def is_set(self) -> bool:
+        """Return whether the variable still has its value."""
+        try:
+            if isinstance(self.namespace, CellType):
+                return self.namespace.cell_contents is self.value
+            table = vars(self.namespace) if isinstance(self.namespace, type) else self.namespace
+            return table.get(self.name) is self.value
+        except ValueError:  # a cell that was emptied
+            return False
+
+
+@dataclass
+class ReachedState:
+    """What the code of modules and functions can reach besides the attributes of the modules.
+
+    Attributes:
+        variables: Variables in closures, of classes and functions, and global ones.
+        objects: All values, by id: containers, objects, functions.
+    """
+
+    variables: list[Variable] = field(default_factory=list)
+    objects: dict[int, Any] = field(default_factory=dict)
+
+    def find(self, kind: type | tuple[type, ...]) -> list[Any]:
+        """Return the objects of a type."""
+        return [value for value in self.objects.values() if isinstance(value, kind)]
+
+    def list_containers(self) -> list[Any]:
+        """Return the containers, random generators, and tables of attributes of objects."""
+        tables = [
+            value.__dict__
+            for value in self.objects.values()
+            if isinstance(getattr(value, "__dict__", None), dict)
+            and not isinstance(value, nn.Module | Tensor | ModuleType)
+            and not _is_of_library(value if isinstance(value, FunctionType) else type(value))
+        ]
+        return tables + self.find((list, dict, set, deque, torch.Generator))
+
+    def find_uncopyable(self) -> str | None:
+        """Return the type of an iterator that has no copy, such as a generator, or None."""
+        for value in self.find(Iterator):
+            is_builtin = get_package(type(value)) in sys.stdlib_module_names
+            if is_builtin and not isinstance(value, (*_COPYABLE_ITERATORS, io.IOBase)):
+                return type(value).__name__
+        return None
+
+
+def find_reachable(roots: Iterable[Any]) -> ReachedState:
+    """Follow modules, functions and objects to all state that their code can change.
+
+    Code of libraries is not followed. Neither are long lists.
+    """
+    reached = ReachedState()
+    todo = list(roots)
+    while todo and len(reached.objects) < _MAX_REACHED:
+        value = todo.pop()
+        if type(value) in SCALARS or id(value) in reached.objects:
+            continue
+        reached.objects[id(value)] = value
+        if isinstance(value, type):
+            if not _is_of_library(value):
+                todo += _follow_namespace(value, vars(value), reached)
+                todo += value.__bases__
+        elif isinstance(value, FunctionType):
+            if not _is_of_library(value):
+                todo += _follow_function(value, reached)
+        elif isinstance(value, nn.Module):
+            todo += [type(value), *vars(value).values()]
+        else:
+            todo += _list_parts(value)
+    return reached
+
+
+def _is_of_library(value: Any) -> bool:
+    package = get_package(value)
+    return package in LIBRARY_PACKAGES or package == "penstock"
+
+
+def _follow_namespace(namespace: Any, names: Mapping[str, Any], reached: ReachedState) -> list[Any]:
+    """Note the variables of a class or function, and return everything in it."""
+    for name, value in names.items():
+        is_code = callable(value) or hasattr(value, "__get__")
+        if not is_code and not (name.startswith("__") and name.endswith("__")):
+            reached.variables.append(Variable(namespace, name, value))
+    return list(names.values())
+
+
+def _follow_function(function: FunctionType, reached: ReachedState) -> list[Any]:
+    """Note the variables that a function can change, and return what it refers to."""
+    todo = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    todo += _follow_namespace(function.__dict__, dict(function.__dict__), reached)
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # an empty cell: the variable has no value yet
+            continue
+        todo += _follow_namespace_item(cell, "", value, reached)
+    for name in _list_names(function.__code__):
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            todo += _follow_namespace_item(function.__globals__, name, value, reached)
+    return todo
+
+
+def _follow_namespace_item(
+    namespace: Any, name: str, value: Any, reached: ReachedState
+) -> list[Any]:
+    if not isinstance(value, type | FunctionType | ModuleType | nn.Module):
+        reached.variables.append(Variable(namespace, name, value))
+    return [value]
+
+
+def _list_names(code: CodeType) -> list[str]:
+    """Return the names in a function's code and in the functions defined inside it."""
+    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _list_names(c)]
+    return [*code.co_names, *inner]
+
+
+def _list_parts(value: Any) -> list[Any]:
+    """Return the values in a container, in an object, or behind a method."""
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, Tensor | ModuleType) or _is_of_library(type(value)):
+        return []
+    return [type(value), *get_attributes(value).values()]

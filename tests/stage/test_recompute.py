@@ -126,8 +126,69 @@ def test_recomputed_forward_that_changes_its_parameter_is_refused(door: str, how
     pipe = Pipe(model, 2, "always", loss_fn=lambda y: y.square().mean())
     with pytest.raises(RunError, match="the forward of Codebook changes its parameter 'code'"):
         pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4))
-    if how == "assigned":  # a parameter that changes in place cannot be differentiated anyway
-        Pipe(model, 2, "never", loss_fn=lambda y: y.square().mean()).step(torch.ones(4, 4))
+
+
+@each_door
+@pytest.mark.parametrize("how", ["in place", "assigned", ".data"])
+def test_forward_that_changes_its_parameter_without_recomputation(door: str, how: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Codebook(how))
+    pipe = Pipe(model, 2, "never", schedule="gpipe", loss_fn=lambda y: y.square().mean())
+
+    def train(pipe: Pipe) -> None:
+        x = torch.ones(4, 4)
+        pipe.step(x) if door == "step" else pipe(x).sum().backward()
+
+    if how != "in place":  # autograd does not notice, and computes with what it has saved
+        train(pipe)
+        return
+    for _ in range(2):
+        with pytest.raises(RunError, match="Codebook changes its parameter 'code', and the back"):
+            train(pipe)
+    train(Pipe(model, 1, "never", loss_fn=lambda y: y.square().mean()))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_parameter_that_is_frozen_between_the_call_and_its_backward_is_refused(
+    checkpoint: str,
+) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, checkpoint, stages=2)
+    loss = pipe(torch.ones(4, 4)).sum()
+    pipe[0].requires_grad_(False)
+    with pytest.raises(RunError, match=r"a parameter of stage 0 .* was frozen with requires_grad_"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("gpipe", "except_last"), ("1f1b", "never"), ("zb-h1", "never")]
+)
+def test_optimizer_that_steps_in_the_backward(schedule: str, checkpoint: str) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], 0.1)
+
+            def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        return model
+
+    def train(model: nn.Sequential, chunks: int, door: str = "step") -> None:
+        options: dict[str, Any] = {"stages": 2, "devices": ["cpu"] * 2, "schedule": schedule}
+        pipe = Pipe(model, chunks, checkpoint, loss_fn=lambda y: y.square().mean(), **options)
+        pipe.step(x) if door == "step" else pipe(x).square().mean().backward()
+
+    x, unsplit = torch.randn(4, 4).double(), build()
+    unsplit(x).square().mean().backward()
+    with pytest.raises(RunError, match="was changed in the backward of one micro-batch"):
+        train(build(), 4)
+    for chunks, door in ((1, "step"), (4, "call")):  # the hooks run once
+        model = build()
+        train(model, chunks, door)
+        for first, second in zip(model.parameters(), unsplit.parameters(), strict=True):
+            assert torch.allclose(first, second, rtol=1e-10)
 
 
 class CountingCalls(nn.Module):

@@ -68,7 +68,7 @@ def test_state_that_is_not_put_back_is_refused_when_it_makes_a_difference(
 ) -> None:
     """Only the first recomputation of a stage was compared, and later gradients were wrong."""
     tick = make_tick()
-    warm = Do(lambda x: x * (1 if tick() <= 22 else 3))
+    warm = Do(lambda x: x * max(1, tick() - 22))
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     layers.insert(2 if last else 1, warm)  # type: ignore[arg-type]
     pipe = Pipe(

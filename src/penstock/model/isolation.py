@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from penstock.model.traced.containers import has_same_contents, is_state_object, set_contents
 from penstock.nested_values import find_referred_values
 from penstock.stage.host_rng import HostRngState
-from penstock.state_copy import StructureCopier, TensorMap, is_of_numpy
+from penstock.state_copy import StructureCopier, TensorMap, Variable, is_of_numpy
 
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
 
@@ -255,6 +255,7 @@ def isolated(
     inputs: object = None,
     map_tensor: TensorMap | None = None,
     copy_value: Callable[[Tensor], bool] = lambda _: True,
+    variables: Sequence[Variable] = (),
 ) -> Iterator[None]:
     """Restore modules, their gradients and all random generators afterwards.
 
@@ -264,6 +265,7 @@ def isolated(
         map_tensor: Returns the tensor that a module computes with in place of one of its own.
         copy_value: Tells for which tensors the values are restored, if there is no `map_tensor`.
             A caller leaves out tensors that cannot be written, because copies take memory.
+        variables: Variables outside of modules, which also get copies, if there is a `map_tensor`.
     """
     snapshot = StateSnapshot(modules, copy_value if map_tensor is None else lambda _: False)
     snapshot.record(inputs)
@@ -271,10 +273,18 @@ def isolated(
     with preserve_rng(), preserve_gradients(parameters):
         try:
             if map_tensor is not None:
-                _replace_state(modules, StructureCopier(map_tensor))
+                copier = StructureCopier(map_tensor)
+                _replace_state(modules, copier)
+                for variable in variables:
+                    new = copier(variable.value)
+                    if new is not variable.value:
+                        variable.set(new)
             yield
         finally:
             snapshot.restore()
+            for variable in variables:
+                if not variable.is_set():
+                    variable.set(variable.value)
 
 
 def _has_tables(module: nn.Module | None) -> bool:

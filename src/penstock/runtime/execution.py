@@ -15,6 +15,7 @@ carries out one phase of a program:
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,7 @@ class Execution:
         rng_policy: The source of random numbers.
         allow_host_rng: Whether layers may draw from `random` and `numpy.random`.
         compare_recomputations: Whether every recomputation is compared with its forward.
+        thread_locals: The `threading.local` objects that layers read.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Execution:
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
         allow_host_rng: bool = True,
         compare_recomputations: bool = False,
+        thread_locals: Sequence[threading.local] = (),
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
@@ -152,7 +155,7 @@ class Execution:
         if any(device.has_streams for device in devices.values()):
             _silence_stream_mismatch_warning()
         self.context = CallerContext.current(
-            frozenset(device.device.type for device in devices.values())
+            frozenset(device.device.type for device in devices.values()), thread_locals
         )
         self._tied_weights, self._rng_policy = tied_weights, rng_policy
         # Read here, in the caller's thread: worker threads have a grad mode of their own.

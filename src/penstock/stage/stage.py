@@ -31,6 +31,7 @@ class ObservedBehavior:
         mutates_inputs: Whether it changes its inputs in place.
         uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
         stays_in_stage: Whether a check has shown that its graph reaches no other stage.
+        written_parameter: The class and the name of a parameter that its forward changes.
         uses_empty: Whether it calls `torch.empty`, whose contents could differ in a recomputation.
         silent_writes: The buffers that it writes without a change of their version counter.
         written_attributes: The Python attributes that its modules set, such as a counter. None: no
@@ -44,6 +45,7 @@ class ObservedBehavior:
     mutates_inputs: bool | None = None
     uses_only_parameters: bool = False
     stays_in_stage: bool = False
+    written_parameter: tuple[str, str] | None = None
     uses_empty: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
     written_attributes: list[WrittenAttribute] | None = None

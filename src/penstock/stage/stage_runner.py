@@ -184,6 +184,9 @@ class StageRunner:
         self._modules, self._training_flags = modules, [module.training for module in modules]
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
+        # Parameters with a hook on their accumulated gradient, which may be an optimizer's step.
+        self._hooked_parameters = [p for p in self.parameters if p._post_accumulate_grad_hooks]
+        self._hooked_versions: list[int] | None = None
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -229,6 +232,8 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
+        if self._hooked_parameters:
+            self._check_not_stepped()
         # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
         read_only = []
         for payload in input_payloads.values():
@@ -312,6 +317,8 @@ class StageRunner:
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
             return {}
+        if self._hooked_parameters:
+            self._check_not_stepped()
         self.has_recomputed = True
         self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
         for dst, excluded in saved.detached.items():
@@ -427,13 +434,14 @@ class StageRunner:
             if p is not None
         ]
 
-    def _check_parameter_writes(
-        self, versions: list[tuple[int, int]], checksums: list[Tensor | None]
-    ) -> None:
-        """Raise if a forward that will be recomputed has changed a parameter in a lasting way.
+    def _find_parameter_write(
+        self, versions: list[tuple[int, int]], checksums: Sequence[Tensor | None] = ()
+    ) -> tuple[str, str] | None:
+        """Return the class and the name of a parameter that a forward has changed, or None.
 
-        A write through `.data` changes no version, so the first forward compares checksums, too. An
-        embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
+        A write through `.data` changes no version, so a forward that will be recomputed compares
+        checksums, too. An embedding with `max_norm` scales its rows, and a recomputation finds them
+        scaled already.
         """
         before, sums_before = iter(versions), iter(checksums)
         for module in self._static_modules:
@@ -446,12 +454,8 @@ class StageRunner:
                 )
                 is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
                 if is_written and not (is_embedding and module.max_norm is not None):
-                    raise RunError(
-                        f"the forward of {type(module).__name__} changes its parameter '{name}', "
-                        "and its recomputation would compute with the changed value. Make it a "
-                        "buffer (register_buffer), whose old value is restored, or pass "
-                        "checkpoint='never'."
-                    )
+                    return type(module).__name__, name
+        return None
 
     def _forward_for_recompute(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -478,7 +482,13 @@ class StageRunner:
             behavior.written_attributes = watch.find_written()
             attributes = watch.select(behavior.written_attributes)
         if is_first or self._parameter_versions != parameter_versions:
-            self._check_parameter_writes(parameter_versions, checksums)
+            write = self._find_parameter_write(parameter_versions, checksums)
+            if write is not None:
+                raise RunError(
+                    f"the forward of {write[0]} changes its parameter '{write[1]}', and its "
+                    "recomputation would compute with the changed value. Make it a buffer "
+                    "(register_buffer), whose old value is restored, or pass checkpoint='never'."
+                )
         after = payload_versions(input_payloads.values())
         mutated = before != after
         if mutated and behavior.mutates_inputs is False:
@@ -542,7 +552,11 @@ class StageRunner:
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
         values = unpack_with_graph_inputs(input_payloads, graph_tensors)
+        is_first = not (behavior.uses_only_parameters or behavior.stays_in_stage)
+        versions = self._read_parameter_versions() if is_first else []
         outputs = flatten_outputs(self._run_layers(microbatch, values))
+        if is_first:
+            behavior.written_parameter = self._find_parameter_write(versions)
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
@@ -677,19 +691,44 @@ class StageRunner:
         backward of the cell can run again: from the same graph, or, if the graph was recomputed,
         after another recomputation.
         """
+        if self._hooked_parameters:
+            self._check_not_stepped()
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
             self._recompute_inputs.pop(microbatch, None)
         elif microbatch not in self._recompute_inputs:
             self._graphs[microbatch] = graph
-        if self.collected_grads is None:
-            self._check_loss_requires_grad(graph, gradients)
-            return graph.backward_accumulate(gradients, retain_graph)
-        input_grads, parameter_grads = graph.backward_collect(
-            gradients, self._used_parameters(), retain_graph
-        )
+        try:
+            if self.collected_grads is None:
+                self._check_loss_requires_grad(graph, gradients)
+                return graph.backward_accumulate(gradients, retain_graph)
+            input_grads, parameter_grads = graph.backward_collect(
+                gradients, self._used_parameters(), retain_graph
+            )
+        except RuntimeError as error:
+            write = self._behavior.written_parameter
+            if write is None:
+                raise
+            raise RunError(
+                f"the forward of {write[0]} changes its parameter '{write[1]}', and the backward "
+                f"of micro-batch {microbatch} needs the value that its own forward has used, but "
+                "later micro-batches have changed it. Compute with a clone of it, or pass chunks=1."
+            ) from error
         self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
+
+    def _check_not_stepped(self) -> None:
+        """Raise if a hook has changed a parameter that another micro-batch still needs."""
+        versions = [parameter._version for parameter in self._hooked_parameters]
+        if self._hooked_versions is None:
+            self._hooked_versions = versions
+        if versions != self._hooked_versions:
+            raise RunError(
+                f"a parameter of {self.stage} was changed in the backward of one micro-batch, and "
+                "other micro-batches still need it. It has a hook on its accumulated gradient "
+                "(register_post_accumulate_grad_hook), such as an optimizer that steps in the "
+                "backward. Call optimizer.step() after pipe.step, or use chunks=1."
+            )
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
@@ -732,6 +771,12 @@ class StageRunner:
 
     def start_collecting_grads(self) -> None:
         """Let the next backwards sum parameter gradients in `collected_grads`, not in `.grad`."""
+        if not all(parameter.requires_grad for parameter in self.parameters):
+            raise RunError(
+                f"a parameter of {self.stage} was frozen with requires_grad_(False) between "
+                "pipe(x) and its backward, which computes a gradient for it. Freeze parameters "
+                "before the call of the pipe, or after the backward."
+            )
         self.collected_grads = [None] * len(self.parameters)
         self._owned_sums.clear()
 
