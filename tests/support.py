@@ -165,12 +165,13 @@ class Doubled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # In a tuple: what a recomputation appends to a list of the layer is undone.
-        self._made: tuple[list[weakref.ref[Any]]] = ([],)
+        # In a closure: what a recomputation appends to a list of the layer is undone.
+        made: list[weakref.ref[Any]] = []
+        self._get_made: Callable[[], list[weakref.ref[Any]]] = lambda: made
 
     @property
     def made(self) -> list[weakref.ref[Any]]:
-        return self._made[0]
+        return self._get_made()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Doubled.apply(x, self.made)  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from penstock.runtime.digest import Digester
 from penstock.stage.stage_runner import StageRunner
 
 WIDTH = 4
-LOCAL = threading.local()
 
 
 def linear() -> nn.Linear:
@@ -74,19 +74,15 @@ def mean_square(output: Tensor, *target: Tensor) -> Tensor:
 
 
 def scale_of_thread(layer: nn.Module, x: Tensor) -> Tensor:
-    return x * float(getattr(LOCAL, "scale", 1.0))
+    return x * (3.0 if threading.current_thread() is threading.main_thread() else 1.0)
 
 
 @pytest.mark.parametrize("kind", [Does, Blocks])
 @pytest.mark.parametrize("door", ["step", "call"])
 def test_value_of_the_callers_thread_is_found(door: str, kind: type[nn.Module]) -> None:
-    LOCAL.scale = 3.0
-    try:
-        pipe = piped(kind(scale_of_thread))
-        with pytest.raises(AuditError, match="does not compute what the model computes"):
-            (pipe.step if door == "step" else pipe)(rows())
-    finally:
-        del LOCAL.scale
+    pipe = piped(kind(scale_of_thread))
+    with pytest.raises(AuditError, match="does not compute what the model computes"):
+        (pipe.step if door == "step" else pipe)(rows())
 
 
 def contrast(output: Tensor) -> Tensor:
@@ -272,6 +268,137 @@ def writes(layer: nn.Module, x: Tensor) -> Tensor:
 def remembers(layer: nn.Module, x: Tensor) -> Tensor:
     layer.get_buffer("state").add_(x.detach().mean())
     return x
+
+
+def make_closure() -> Callable[..., Tensor]:
+    calls = 0
+
+    def count(layer: nn.Module, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return count
+
+
+def make_function_attribute() -> Callable[..., Tensor]:
+    def count(layer: nn.Module, x: Tensor) -> Tensor:
+        vars(count)["calls"] = vars(count).get("calls", 0) + 1
+        return x * float(vars(count)["calls"])
+
+    return count
+
+
+def make_iterator() -> Callable[..., Tensor]:
+    source = itertools.count(1)
+    return lambda layer, x: x * next(source)
+
+
+def make_array() -> Callable[..., Tensor]:
+    total = numpy.zeros(())
+
+    def count(layer: nn.Module, x: Tensor) -> Tensor:
+        total[...] += 1
+        return x * float(total)
+
+    return count
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def make_slots() -> Callable[..., Tensor]:
+    state = Slots()
+
+    def count(layer: nn.Module, x: Tensor) -> Tensor:
+        state.calls += 1
+        return x * state.calls
+
+    return count
+
+
+class CountsCalls:
+    """An object that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+TOTAL = {"calls": 0}
+
+
+def count_globally(layer: nn.Module, x: Tensor) -> Tensor:
+    TOTAL["calls"] += 1
+    return x * TOTAL["calls"]
+
+
+def make_global() -> Callable[..., Tensor]:
+    TOTAL["calls"] = 0
+    return count_globally
+
+
+class CountsInClass(nn.Module):
+    """A layer that counts its calls in its class."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountsInClass.calls += 1
+        return x * CountsInClass.calls
+
+
+def make_class() -> nn.Module:
+    CountsInClass.calls = 0
+    return CountsInClass()
+
+
+COUNTERS = [
+    make_closure,
+    make_function_attribute,
+    make_iterator,
+    make_array,
+    make_slots,
+    CountsCalls,
+    make_global,
+    make_class,
+]
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("make", COUNTERS)
+def test_audit_does_not_advance_state_outside_of_modules(
+    make: Callable[[], Any], door: str
+) -> None:
+    """The forward of the audit counted, too, and the next step computed with another number."""
+    losses = []
+    for audit in ("off", "first"):
+        torch.manual_seed(0)
+        counter = make()
+        layer = counter if isinstance(counter, nn.Module) else Does(counter)
+        pipe = piped(layer, checkpoint="never", runtime="inline", audit=audit)
+        for _ in range(2):
+            loss = pipe.step(rows()).loss if door == "step" else pipe(rows()).sum().detach()
+            losses.append(float(loss))
+    assert losses[:2] == losses[2:]
+
+
+def test_model_with_a_generator_is_not_audited(caplog: pytest.LogCaptureFixture) -> None:
+    source = (n for n in range(1, 99))
+    pipe = piped(Does(lambda _, x: x * next(source)), checkpoint="never", runtime="inline")
+    with caplog.at_level(logging.WARNING, "penstock"):
+        for _ in range(2):
+            pipe.step(rows())
+    (record,) = caplog.records
+    assert "a layer or the loss uses a generator" in record.getMessage()
+    assert next(source) == 9  # two steps of four micro-batches
 
 
 GENERATOR = torch.Generator()

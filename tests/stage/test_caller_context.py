@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import Pipe
 from penstock.stage.caller_context import CallerContext
-from tests.support import Watch, each_checkpoint, each_runtime
+from tests.support import Watch, each_checkpoint, each_runtime, same_gradients
 
 CPU = frozenset({"cpu"})
 FACTOR = ContextVar("factor", default=1.0)
@@ -114,6 +115,53 @@ def test_layers_and_their_recomputation_see_the_context_variables_of_the_caller(
     assert set(seen) == {3.0}
     pipe(torch.zeros(4, 1))
     assert set(seen[-4:]) == {1.0}
+
+
+LOCAL = threading.local()
+
+
+class ReadsLocal(nn.Linear):
+    """A layer that reads thread-local values in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(1, 1)
+        self.how, self.local, local = how, LOCAL, LOCAL
+        self.read: Callable[[], float] = lambda: getattr(local, "factor", 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "global":
+            factor = getattr(LOCAL, "factor", 1.0)
+        else:
+            factor = self.read() if self.how == "closure" else getattr(self.local, "factor", 1.0)
+        return super().forward(x) * factor
+
+
+@each_runtime
+@each_checkpoint
+@pytest.mark.parametrize("how", ["global", "closure", "attribute"])
+def test_layers_and_their_recomputation_see_the_thread_local_values_of_the_caller(
+    how: str, checkpoint: str, runtime: str
+) -> None:
+    """Worker threads had values of their own, and found the defaults."""
+    model, unsplit = (nn.Sequential(ReadsLocal(how), ReadsLocal(how)).double() for _ in range(2))
+    unsplit.load_state_dict(model.state_dict())
+    x = torch.randn(4, 1).double()
+    pipe = Pipe(model, 2, checkpoint, stages=2, devices=["cpu"] * 2, runtime=runtime)
+    try:
+        for factor in (None, 3.0, None, 2.0):
+            if factor is not None:
+                LOCAL.factor = factor
+            else:
+                vars(LOCAL).pop("factor", None)
+            outputs = pipe(x), unsplit(x)
+            LOCAL.factor = 7.0  # a recomputation sees the value of its forward
+            for output in outputs:
+                output.sum().backward()
+            assert torch.allclose(*outputs, rtol=1e-10)
+            assert same_gradients(model, unsplit)
+            assert LOCAL.factor == 7.0
+    finally:
+        vars(LOCAL).pop("factor", None)
 
 
 # ---- CallerContext itself -----------------------------------------------------------------

@@ -38,9 +38,9 @@ from torch.nn.parameter import is_lazy
 from penstock.model.traced.containers import has_same_contents, is_state_object, set_contents
 from penstock.nested_values import find_referred_values
 from penstock.stage.host_rng import HostRngState
+from penstock.state_copy import StructureCopier, TensorMap, Variable, is_of_numpy
 
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
-TensorMap = Callable[[Tensor], Tensor]
 
 # ---- random generators ---------------------------------------------------------------------------
 
@@ -71,87 +71,7 @@ def preserve_rng(device: DeviceLike = None) -> Iterator[None]:
             device_module.set_rng_state_all(device_states)
 
 
-# ---- copies of nested values ---------------------------------------------------------------------
-
-
-class StructureCopier:
-    """A function that copies nested values and maps the tensors in them.
-
-    Containers, plain objects and random generators are copied. Modules, functions and other
-    callables are not. An object that occurs in two places is copied once, so tied tensors stay
-    tied. `copy.deepcopy` cannot be used: it would also copy modules and whatever they refer to.
-    """
-
-    def __init__(self, map_tensor: TensorMap) -> None:
-        self._map_tensor = map_tensor
-        # By id of the original. The original is kept, too, so that its id is not used again.
-        self._copies: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """Return a copy of the value, the same one each time."""
-        if id(value) not in self._copies:
-            self._copies[id(value)] = value, self._copy_value(value)
-        return self._copies[id(value)][1]
-
-    def _copy_value(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._map_tensor(value)
-        if isinstance(value, torch.Generator):
-            return value.clone_state()
-        if isinstance(value, torch.jit.ScriptModule):
-            # The state of a scripted module is in C++, so its attributes cannot be exchanged.
-            # Without `no_grad` the copied parameters are results of the original ones, not leaves.
-            with torch.no_grad():
-                return copy.deepcopy(value)
-        if _is_of_numpy(value):
-            return copy.deepcopy(value)  # an array or a generator
-        if callable(value) or isinstance(value, torch.Size):
-            return value
-        if isinstance(value, tuple | frozenset):
-            items = map(self, value)
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict | list | set) or _is_plain_object(value):
-            return self._copy_container(value)
-        return value
-
-    def _copy_container(self, value: Any) -> Any:
-        try:
-            new = copy.copy(value)
-        except Exception:  # an object that refuses to be copied
-            return value
-        if new is value or type(new) is not type(value):
-            return value
-        self._copies[id(value)] = value, new  # before the items, because it may contain itself
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                dict.__setitem__(new, key, self(entry))
-        elif isinstance(value, list):
-            new[:] = map(self, value)
-        elif isinstance(value, set):
-            new.clear()
-            new.update(map(self, value))
-        attributes = getattr(value, "__dict__", None)
-        if attributes:
-            new.__dict__.update({name: self(entry) for name, entry in attributes.items()})
-        return new
-
-
-def _is_plain_object(value: Any) -> bool:
-    """Return whether an object consists of its attributes alone, or is a `random.Random`.
-
-    Objects of PyTorch have state in C++. An object with a `__del__` may release something, and so
-    would its copy.
-    """
-    if isinstance(value, random.Random):
-        return True
-    if type(value).__module__.partition(".")[0] == "torch" or hasattr(type(value), "__del__"):
-        return False
-    return isinstance(getattr(value, "__dict__", None), dict)
-
-
-def _is_of_numpy(value: Any) -> bool:
-    """Return whether NumPy defines the type of a value. NumPy need not be installed."""
-    return type(value).__module__.partition(".")[0] == "numpy"
+# ---- copies of tensors --------------------------------------------------------------------------
 
 
 def build_tensor_copier(device: DeviceLike) -> TensorMap:
@@ -215,7 +135,7 @@ class StateSnapshot:
                 self.record(vars(module))
             for forward in {getattr(type(m), "forward", None) for m in modules}:
                 for value in find_referred_values(forward).values():
-                    if isinstance(value, torch.Generator | random.Random) or _is_of_numpy(value):
+                    if isinstance(value, torch.Generator | random.Random) or is_of_numpy(value):
                         self.record(value)
 
     def record(self, value: Any) -> None:
@@ -234,7 +154,7 @@ class StateSnapshot:
             self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._restorers.append(partial(value.setstate, value.getstate()))
-        elif _is_of_numpy(value):
+        elif is_of_numpy(value):
             self._record_numpy(value)
         elif isinstance(value, dict | list | set | deque):
             self._record_container(value)
@@ -346,6 +266,7 @@ def isolated(
     inputs: object = None,
     map_tensor: TensorMap | None = None,
     copy_value: Callable[[Tensor], bool] = lambda _: True,
+    variables: Sequence[Variable] = (),
 ) -> Iterator[None]:
     """Restore modules, their gradients and all random generators afterwards.
 
@@ -355,6 +276,7 @@ def isolated(
         map_tensor: Returns the tensor that a module computes with in place of one of its own.
         copy_value: Tells for which tensors the values are restored, if there is no `map_tensor`.
             A caller leaves out tensors that cannot be written, because copies take memory.
+        variables: Variables outside of modules, which also get copies, if there is a `map_tensor`.
     """
     snapshot = StateSnapshot(modules, copy_value if map_tensor is None else lambda _: False)
     snapshot.record(inputs)
@@ -362,10 +284,18 @@ def isolated(
     with preserve_rng(), preserve_gradients(parameters):
         try:
             if map_tensor is not None:
-                _replace_state(modules, StructureCopier(map_tensor))
+                copier = StructureCopier(map_tensor)
+                _replace_state(modules, copier)
+                for variable in variables:
+                    new = copier(variable.value)
+                    if new is not variable.value:
+                        variable.set(new)
             yield
         finally:
             snapshot.restore()
+            for variable in variables:
+                if not variable.is_set():
+                    variable.set(variable.value)
 
 
 def _has_tables(module: nn.Module | None) -> bool:

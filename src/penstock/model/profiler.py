@@ -37,8 +37,6 @@ from penstock.fingerprint import build_cost_key
 from penstock.microbatch import scatter
 from penstock.model.isolation import (
     DeviceLike,
-    StructureCopier,
-    TensorMap,
     build_tensor_copier,
     enable_backward,
     isolated,
@@ -54,6 +52,7 @@ from penstock.stage.skip import SkipKey, Skips, use_skips
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
+from penstock.state_copy import StructureCopier, TensorMap
 
 # ---- units of a traced model ---------------------------------------------------------------------
 

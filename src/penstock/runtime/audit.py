@@ -56,6 +56,7 @@ from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
+from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
@@ -158,7 +159,9 @@ def _identify_loss(loss_fn: LossFn | None) -> Any:
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 
-def find_obstacle(placed: PlacedPartition, has_replicas: bool) -> str | None:
+def find_obstacle(
+    placed: PlacedPartition, has_replicas: bool, loss_fn: LossFn | None = None
+) -> str | None:
     """Return why a call cannot be audited, or None if it can."""
     if has_replicas:
         return "its stages are in DistributedDataParallel or fully_shard"
@@ -167,6 +170,11 @@ def find_obstacle(placed: PlacedPartition, has_replicas: bool) -> str | None:
         return "its parameters are sharded"
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         return "a layer is a ScriptModule, which cannot be run without a trace"
+    iterator = find_reachable([*modules, *placed.partition.names(), loss_fn]).find_uncopyable()
+    if iterator is not None:
+        return (
+            f"a layer or the loss uses a {iterator}, which the forward of the audit would advance"
+        )
     return None
 
 
@@ -786,7 +794,7 @@ def _build_audit(
     # no numbers to compare.
     if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
         return None
-    obstacle = find_obstacle(placed, not pipe.replicas.is_empty)
+    obstacle = find_obstacle(placed, not pipe.replicas.is_empty, call.request.loss_fn)
     if not call.is_local:
         obstacle = "its stages are in processes"
     if obstacle is not None:

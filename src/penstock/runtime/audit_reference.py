@@ -1,8 +1,9 @@
 """The reference of an audit: the user's own forward on some rows of a batch, leaving no trace.
 
 The forward runs on the modules of the pipe themselves, without a copy of their parameters. What it
-could change is put aside first: attributes and buffers are exchanged for copies, gradients and
-hooks on them are taken away, and a parameter is copied when something is about to write to it.
+could change is put aside first: attributes, buffers, and variables in closures, classes and globals
+are exchanged for copies, gradients and hooks on them are taken away, and a parameter is copied when
+something is about to write to it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,22 +21,20 @@ from torch import Tensor, nn
 from penstock.microbatch import MicrobatchRows, find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
-    StructureCopier,
     isolated,
     iter_module_tensors,
     preserve_gradients,
 )
 from penstock.model.partition import Partition, StageMap
-from penstock.model.traced.containers import is_state_object
 from penstock.model.unsplit import UnsplitCells
-from penstock.nested_values import iter_captured_values
 from penstock.runtime.digest import Digest, Digester
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
-from penstock.stage.loss import LossFn, LossReduction, LossStageFunction
+from penstock.stage.loss import LossReduction, LossStageFunction
 from penstock.stage.stage import OUTSIDE
+from penstock.state_copy import StructureCopier, find_reachable
 from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,
@@ -49,8 +47,6 @@ from penstock.torch_compat import (
 
 BufferKey = tuple[nn.Module, str]
 AttributeKey = tuple[nn.Module, str]
-
-_MAX_CAPTURED_VALUES = 10_000  # a loss function may reach a whole data set
 
 
 class _RunningReferences(threading.local):
@@ -118,8 +114,10 @@ class Reference:
         self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
         parameters = [p for module in self.modules for p in module.parameters(False)]
-        # Hooks may change the gradient of these, so it is not compared.
-        self.hooked_parameters = {id(p) for p in parameters if p._backward_hooks}
+        # Hooks may change the gradient of these, or take it away, so it is not compared.
+        self.hooked_parameters = {
+            id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
+        }
 
     def find_unlike_rows(self) -> tuple[int, int] | None:
         """Return the two rows of the batch of which a loss may count most differently, if any."""
@@ -147,15 +145,18 @@ class Reference:
     @contextmanager
     def isolate(self) -> Iterator[None]:
         """Leave everything as it was, whatever the model and the loss do in this context."""
-        loss_modules, loss_values = _find_captured_state(self._request.loss_fn)
-        model_modules = set(self.modules)
-        loss_state = StateSnapshot(
-            [module for module in loss_modules if module not in model_modules],
-            lambda tensor: not isinstance(tensor, nn.Parameter),
+        # State outside of the model: a loss may update a metric, a layer count in a closure.
+        reached = find_reachable([*self.modules, self._request.loss_fn])
+        own_modules = set(self.modules)
+        other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
+        other_state = StateSnapshot(
+            other_modules, lambda tensor: not isinstance(tensor, nn.Parameter)
         )
-        for value in loss_values:
-            loss_state.record(value)
-        loss_parameters = [p for module in loss_modules for p in module.parameters(False)]
+        attributes = {id(value) for m in self.modules for value in vars(m).values()}
+        for value in reached.list_containers():
+            if id(value) not in attributes:
+                other_state.record(value)
+        loss_parameters = [p for module in other_modules for p in module.parameters(False)]
         parameters = [p for module in self.modules for p in module.parameters(False)]
 
         def exchange_tensor(tensor: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class Reference:
         write_log = self._write_log = _WriteLog([*parameters, *loss_parameters])
         was_running = running.is_running
         with (
-            isolated(self.modules, map_tensor=exchange_tensor),
+            isolated(self.modules, map_tensor=exchange_tensor, variables=reached.variables),
             preserve_gradients(loss_parameters),
             write_log,
             force_eager(),
@@ -183,7 +184,7 @@ class Reference:
                 yield
             finally:
                 running.is_running = was_running
-                loss_state.restore()
+                other_state.restore()
                 # Autocast would reuse weights that it has cast here, whose graph is gone.
                 torch.clear_autocast_cache()
 
@@ -249,27 +250,21 @@ class Reference:
 
         Lists of numbers are left out: they are logs. So are whole numbers, which count.
         """
-        modules, values = _find_captured_state(self._request.loss_fn)
+        reached = find_reachable([self._request.loss_fn])
         own_modules = set(self.modules)
-        states: list[Any] = [vars(m) for m in modules if m not in own_modules]
-        states += [m._buffers for m in modules if m not in own_modules]
-        states += [vars(value) if is_state_object(value) else value for value in values]
+        own_tables = {id(value) for module in self.modules for value in vars(module).values()}
+        states: list[Any] = [vars(m) for m in reached.find(nn.Module) if m not in own_modules]
+        states += [{variable.name: variable.value} for variable in reached.variables]
+        states += [c for c in reached.list_containers() if id(c) not in own_tables]
         tensors: dict[Any, Tensor] = {}
         for index, state in enumerate(states):
-            entries = (
-                state.items()
-                if isinstance(state, dict)
-                else enumerate(state if isinstance(state, list | deque) else [state])
-            )
-            for key, value in entries:
-                if isinstance(value, float) and isinstance(state, dict):
+            is_table = isinstance(state, dict)
+            for key, value in state.items() if is_table else enumerate(_list_entries(state)):
+                if isinstance(value, float) and is_table:
                     tensors[index, key] = torch.tensor(value, dtype=torch.float64)
-                elif (
-                    isinstance(value, Tensor)
-                    and not isinstance(value, nn.Parameter)
-                    and (value.dim() or not isinstance(state, list | deque))
-                ):
-                    tensors[index, key] = value
+                elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    if value.dim() or is_table:
+                        tensors[index, key] = value
         return self._digester.digest_all(tensors)
 
     def list_dtypes(self) -> list[torch.dtype]:
@@ -311,6 +306,10 @@ class Reference:
         for (key, _), digest in self._digester.read(sums).items():
             digests[key] = digest.plus(digests.get(key))
         return digests
+
+
+def _list_entries(container: Any) -> list[Any]:
+    return list(container) if isinstance(container, list | deque) else []
 
 
 def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
@@ -403,38 +402,3 @@ def _get_storage_address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
         return id(tensor)
-
-
-def _find_captured_state(loss_fn: LossFn | None) -> tuple[list[nn.Module], list[Any]]:
-    """Return the modules and the other objects that a loss function can reach and change.
-
-    It may update a metric or a counter, which must not see the rows of the reference.
-    """
-    modules: dict[nn.Module, None] = {}
-    values: list[Any] = []
-    todo: list[Any] = [loss_fn]
-    visited: set[int] = set()
-    while todo and len(visited) < _MAX_CAPTURED_VALUES:
-        value = todo.pop()
-        if id(value) in visited:
-            continue
-        visited.add(id(value))
-        if isinstance(value, nn.Module):
-            modules.update(dict.fromkeys(value.modules()))
-        elif isinstance(value, partial):
-            todo += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            todo += [value.__self__, value.__func__]
-        elif isinstance(value, FunctionType):
-            names = value.__code__.co_names
-            todo += [value.__globals__[name] for name in names if name in value.__globals__]
-            todo += iter_captured_values(value)
-        elif isinstance(value, list | dict | set | deque):
-            if len(value) < _MAX_CAPTURED_VALUES:
-                values.append(value)
-        elif isinstance(value, Tensor | torch.Generator) or is_state_object(value):
-            values.append(value)
-        elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
-            values.append(vars(value))
-            todo += vars(value).values()
-    return list(modules), values

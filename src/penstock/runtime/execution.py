@@ -6,14 +6,16 @@ carries out one phase of a program:
     1. every rank's stream waits for what the caller has queued so far
     2. the executor runs the lanes: in threads, in the caller's thread, or as one process of several
     3. the caller's stream waits for every rank
-    4. gradients of tied parameters go to their owners
-    5. the caller's random generator moves on if a stage drew random numbers
+    4. recomputations on accelerators are compared with their forwards
+    5. gradients of tied parameters go to their owners
+    6. the caller's random generator moves on if a stage drew random numbers
 
 `pipe.step` has one phase; `pipe(x)` has a forward phase and, later, a backward phase.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +127,8 @@ class Execution:
             registered parameter.
         rng_policy: The source of random numbers.
         allow_host_rng: Whether layers may draw from `random` and `numpy.random`.
+        compare_recomputations: Whether every recomputation is compared with its forward.
+        thread_locals: The `threading.local` objects that layers read.
     """
 
     def __init__(
@@ -140,6 +144,8 @@ class Execution:
         require_known_leaves: bool = False,
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
         allow_host_rng: bool = True,
+        compare_recomputations: bool = False,
+        thread_locals: Sequence[threading.local] = (),
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
@@ -149,7 +155,7 @@ class Execution:
         if any(device.has_streams for device in devices.values()):
             _silence_stream_mismatch_warning()
         self.context = CallerContext.current(
-            frozenset(device.device.type for device in devices.values())
+            frozenset(device.device.type for device in devices.values()), thread_locals
         )
         self._tied_weights, self._rng_policy = tied_weights, rng_policy
         # Read here, in the caller's thread: worker threads have a grad mode of their own.
@@ -163,6 +169,7 @@ class Execution:
                 require_known_leaves,
                 None if tied_weights is None else tied_weights.proxies[stage.index],
                 aux_sink,
+                compare_recomputations,
             )
             for stage in stages
             if placement[stage.index] in devices
@@ -227,6 +234,8 @@ class Execution:
                 self._release_streams(streams)
             raise
         self._release_streams(streams)
+        for runner in self.stage_runners:
+            runner.repeat_check.finish()
         if self._tied_weights is not None:
             self._tied_weights.accumulate_gradients()
         self._update_caller_rng(states_before)

@@ -7,12 +7,12 @@ what `step.py` needs to run the call.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from threading import Lock, RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import LossReduction
 from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage
+from penstock.state_copy import find_reachable
 from penstock.torch_compat import get_dispatch_modes
 
 # ---- choosing the runtime ------------------------------------------------------------------------
@@ -286,6 +287,15 @@ class LocalEngine:
             )
         )
 
+    @property
+    def thread_locals(self) -> list[threading.local]:
+        """The `threading.local` objects that the code of the model refers to."""
+        if self._lazy_state.thread_locals is None:
+            partition = self.placed_partition.partition
+            reached = find_reachable([*partition.names(), *self._modules])
+            self._lazy_state.thread_locals = reached.find(threading.local)
+        return self._lazy_state.thread_locals
+
     def _get_worker_pool(self) -> WorkerPool:
         """Return the threads of the pipe. They start with its first call and end with the pipe."""
         with self._lazy_state.pool_lock:  # several threads may make the first call
@@ -309,9 +319,10 @@ class _LazyState:
     worker_pool: WorkerPool | None = None
     graph_cache: GraphCache | None = None
     capture_warnings: set[str] = field(default_factory=set)  # reasons that were warned of
-    pool_lock: Lock = field(default_factory=Lock)
-    step_lock: AbstractContextManager[object] = field(default_factory=RLock)
+    pool_lock: threading.Lock = field(default_factory=threading.Lock)
+    step_lock: AbstractContextManager[object] = field(default_factory=threading.RLock)
     last_measured: HasTimeline | None = None
+    thread_locals: list[threading.local] | None = None
 
     # Threads, locks and captured graphs cannot be copied or pickled.
     def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
@@ -408,6 +419,9 @@ class LocalCall:
             in_caller_graph or self._overrides.require_known_leaves,
             rng_policy,
             allow_host_rng=self._engine.replicas.is_empty,
+            # A captured step has no Python state, and its numbers cannot be read.
+            compare_recomputations=self.request.audit != "off" and not is_capturing(),
+            thread_locals=self._engine.thread_locals,
         )
 
     def build_loss(

@@ -1,13 +1,15 @@
 """The thread-local state of the caller, which worker threads apply when they compute.
 
-Grad mode, inference mode, autocast, the default device, hooks on saved tensors and context
-variables belong to a thread. A worker thread starts with the defaults. Without this module, `with
-torch.autocast` around a call of the pipe would have no effect on its stages.
+Grad mode, inference mode, autocast, the default device, hooks on saved tensors, context variables
+and the values in a `threading.local` belong to a thread. A worker thread starts with the defaults.
+Without this module, `with torch.autocast` around a call of the pipe would have no effect on its
+stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ class CallerContext:
         default_device: The device of `torch.set_default_device`, or None for the CPU.
         saved_tensors_hooks: The innermost hooks on saved tensors, or None.
         variables: The caller's context variables (`contextvars`).
+        thread_locals: The values that the caller has in each `threading.local` of the model.
+        thread: The caller's thread.
     """
 
     grad_enabled: bool
@@ -41,9 +45,16 @@ class CallerContext:
     default_device: torch.device | None
     saved_tensors_hooks: tuple[Any, Any] | None
     variables: Context = field(default_factory=copy_context, compare=False, repr=False)
+    thread_locals: tuple[tuple[threading.local, dict[str, Any]], ...] = field(
+        default=(), compare=False, repr=False
+    )
+
+    thread: int = field(default_factory=threading.get_ident, compare=False, repr=False)
 
     @staticmethod
-    def current(device_types: frozenset[str]) -> CallerContext:
+    def current(
+        device_types: frozenset[str], thread_locals: Sequence[threading.local] = ()
+    ) -> CallerContext:
         """Return the context of this thread for stages on devices of these types."""
         # A stage on a GPU may compute with CPU tensors, too, so autocast for the CPU always counts.
         default = torch.get_default_device()
@@ -58,6 +69,7 @@ class CallerContext:
             autocast_cache_enabled=torch.is_autocast_cache_enabled(),
             default_device=None if default == torch.device("cpu") else default,
             saved_tensors_hooks=_current_saved_tensors_hooks(),
+            thread_locals=tuple([(local, dict(vars(local))) for local in thread_locals]),
         )
 
     @cached_property
@@ -70,12 +82,33 @@ class CallerContext:
         )
 
     def run_with_variables(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function under the context variables of the caller.
+        """Call a function under the context variables and thread-local values of the caller.
 
         Threads cannot enter one context at the same time, so each call has a copy. What layers set
         is gone after it.
         """
-        self.variables.copy().run(function, *args)
+        if not self.thread_locals:
+            self.variables.copy().run(function, *args)
+            return
+        tables = [vars(local) for local, _ in self.thread_locals]
+        before = [dict(table) for table in tables]
+        for table, (_, values) in zip(tables, self.thread_locals, strict=True):
+            # A worker keeps what layers have left there. In the caller's own thread, the table may
+            # be the one that the layers should see, and they may change it.
+            if threading.get_ident() == self.thread and not _has_same_values(table, values):
+                table.clear()
+            table.update(values)
+        try:
+            self.variables.copy().run(function, *args)
+        finally:
+            for table, old, (_, values) in zip(tables, before, self.thread_locals, strict=True):
+                if threading.get_ident() != self.thread:
+                    for name in values.keys() - old.keys():
+                        table.pop(name, None)
+                    table.update({name: old[name] for name in values.keys() & old.keys()})
+                elif not _has_same_values(old, values):
+                    table.clear()
+                    table.update(old)
 
     @contextmanager
     def apply_for_forward(self) -> Iterator[None]:
@@ -92,6 +125,10 @@ class CallerContext:
                     torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 )
             yield
+
+
+def _has_same_values(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
 
 
 def _current_saved_tensors_hooks() -> tuple[Any, Any] | None:

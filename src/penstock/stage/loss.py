@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -230,6 +230,8 @@ class LossStageFunction:
     has_target: bool
     return_outputs: bool
     comparison: TermComparison | None = None
+    # the output of a forward or recomputation, which the runner of the stage compares and removes
+    model_outputs: list[Any] = field(default_factory=list)
 
     @cached_property
     def origin(self) -> str:
@@ -249,6 +251,8 @@ class LossStageFunction:
         with nullcontext() if self.loss_fn or recorder is None else recorder:
             outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
+        if is_checkpointing() or is_recomputing():
+            self.model_outputs.append(output)
         if is_checkpointing():
             return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
         aux_losses = thread_state.sink

@@ -7,8 +7,8 @@ advance twice. The same goes for Python attributes that a layer sets, such as a 
     forward         snapshot_buffers -> run -> find_written, exclude_written
     recomputation   restore_state(written) -> run -> put the current buffers back
 
-What else a layer may depend on cannot be restored: attributes, globals, the grad mode. So the first
-recomputation of a stage is compared with its forward (`check_repeated`).
+What else a layer may depend on cannot be restored: closures, globals, the grad mode. So every
+recomputation is compared with its forward (repeat_check.py).
 
 Layers can ask which run they are in: `is_checkpointing`, `is_recomputing`.
 """
@@ -16,17 +16,14 @@ Layers can ask which run they are in: `is_checkpointing`, `is_recomputing`.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import RunError
+from penstock.state_copy import SCALARS, StructureCopier, clone_state
 from penstock.torch_compat import NormBase
 
 # ---- questions that a layer may ask ------------------------------------------------------------
@@ -198,103 +195,133 @@ def exclude_written(
     return [snapshot._replace(value=snapshot.buffer) for snapshot in unwritten]
 
 
+def checksum(tensor: Tensor) -> Tensor | None:
+    """Return the sum of a tensor's bit patterns, or None for a kind of tensor that has none."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtype = integer.get(tensor.element_size())
+    is_known_type = type(tensor) in (Tensor, nn.Parameter)
+    is_plain = is_known_type and tensor.layout is torch.strided and not tensor.is_quantized
+    if dtype is None or tensor.is_meta or not is_plain:
+        return None
+    return tensor.detach().view(dtype).sum(dtype=torch.int64)
+
+
 # ---- Python attributes -------------------------------------------------------------------------
 
-# A layer may count its calls, or append to a list. Its recomputation must find the count of its
-# forward, and must not count again. What only the recomputation sets stays.
+# A layer may count its calls, append to a list, or keep a running mean in a tensor that is not a
+# buffer. Its recomputation must find the state of its forward, and must not change it again. So it
+# computes with copies that were made before the forward. What only the recomputation sets stays.
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_CONTAINER_TYPES = (list, dict, set, deque, OrderedDict, defaultdict)
 _MISSING: Any = object()
+# A tensor that a layer assigns may be state, or activations that it leaves for the user. A larger
+# one is not kept for each micro-batch.
+_MAX_STATE_BYTES = 1 << 20
 
-WrittenAttributes = list[tuple[nn.Module, str]]
 
+class WrittenAttribute(NamedTuple):
+    """An attribute that a forward sets or changes.
 
-class AttributeSnapshot(NamedTuple):
-    """An attribute of a module before a forward, and a copy of it if it is a list or a dict."""
+    Attributes:
+        module: The module that has it.
+        name: Its name.
+        is_kept: Whether the recomputation finds its old value. Otherwise the attribute is only put
+            back after it.
+        has_written_tensors: Whether tensors in it are changed in place.
+    """
 
     module: nn.Module
     name: str
-    value: Any
-    contents: Any
+    is_kept: bool
+    has_written_tensors: bool
 
 
-def list_attributes(modules: Iterable[nn.Module]) -> WrittenAttributes:
-    """Return all attributes of modules that are not PyTorch's own."""
-    return [(m, name) for m in modules for name in vars(m) if name not in _MODULE_ATTRIBUTES]
+# An attribute and a copy of its value, which is _MISSING where there was none.
+AttributeSnapshot = tuple[WrittenAttribute, Any]
 
 
-def snapshot_attributes(attributes: WrittenAttributes) -> list[AttributeSnapshot]:
-    """Return snapshots of these attributes."""
-    snapshots = []
-    for module, name in attributes:
-        value = vars(module).get(name, _MISSING)
-        contents = copy(value) if type(value) in _CONTAINER_TYPES else None
-        snapshots.append(AttributeSnapshot(module, name, value, contents))
-    return snapshots
+class AttributeWatch:
+    """Finds the attributes of modules that a forward sets or changes."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._copier = modules, StructureCopier(clone_state)
+        self.before = _read_attributes(modules)
+        for _, _, value in self.before:
+            self._copier(value)
+
+    def find_written(self) -> list[WrittenAttribute]:
+        """Return the attributes that differ from those at the beginning."""
+        before = {(id(module), name): value for module, name, value in self.before}
+        written = []
+        for module, name, value in _read_attributes(self._modules):
+            old = before.pop((id(module), name), _MISSING)
+            if type(value) in SCALARS and type(old) is type(value) and old == value:
+                continue
+            if value is old and self._copier.is_unchanged(value):
+                continue
+            tensors: list[Tensor] = []
+            StructureCopier(lambda tensor, found=tensors: found.append(tensor) or tensor)(value)  # type: ignore[misc]
+            has_written_tensors = any(map(self._copier.has_changed, tensors))
+            is_small = not isinstance(value, Tensor) or value.nbytes <= _MAX_STATE_BYTES
+            is_kept = is_small or has_written_tensors
+            written.append(WrittenAttribute(module, name, is_kept, has_written_tensors))
+        removed = [(m, name) for m, name, _ in self.before if (id(m), name) in before]
+        return written + [WrittenAttribute(m, name, True, False) for m, name in removed]
+
+    def select(self, written: Sequence[WrittenAttribute]) -> list[AttributeSnapshot]:
+        """Return snapshots of these attributes at the beginning."""
+        before = {(id(module), name): value for module, name, value in self.before}
+        values = [before.get((id(w.module), w.name), _MISSING) for w in written]
+        copies = [value if value is _MISSING else self._copier(value) for value in values]
+        return list(zip(written, copies, strict=True))
 
 
-def find_written_attributes(
-    modules: Iterable[nn.Module], snapshots: Sequence[AttributeSnapshot]
-) -> WrittenAttributes:
-    """Return the attributes that were set or changed since the snapshots of all of them.
-
-    Tensors do not count: a layer may leave one for the loss, which needs that of the last run.
-    """
-    known = {(id(module), name) for module, name, _, _ in snapshots}
-    written = [
-        (module, name)
-        for module, name in list_attributes(modules)
-        if (id(module), name) not in known and not isinstance(vars(module)[name], Tensor)
-    ]
-    for module, name, value, contents in snapshots:
-        now = vars(module).get(name, _MISSING)
-        if now is not value:
-            is_written = not isinstance(now, Tensor)
-        else:
-            is_written = contents is not None and not _have_same_items(now, contents)
-        if is_written:
-            written.append((module, name))
-    return written
-
-
-def select_attributes(
-    snapshots: Sequence[AttributeSnapshot], attributes: WrittenAttributes
-) -> list[AttributeSnapshot]:
-    """Return the snapshots of these attributes. One without a snapshot did not exist then."""
-    by_key = {(id(snapshot.module), snapshot.name): snapshot for snapshot in snapshots}
+def _read_attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Return the attributes of modules that are not PyTorch's own."""
     return [
-        by_key.get((id(module), name), AttributeSnapshot(module, name, _MISSING, None))
-        for module, name in attributes
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if name not in _MODULE_ATTRIBUTES
     ]
 
 
-def _have_same_items(first: Any, second: Any) -> bool:
-    if isinstance(first, dict):
-        first, second = [*first, *first.values()], [*second, *second.values()]
-    return len(first) == len(second) and all(map(is_, first, second))
+def snapshot_attributes(attributes: Iterable[WrittenAttribute]) -> list[AttributeSnapshot]:
+    """Return snapshots of these attributes."""
+    return _copy_snapshots([(a, vars(a.module).get(a.name, _MISSING)) for a in attributes])
+
+
+def _copy_snapshots(snapshots: Sequence[AttributeSnapshot]) -> list[AttributeSnapshot]:
+    """Return copies of the values. A tensor is copied only if forwards change it in place."""
+    if not snapshots:
+        return []
+    copiers = StructureCopier(lambda tensor: tensor), StructureCopier(clone_state)
+    return [
+        (a, value if value is _MISSING else copiers[a.has_written_tensors](value))
+        for a, value in snapshots
+    ]
 
 
 @contextmanager
 def restore_attributes(snapshots: Sequence[AttributeSnapshot]) -> Iterator[None]:
     """Let modules find the attributes of an earlier forward in the context, and undo changes."""
-    current = snapshot_attributes([(module, name) for module, name, _, _ in snapshots])
-    _set_attributes(snapshots)
+    current = [(a, vars(a.module).get(a.name, _MISSING)) for a, _ in snapshots]
+    # Copies of the copies: the cell may be recomputed once more.
+    for attribute, value in _copy_snapshots(snapshots):
+        if attribute.is_kept:
+            _set_attribute(attribute, value)
     try:
         yield
     finally:
-        _set_attributes(current)
+        for attribute, value in current:
+            _set_attribute(attribute, value)
 
 
-def _set_attributes(snapshots: Iterable[AttributeSnapshot]) -> None:
-    for module, name, value, contents in snapshots:
-        if value is _MISSING:
-            vars(module).pop(name, None)
-            continue
-        vars(module)[name] = value
-        if contents is not None:
-            value.clear()
-            (value.extend if hasattr(value, "extend") else value.update)(contents)
+def _set_attribute(attribute: WrittenAttribute, value: Any) -> None:
+    if value is _MISSING:
+        vars(attribute.module).pop(attribute.name, None)
+    else:
+        vars(attribute.module)[attribute.name] = value
 
 
 # ---- the second forward ------------------------------------------------------------------------
@@ -327,58 +354,6 @@ def restore_state(
             _set_training(modules, current_flags)
         for owner, name, buffer in current_buffers:
             owner._buffers[name] = buffer
-
-
-# ---- the first recomputation of a stage --------------------------------------------------------
-
-# How far a recomputation may be from its forward, relative to the largest number of a tensor. With
-# a graph PyTorch may choose another kernel, and some kernels add in no fixed order.
-_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
-_LOW_PRECISION_TOLERANCE = 5e-2
-
-
-def checksum(tensor: Tensor) -> Tensor | None:
-    """Return the sum of a tensor's bit patterns, or None for a kind of tensor that has none."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    dtype = integer.get(tensor.element_size())
-    if dtype is None or tensor.is_meta or not _is_plain(tensor):
-        return None
-    return tensor.detach().view(dtype).sum(dtype=torch.int64)
-
-
-def check_repeated(forward: Sequence[Tensor], repeated: Sequence[Tensor]) -> None:
-    """Raise if a recomputation gave other outputs than the forward."""
-    pairs = zip(forward, repeated, strict=False)
-    if len(forward) == len(repeated) and all(_is_close(old, new.detach()) for old, new in pairs):
-        return
-    raise RunError(
-        "the recomputation of these layers gave another output than their forward, so their "
-        "gradients would be wrong. A layer depends on something that changed in between: on state "
-        "that it keeps in an attribute or a global, on a random generator of its own, or on "
-        "torch.is_grad_enabled() or x.requires_grad, which are False in a forward that will be "
-        "recomputed. Let it depend on inputs, parameters and buffers only (is_recomputing() tells "
-        "the second run), or set checkpoint='never'."
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    is_known_type = type(tensor) in (Tensor, nn.Parameter)
-    return is_known_type and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _is_close(old: Tensor, new: Tensor) -> bool:
-    if not _is_plain(old) or not _is_plain(new) or new.is_meta:
-        return True
-    if old.shape != new.shape or old.dtype != new.dtype:
-        return False
-    if torch.equal(old, new):
-        return True
-    if not (old.is_floating_point() or old.is_complex()):
-        return False
-    tolerance = _TOLERANCES.get(old.dtype, _LOW_PRECISION_TOLERANCE)
-    finite = old[old.isfinite()].abs()
-    largest = finite.max().item() if finite.numel() else 0.0
-    return torch.allclose(old, new, rtol=0, atol=tolerance * largest, equal_nan=True)
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

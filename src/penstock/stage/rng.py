@@ -228,6 +228,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
 
     Attributes:
         used_own_generator: Whether a layer has drawn from a generator of its own.
+        used_empty: Whether a layer has called `torch.empty`, if its contents are filled.
     """
 
     # Such as `flex_attention`, which PyTorch otherwise refuses under a mode. They draw nothing.
@@ -240,7 +241,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
         self._fill_empty = fill_empty
         self._source = SeededRng(source) if isinstance(source, int) else source
         self._shared_state = read_shared_cpu_state() if detect_seeding else None
-        self.used_own_generator = False
+        self.used_own_generator = self.used_empty = False
 
     @property
     def has_drawn(self) -> bool:
@@ -269,6 +270,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
             if not draws or is_deterministic_call(func, args, kwargs):
                 result = func(*args, **kwargs)
                 if self._fill_empty and func in _EMPTY_OPS:
+                    self.used_empty = True
                     result.zero_()
                 return result
             return self._run_random_op(func, args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.stage.recompute import SilentWrites, WrittenAttributes
+from penstock.stage.recompute import SilentWrites, WrittenAttribute
 
 # The index of the caller as a neighbour of stages: it feeds the batch in and takes the outputs.
 OUTSIDE = -1
@@ -31,9 +31,11 @@ class ObservedBehavior:
         mutates_inputs: Whether it changes its inputs in place.
         uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
         stays_in_stage: Whether a check has shown that its graph reaches no other stage.
-        repeats_forward: Whether a recomputation was compared with its forward, and gave the same.
+        written_parameter: The class and the name of a parameter that its forward changes.
+        uses_empty: Whether it calls `torch.empty`, whose contents could differ in a recomputation.
         silent_writes: The buffers that it writes without a change of their version counter.
-        written_attributes: The Python attributes that its modules set, such as a counter.
+        written_attributes: The Python attributes that its modules set, such as a counter. None: no
+            forward that will be recomputed has run yet.
         detached_outputs: The outputs that are not in its graph, where it has several; by what
             decides it. See `StageRunner._exclude_detached`.
     """
@@ -43,9 +45,10 @@ class ObservedBehavior:
     mutates_inputs: bool | None = None
     uses_only_parameters: bool = False
     stays_in_stage: bool = False
-    repeats_forward: bool = False
+    written_parameter: tuple[str, str] | None = None
+    uses_empty: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
-    written_attributes: WrittenAttributes | None = None
+    written_attributes: list[WrittenAttribute] | None = None
     detached_outputs: dict[Any, Mapping[int, Collection[int]]] = field(default_factory=dict)
 
 

@@ -20,9 +20,10 @@ that does none of this runs without any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from weakref import ref
 
 import torch
@@ -56,6 +57,7 @@ from penstock.stage.payload import (
     check_unchanged,
     clone_payloads,
     flatten_outputs,
+    flatten_values,
     is_differentiable,
     is_in_graph,
     needs_no_grad,
@@ -67,22 +69,20 @@ from penstock.stage.payload import (
 )
 from penstock.stage.recompute import (
     AttributeSnapshot,
+    AttributeWatch,
     BufferSnapshot,
-    check_repeated,
     checksum,
     exclude_written,
     find_changed,
     find_written,
-    find_written_attributes,
-    list_attributes,
     mark_checkpointing,
     mark_recomputing,
     restore_attributes,
     restore_state,
-    select_attributes,
     snapshot_attributes,
     snapshot_buffers,
 )
+from penstock.stage.repeat_check import Product, RepeatCheck, compute_product
 from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
@@ -102,7 +102,7 @@ class _RecomputeInputs:
         aux_loss_count: How many losses the forward has added, those of earlier stages included.
         attributes: Snapshots, from before the forward, of Python attributes that it sets.
         host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
-        outputs: Copies of the outputs by destination, if the recomputation is compared with them.
+        products: Numbers of the outputs by destination, if the recomputation is compared with them.
         detached: The outputs that need no gradient, by destination, as their indices.
     """
 
@@ -113,7 +113,7 @@ class _RecomputeInputs:
     aux_loss_count: int
     attributes: list[AttributeSnapshot]
     host_rng: HostRngCell | None
-    outputs: dict[int, list[Tensor]]
+    products: dict[int, list[Product]]
     detached: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
@@ -134,6 +134,8 @@ class StageRunner:
             get no gradient through `pipe(x)` or in a captured step.
         proxies: Proxies for parameters that the stage cannot use directly, or None.
         aux_sink: Where `add_loss` of a layer goes. None: with the messages to the last stage.
+        compares_all: Whether every recomputation is compared with its forward. Otherwise those of
+            the first call are.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class StageRunner:
         is_tracked: bool = False,
         proxies: StageProxies | None = None,
         aux_sink: AuxLossSink | None = None,
+        compares_all: bool = False,
     ) -> None:
         self.stage = stage
         self._proxies, self._aux_sink = proxies, aux_sink
@@ -181,6 +184,9 @@ class StageRunner:
         self._modules, self._training_flags = modules, [module.training for module in modules]
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
+        # Parameters with a hook on their accumulated gradient, which may be an optimizer's step.
+        self._hooked_parameters = [p for p in self.parameters if p._post_accumulate_grad_hooks]
+        self._hooked_versions: list[int] | None = None
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -191,10 +197,13 @@ class StageRunner:
         # `random` and `numpy.random`.
         self._aux_loss_count = 0
         self._host_rng: HostRngCell | None = None
-        # The micro-batch whose recomputation is compared with its forward, and whether one of the
-        # two runs now.
-        self._compared_microbatch: int | None = None
-        self._is_compared = False
+        # Whether recomputations are compared with their forwards, and whether the first forward of
+        # the latter runs now.
+        self.repeat_check = RepeatCheck(stage, bool(context.autocast_dtypes))
+        self._is_compared = compares_all or self._behavior.written_attributes is None
+        self._is_observed = False
+        # The outputs of the model that the loss of the last stage has taken.
+        self._model_outputs: list[Any] = getattr(stage.compute, "model_outputs", [])
 
     @property
     def has_drawn(self) -> bool:
@@ -214,10 +223,17 @@ class StageRunner:
         """Return whether the stage may draw from `random` or `numpy.random`."""
         return self._behavior.draws_host_random is not False
 
+    @property
+    def _fills_empty(self) -> bool:
+        """Return whether `torch.empty` is filled, so that a recomputation finds the same in it."""
+        return self._is_observed or (self._is_compared and self._behavior.uses_empty)
+
     # ---- forward and recomputation -------------------------------------------------------------
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
+        if self._hooked_parameters:
+            self._check_not_stepped()
         # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
         read_only = []
         for payload in input_payloads.values():
@@ -301,10 +317,10 @@ class StageRunner:
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
             return {}
+        if self._hooked_parameters:
+            self._check_not_stepped()
         self.has_recomputed = True
-        is_compared = microbatch == self._compared_microbatch and not self._behavior.repeats_forward
-        with self._marked_as_compared(is_compared):
-            self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
+        self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
         for dst, excluded in saved.detached.items():
             if any(self._graphs[microbatch].roots[dst][index] for index in excluded):
                 raise RunError(
@@ -324,11 +340,9 @@ class StageRunner:
             )
         if self._host_rng is not None and saved.host_rng is not None:
             self._host_rng.check_repeats(saved.host_rng)
-        if is_compared:
-            for dst, tensors in saved.outputs.items():
-                check_repeated(tensors, outputs[dst][0])
-            self._behavior.repeats_forward = True
-            saved.outputs = {}
+        compared = self._list_compared_outputs(outputs)
+        for dst, products in saved.products.items():
+            self.repeat_check.compare(microbatch, products, compared[dst])
         self._record_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
@@ -395,14 +409,6 @@ class StageRunner:
     def _trainable_ids(self) -> frozenset[int]:
         return frozenset(map(id, self.parameters))
 
-    @contextmanager
-    def _marked_as_compared(self, is_compared: bool) -> Iterator[None]:
-        self._is_compared = is_compared
-        try:
-            yield
-        finally:
-            self._is_compared = False
-
     def awaits_recompute(self, microbatch: int) -> bool:
         """Return whether the forward of a micro-batch has built no graph yet."""
         return microbatch in self._recompute_inputs
@@ -428,13 +434,14 @@ class StageRunner:
             if p is not None
         ]
 
-    def _check_parameter_writes(
-        self, versions: list[tuple[int, int]], checksums: list[Tensor | None]
-    ) -> None:
-        """Raise if a forward that will be recomputed has changed a parameter in a lasting way.
+    def _find_parameter_write(
+        self, versions: list[tuple[int, int]], checksums: Sequence[Tensor | None] = ()
+    ) -> tuple[str, str] | None:
+        """Return the class and the name of a parameter that a forward has changed, or None.
 
-        A write through `.data` changes no version, so the first forward compares checksums, too. An
-        embedding with `max_norm` scales its rows, and a recomputation finds them scaled already.
+        A write through `.data` changes no version, so a forward that will be recomputed compares
+        checksums, too. An embedding with `max_norm` scales its rows, and a recomputation finds them
+        scaled already.
         """
         before, sums_before = iter(versions), iter(checksums)
         for module in self._static_modules:
@@ -447,12 +454,8 @@ class StageRunner:
                 )
                 is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
                 if is_written and not (is_embedding and module.max_norm is not None):
-                    raise RunError(
-                        f"the forward of {type(module).__name__} changes its parameter '{name}', "
-                        "and its recomputation would compute with the changed value. Make it a "
-                        "buffer (register_buffer), whose old value is restored, or pass "
-                        "checkpoint='never'."
-                    )
+                    return type(module).__name__, name
+        return None
 
     def _forward_for_recompute(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -464,24 +467,28 @@ class StageRunner:
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
         buffers = snapshot_buffers(self._modules_with_buffers)
-        written_attributes = behavior.written_attributes
-        if written_attributes is None:  # not yet known
-            attributes = snapshot_attributes(list_attributes(self._modules))
-        else:
-            attributes = snapshot_attributes(written_attributes)
+        is_first = behavior.written_attributes is None  # it is not yet known what it sets
+        watch = AttributeWatch(self._modules) if is_first else None
+        checksums = self._checksum_parameters() if is_first else []
+        attributes = snapshot_attributes(behavior.written_attributes or ())
         parameter_versions = self._read_parameter_versions()
-        is_compared = not behavior.repeats_forward and self._compared_microbatch is None
-        checksums = self._checksum_parameters() if is_compared else []
         before = payload_versions(input_payloads.values())
-        with mark_checkpointing, self._marked_as_compared(is_compared):
+        self._is_observed = is_first
+        with mark_checkpointing:
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
+        self._is_observed = False
         self._parameter_versions = self._read_parameter_versions()
-        if written_attributes is None:
-            names = find_written_attributes(self._modules, attributes)
-            behavior.written_attributes = names
-            attributes = select_attributes(attributes, names)
-        if is_compared or self._parameter_versions != parameter_versions:
-            self._check_parameter_writes(parameter_versions, checksums)
+        if watch is not None:
+            behavior.written_attributes = watch.find_written()
+            attributes = watch.select(behavior.written_attributes)
+        if is_first or self._parameter_versions != parameter_versions:
+            write = self._find_parameter_write(parameter_versions, checksums)
+            if write is not None:
+                raise RunError(
+                    f"the forward of {write[0]} changes its parameter '{write[1]}', and its "
+                    "recomputation would compute with the changed value. Make it a buffer "
+                    "(register_buffer), whose old value is restored, or pass checkpoint='never'."
+                )
         after = payload_versions(input_payloads.values())
         mutated = before != after
         if mutated and behavior.mutates_inputs is False:
@@ -494,13 +501,11 @@ class StageRunner:
         written = find_written(buffers, behavior.silent_writes)
         unwritten = exclude_written(buffers, written)
         flat_outputs = flatten_outputs(outputs)
-        copies: dict[int, list[Tensor]] = {}
-        if is_compared:
-            self._compared_microbatch = microbatch
-            copies = {
-                dst: [tensor.clone() for tensor in tensors]
-                for dst, (tensors, _) in flat_outputs.items()
-            }
+        products: dict[int, list[Product]] = {}
+        compared = self._list_compared_outputs(flat_outputs)
+        if self._is_compared:
+            for dst, tensors in compared.items():
+                products[dst] = list(map(compute_product, tensors))
         return _RecomputeInputs(
             originals if mutated else input_payloads,
             payload_versions(originals.values()) if mutated else after,
@@ -509,8 +514,15 @@ class StageRunner:
             self._aux_loss_count,
             attributes,
             self._host_rng,
-            copies,
+            products,
         ), flat_outputs
+
+    def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, list[Tensor]]:
+        """Return the outputs of the layers by destination: of the model, and not its loss."""
+        compared = {dst: tensors for dst, (tensors, _) in outputs.items()}
+        if self._model_outputs:
+            compared[OUTSIDE] = flatten_values((self._model_outputs.pop(),))[0]
+        return compared
 
     def _build_graph(
         self, microbatch: int, input_payloads: dict[int, Payload]
@@ -540,7 +552,11 @@ class StageRunner:
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
         values = unpack_with_graph_inputs(input_payloads, graph_tensors)
+        is_first = not (behavior.uses_only_parameters or behavior.stays_in_stage)
+        versions = self._read_parameter_versions() if is_first else []
         outputs = flatten_outputs(self._run_layers(microbatch, values))
+        if is_first:
+            behavior.written_parameter = self._find_parameter_write(versions)
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
@@ -595,9 +611,9 @@ class StageRunner:
         try:
             if (
                 self._needs_context
-                or self._is_compared
                 or self.may_draw_random
                 or self.may_draw_host_random
+                or self._fills_empty
             ):
                 outputs = self._run_in_context(microbatch, values)
             else:
@@ -628,15 +644,17 @@ class StageRunner:
                 self._pending_weight_grads[microbatch] = stack.enter_context(
                     self._weight_grad_deferral.activate()
                 )
-            if self.may_draw_random or self._is_compared:
+            if self.may_draw_random or self._fills_empty:
                 is_first = behavior.draws_random is None
-                rng_mode = CellRngMode(self.rng_source(microbatch), is_first, self._is_compared)
+                rng_mode = CellRngMode(self.rng_source(microbatch), is_first, self._fills_empty)
                 stack.enter_context(rng_mode)
             outputs = self.stage.compute(values)
         # A layer that draws from its own generator is refused in a forward that will be recomputed,
         # so the mode has to stay: it is not known whether this stage draws.
         if rng_mode is not None and (rng_mode.has_drawn or not rng_mode.used_own_generator):
             behavior.draws_random = rng_mode.has_drawn or bool(behavior.draws_random)
+        if rng_mode is not None and self._is_observed:
+            behavior.uses_empty = rng_mode.used_empty
         if self._host_rng is not None:
             self._record_host_draws(self._host_rng)
         return outputs
@@ -673,19 +691,44 @@ class StageRunner:
         backward of the cell can run again: from the same graph, or, if the graph was recomputed,
         after another recomputation.
         """
+        if self._hooked_parameters:
+            self._check_not_stepped()
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
             self._recompute_inputs.pop(microbatch, None)
         elif microbatch not in self._recompute_inputs:
             self._graphs[microbatch] = graph
-        if self.collected_grads is None:
-            self._check_loss_requires_grad(graph, gradients)
-            return graph.backward_accumulate(gradients, retain_graph)
-        input_grads, parameter_grads = graph.backward_collect(
-            gradients, self._used_parameters(), retain_graph
-        )
+        try:
+            if self.collected_grads is None:
+                self._check_loss_requires_grad(graph, gradients)
+                return graph.backward_accumulate(gradients, retain_graph)
+            input_grads, parameter_grads = graph.backward_collect(
+                gradients, self._used_parameters(), retain_graph
+            )
+        except RuntimeError as error:
+            write = self._behavior.written_parameter
+            if write is None:
+                raise
+            raise RunError(
+                f"the forward of {write[0]} changes its parameter '{write[1]}', and the backward "
+                f"of micro-batch {microbatch} needs the value that its own forward has used, but "
+                "later micro-batches have changed it. Compute with a clone of it, or pass chunks=1."
+            ) from error
         self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
+
+    def _check_not_stepped(self) -> None:
+        """Raise if a hook has changed a parameter that another micro-batch still needs."""
+        versions = [parameter._version for parameter in self._hooked_parameters]
+        if self._hooked_versions is None:
+            self._hooked_versions = versions
+        if versions != self._hooked_versions:
+            raise RunError(
+                f"a parameter of {self.stage} was changed in the backward of one micro-batch, and "
+                "other micro-batches still need it. It has a hook on its accumulated gradient "
+                "(register_post_accumulate_grad_hook), such as an optimizer that steps in the "
+                "backward. Call optimizer.step() after pipe.step, or use chunks=1."
+            )
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
@@ -728,6 +771,12 @@ class StageRunner:
 
     def start_collecting_grads(self) -> None:
         """Let the next backwards sum parameter gradients in `collected_grads`, not in `.grad`."""
+        if not all(parameter.requires_grad for parameter in self.parameters):
+            raise RunError(
+                f"a parameter of {self.stage} was frozen with requires_grad_(False) between "
+                "pipe(x) and its backward, which computes a gradient for it. Freeze parameters "
+                "before the call of the pipe, or after the backward."
+            )
         self.collected_grads = [None] * len(self.parameters)
         self._owned_sums.clear()
 

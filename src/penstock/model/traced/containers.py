@@ -18,7 +18,6 @@ author (`is_state_object`).
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import Tensor, nn
 
 from penstock.nested_values import are_same_objects
+from penstock.state_copy import LIBRARY_PACKAGES
 from penstock.torch_compat import get_eager_function
 
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
@@ -100,8 +100,6 @@ def is_state_object(value: Any) -> bool:
 _SPECIAL_METHODS = frozenset(
     ("__copy__", "__del__", "__enter__", "__getattr__", "__reduce__", "__setattr__", "__slots__")
 )
-# Packages whose objects and functions are not the work of the model's author.
-LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
 
 
 def _snapshot_containers(containers: Iterable[Any]) -> list[tuple[Any, Any]]:

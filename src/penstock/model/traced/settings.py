@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.fingerprint import CachedHash, ObjectIdentity
-from penstock.model.traced.containers import HOOK_TABLES, LIBRARY_PACKAGES
+from penstock.model.traced.containers import HOOK_TABLES
 from penstock.nested_values import are_same_objects
+from penstock.state_copy import LIBRARY_PACKAGES
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}

@@ -341,6 +341,7 @@ class DistributedCall:
             tied_weights,
             aux_sink,
             rng_policy=rng_policy,
+            compare_recomputations=self.request.audit != "off",
         )
 
     def _build_transport(self, links: Links, program: Program) -> ProcessTransport:
