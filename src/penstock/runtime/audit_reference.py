@@ -262,9 +262,12 @@ class Reference:
             for key, value in state.items() if is_table else enumerate(_list_entries(state)):
                 if isinstance(value, float) and is_table:
                     tensors[index, key] = torch.tensor(value, dtype=torch.float64)
-                elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                    if value.dim() or is_table:
-                        tensors[index, key] = value
+                elif (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, nn.Parameter)
+                    and (value.dim() or is_table)
+                ):
+                    tensors[index, key] = value
         return self._digester.digest_all(tensors)
 
     def list_dtypes(self) -> list[torch.dtype]:
