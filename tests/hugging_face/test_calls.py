@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,6 +162,7 @@ def test_spans_outside_of_the_text_are_refused_where_micro_batches_have_differen
     agree(model, batch)
     outside = inside.where(inside > 1, 99)
     pipe = piped(model, batch)
-    for call in (pipe, pipe.step):
+    calls: list[Callable[..., Any]] = [pipe, pipe.step]
+    for call in calls:
         with pytest.raises(RunError, match="averages over targets that count"):
             call(**{**batch, "start_positions": outside, "end_positions": outside})

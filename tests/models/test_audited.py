@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from penstock.runtime.audit import Audit
+from penstock.stage.loss_terms import TermSizes
 from tests.models.audited import Finding, compare_steps, describe
 
 NAMES = ["ResNet", "buffers that count", "attributes set in forward", "CLIP towers"]
@@ -22,8 +23,8 @@ def test_audit_leaves_no_trace_in_zoo_models(name: str) -> None:
 def test_traces_of_an_audit_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Audit.check_step
 
-    def leave_traces(self: Audit) -> None:
-        original(self)
+    def leave_traces(self: Audit, sizes: TermSizes) -> None:
+        original(self, sizes)
         torch.rand(())
         next(m for m in self._reference.modules if isinstance(m, nn.BatchNorm2d)).eps = 1e-4
 
