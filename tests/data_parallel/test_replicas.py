@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipe, RemoteError, add_loss
+from penstock.errors import RunError
 from tests.data_parallel.replicas import (
     FAMILIES,
     Block,
@@ -149,6 +150,26 @@ def test_replicas_loss_metrics_and_gradients_match_the_whole_batch(
     kind: str, schedule: str
 ) -> None:
     check_on_ranks(4, of_the_whole_batch, kind, schedule)
+
+
+def around(output: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(output, target) + 0.1 * output.square().mean()
+
+
+def counted_differently() -> list[str]:
+    """Step with micro-batches that count alike in each replica; those of one count less."""
+    x, target = batch(16)[0], torch.arange(16) % 3
+    pipe = pipe_of(model(), None, loss_fn=around, chunks=4)
+    pipe.step(mine(x, (8, 8)), target=mine(target, (8, 8)))
+    target[8::2] = -100
+    message = "averages over more targets for each row in replica 0 than in replica 1"
+    with pytest.raises((RunError, RemoteError), match=message):
+        pipe.step(mine(x, (8, 8)), target=mine(target, (8, 8)))
+    return []
+
+
+def test_replicas_whose_losses_count_different_numbers_of_targets_are_refused() -> None:
+    check_on_ranks(4, counted_differently)
 
 
 class Adds(nn.Module):

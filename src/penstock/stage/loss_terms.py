@@ -215,6 +215,26 @@ class TermComparison:
                     sizes[key] = max(abs(value), sizes.get(key, 0.0))
         return sizes
 
+    def measure_cross_entropies(self, row_count: float) -> float:
+        """Return a number that depends on how many targets for each row cross-entropies count.
+
+        It is the same for replicas that count the same. `row_count` is the rows of this one.
+        """
+        for microbatch, coefficients in self._coefficients.items():
+            rows = self._row_shares[microbatch] * row_count
+            values = [c.value * rows for c in coefficients if c.name.startswith("NllLoss")]
+            return math.fsum(value * math.cos(index) for index, value in enumerate(values))
+        return 0.0
+
+    def check_replicas(self, numbers: Sequence[float]) -> None:
+        """Raise if `measure_cross_entropies` has returned different numbers on the replicas."""
+        for index, number in enumerate(numbers):
+            if number != numbers[0] and not math.isclose(number, numbers[0], rel_tol=_ROUNDING):
+                raise _build_error(
+                    "a cross-entropy in it averages over more targets for each row in replica 0 "
+                    f"than in replica {index}, or over fewer"
+                )
+
     def _compare(self, microbatch: int, coefficients: list[Coefficient]) -> None:
         self._coefficients[microbatch] = coefficients
         first_microbatch = next(iter(self._coefficients))

@@ -188,11 +188,18 @@ class ReplicaLosses:
         }
         # The hash of the facts travels with the numbers. Only if hashes differ do the replicas
         # exchange the facts themselves, which then raises an error with the differences.
-        own_row = [hash_facts(facts), loss, sum(aux_losses) if aux_losses else 0.0, weight or 0.0]
+        comparison = accumulator.comparison
+        assert comparison is not None  # as in every step
+        counted = comparison.measure_cross_entropies(self.row_counts[self.channel.rank])
+        own_row = [
+            *(hash_facts(facts), loss, sum(aux_losses) if aux_losses else 0.0, weight or 0.0),
+            counted,
+        ]
         rows = self.channel.all_gather(_to_float64(own_row), "its loss")
         if any(row[0] != rows[0][0] for row in rows):
             check_ranks_agree(self.channel, "the result of a step", facts)
-        _, losses, aux_totals, weights = torch.stack(rows).unbind(1)
+        _, losses, aux_totals, weights, counts = torch.stack(rows).unbind(1)
+        comparison.check_replicas(counts.tolist())
         shares = weights if weight is not None else torch.tensor(self.row_counts).double()
         if weight is not None:
             accumulator.set_global_weight(weights.sum())
