@@ -26,6 +26,7 @@ class Architecture:
     sizes: tuple[int, int] = (6, 9)
     loss: OfMicrobatch | None = None  # of the output; None if the model returns its loss
     meets: str = ""  # why rows of a batch affect each other, if they do
+    pairs: bool = False  # it returns a value for each pair of rows; pipes refuse to join these
     single: bool = False  # part of it, besides its loss, computes in float32
     counts: Callable[[Any], int] | None = None  # weight of a micro-batch; default: rows
     warns: str = ""  # an expected warning

@@ -24,7 +24,7 @@ from tests.models.hugging_face import (
 )
 
 TEXT = {key: value for key, value in BASE.items() if key != "pad_token_id"}
-CONTRAST = {"meets": "its loss compares all rows"}
+CONTRAST = {"meets": "its loss compares all rows", "pairs": True}
 CLIP_VISION = {"model_type": "clip_vision_model", **IMAGE}
 SIGLIP_VISION = {"model_type": "siglip_vision_model", **IMAGE}
 
