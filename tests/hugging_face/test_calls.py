@@ -161,6 +161,7 @@ def test_spans_outside_of_the_text_are_refused_where_micro_batches_have_differen
     agree(model, batch)
     outside = inside.where(inside > 1, 99)
     pipe = piped(model, batch)
-    for call in (pipe, pipe.step):
+    calls: tuple[Any, ...] = pipe, pipe.step
+    for call in calls:
         with pytest.raises(RunError, match="averages over targets that count"):
             call(**{**batch, "start_positions": outside, "end_positions": outside})
