@@ -280,7 +280,9 @@ class CheckedModel:
                 model._modules[name] = copy.deepcopy(layer)
         else:
             _untie_parameters(model)
-        return replace(self, model=model, loss_fn=partial(_compute_loss_only, self.loss_fn))
+        # Only its memory counts. As a sum, a loss need not be a mean over rows.
+        loss_fn = partial(_compute_loss_only, self.loss_fn)
+        return replace(self, model=model, loss_fn=loss_fn, reduction="sum")
 
 
 def _compute_loss_only(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:

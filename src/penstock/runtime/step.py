@@ -109,7 +109,9 @@ class StepResult:
     measured: HasTimeline
     ran: RuntimeUsed = RuntimeUsed("processes")  # noqa: RUF009 (a value)
     # Compares what only the device knows about the losses of a captured step, after each replay.
-    _check_terms: Callable[[], object] | None = field(default=None, compare=False)
+    _check_terms: Callable[[], object] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def timeline(self) -> Timeline:
