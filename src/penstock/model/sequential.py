@@ -35,8 +35,8 @@ from penstock.model.sequential_stage import (
     select_side_inputs,
 )
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
-from penstock.model.traced.containers import HOOK_TABLES, find_held_objects, iter_containers
-from penstock.model.traced.shared_variables import find_shared_variables
+from penstock.model.traced.containers import HOOK_TABLES
+from penstock.model.traced.shared_state import find_shared_state
 from penstock.schedules.ir import StageGraph
 from penstock.stage.skip import (
     SkipKey,
@@ -440,8 +440,7 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
     unpack = isinstance(module, PipeSequential)
     layer_side_names = find_side_names_per_layer(children, first=True)
     side_names = tuple(tuple(layer_side_names[part]) for part in slices)
-    shared_state = _find_shared_state([children[part] for part in slices])
-    shared_variables = find_shared_variables(
+    shared_state = find_shared_state(
         [[m for layer in children[part] for m in layer.modules()] for part in slices]
     )
     stages = tuple(
@@ -457,7 +456,6 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
                 is_last=index == len(counts) - 1,
                 side_names=side_names[index],
                 shared_state=shared_state[index],
-                shared_variables=shared_variables[index],
             ),
         )
         for index, part in enumerate(slices)
@@ -465,26 +463,6 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
     outline = describe_sequential(module, counts, routes)
     source = SequentialRef(module)
     return SequentialPartition(stages, graph, outline, None, routes, side_names, source)
-
-
-def _find_shared_state(stages: Sequence[Sequence[nn.Module]]) -> list[list[Any]]:
-    """Return, by stage, its modules and containers that layers of other stages hold as well.
-
-    A module counts if it is held in a plain attribute, outside of `nn.Module`'s own tables.
-    """
-    modules = [[m for layer in layers for m in layer.modules()] for layers in stages]
-    shared: list[dict[int, Any]] = [{} for _ in stages]
-    owners = {id(m): (m, index) for index, part in enumerate(modules) for m in part}
-    for index, part in enumerate(modules):
-        for key in find_held_objects(part, owners):
-            module, owner = owners[key]
-            if owner != index:
-                shared[owner][key] = module
-    containers = [{id(c): c for m in part for _, c in iter_containers(m)} for part in modules]
-    counts = Counter(key for held in containers for key in held)
-    for state, held in zip(shared, containers, strict=True):
-        state |= {key: container for key, container in held.items() if counts[key] > 1}
-    return [list(state.values()) for state in shared]
 
 
 def _find_skip_routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[SkipRoute]:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
-from penstock.errors import PenstockTypeError, RunError
-from penstock.model.traced.containers import copy_attributes, copy_container, has_same_state
-from penstock.model.traced.shared_variables import SharedVariables
+from penstock.errors import PenstockTypeError
+from penstock.model.traced.shared_state import SharedState
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import unwrap_compiled
@@ -205,9 +204,7 @@ class SequentialStage:
     next_stage: int
     incoming_skip_counts: Mapping[int, int]  # number of skips, by source stage
     outgoing_skip_counts: Mapping[int, int]  # number of skips, by destination stage
-    # Modules of this stage, and containers, that layers of another stage hold as well.
-    shared_state: tuple[Any, ...] = ()
-    shared_variables: SharedVariables = field(default_factory=SharedVariables)
+    shared_state: SharedState  # what the layers may change and those of another stage read
 
     def with_module(self, module: nn.Module) -> SequentialStage:
         """Return the same stage with another module in place of its layers."""
@@ -233,10 +230,10 @@ class SequentialStage:
                 )
         else:
             values = main
-        if self.shared_state or self.shared_variables:
-            output = self._run_watching_state(values, side)
-        else:
-            output = self.forward_fn(*values, **side)
+        state = self.shared_state.take_snapshot() if self.shared_state else ()
+        output = self.forward_fn(*values, **side)
+        if state:
+            self.shared_state.check(state)
         if not self.outgoing_skip_counts:
             return {self.next_stage: (output,)}
         value, *skips = output
@@ -246,30 +243,6 @@ class SequentialStage:
             del skips[:count]
         return outputs
 
-    def _run_watching_state(self, values: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
-        """Run the layers, and raise if they leave something for a layer of another stage.
-
-        That layer would find what another micro-batch has left.
-        """
-        before = [_copy_state(value) for value in self.shared_state]
-        variables_before = self.shared_variables.take_snapshot()
-        output = self.forward_fn(*values, **side)
-        self.shared_variables.check(variables_before)
-        for value, old in zip(self.shared_state, before, strict=True):
-            if not has_same_state(_copy_state(value), old):
-                raise RunError(
-                    f"the layers of a stage change a {type(value).__name__} that a layer of "
-                    "another stage holds as well. That layer would see what another micro-batch "
-                    "has left there. Pass the value from layer to layer, as a part of their inputs "
-                    "and outputs or with skippable, or put the layers into one child of the "
-                    "Sequential."
-                )
-        return output
-
-
-def _copy_state(value: Any) -> Any:
-    return copy_attributes(value) if isinstance(value, nn.Module) else copy_container(value)
-
 
 def build_sequential_stage(
     index: int,
@@ -278,8 +251,7 @@ def build_sequential_stage(
     skip_routes: Iterable[SkipRoute],
     is_last: bool,
     side_names: Sequence[frozenset[str]],
-    shared_state: Sequence[Any],
-    shared_variables: SharedVariables,
+    shared_state: SharedState,
 ) -> SequentialStage:
     """Build the function of a stage from its layers and the skips of the whole model."""
     skip_routes = tuple(skip_routes)
@@ -297,8 +269,7 @@ def build_sequential_stage(
         OUTSIDE if is_last else index + 1,
         {neighbour: len(keys) for neighbour, keys in arriving.items()},
         {neighbour: len(keys) for neighbour, keys in departing.items()},
-        tuple(shared_state),
-        shared_variables,
+        shared_state,
     )
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, RunError
-from penstock.model.traced.shared_variables import find_shared_variables
+from penstock.model.traced.shared_state import find_shared_state
 from tests.model.traced import splitting  # a module whose attributes a layer may set
 
 BOX: dict[str, Any] = {"n": 0.0}
@@ -325,6 +328,107 @@ def test_copy_of_a_pipe_watches_the_same_variables() -> None:
         BOX["n"] = 0.0
 
 
+# ---- objects that layers of two stages hold ------------------------------------------------------
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0.0
+
+
+class OwnDict(dict[str, Any]):
+    """A dict of a class of its own."""
+
+
+def _set_attribute(held: Any, n: float) -> None:
+    held.n = n
+
+
+def _set_item(held: Any, n: float) -> None:
+    held["n"] = n
+
+
+def _set_first(held: Any, n: float) -> None:
+    held[0] = n
+
+
+def _get_attribute(held: Any) -> Any:
+    return held.n
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any, float], Any], Callable[[Any], Any]]] = {
+    "dict": (lambda: {"n": 0.0}, _set_item, lambda held: held["n"]),
+    "dict of a class": (lambda: OwnDict(n=0.0), _set_item, lambda held: held["n"]),
+    "namespace": (lambda: argparse.Namespace(n=0.0), _set_attribute, _get_attribute),
+    "object": (DerivedStore, _set_attribute, _get_attribute),
+    "object by method": (DerivedStore, lambda held, n: held.put(n), lambda held: held.get()),
+    "object by setattr": (DerivedStore, lambda held, n: setattr(held, "n", n), _get_attribute),
+    "object with slots": (Slotted, _set_attribute, _get_attribute),
+    "object in a dict": (
+        lambda: {"inner": DerivedStore()},
+        lambda held, n: _set_attribute(held["inner"], n),
+        lambda held: held["inner"].n,
+    ),
+    "list in a tuple": (
+        lambda: ([0.0],),
+        lambda held, n: _set_first(held[0], n),
+        lambda held: held[0][0],
+    ),
+    "array": (lambda: np.zeros(1), _set_first, lambda held: float(held[0])),
+    "tensor": (lambda: torch.zeros(1), _set_first, lambda held: held),
+}
+
+
+class Holding(Layer):
+    """A layer that leaves something in an object that it shares."""
+
+    def __init__(self, role: str, held: Any, leave: Any, find: Any) -> None:
+        super().__init__(role)
+        self.held, self.leave, self.find = held, leave, find
+
+    def put(self, n: float) -> None:
+        self.leave(self.held, n)
+
+    def get(self) -> Any:
+        return self.find(self.held)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Model])
+@pytest.mark.parametrize("held", HELD)
+def test_object_in_which_a_layer_leaves_something_for_another_stage(
+    held: str, kind: type[nn.Module]
+) -> None:
+    make, leave, find = HELD[held]
+    shared = make()
+    layers = [Holding(role, shared, leave, find) for role in ("put", "get")]
+    pipe = _pipe(kind, *layers)
+    if held == "dict" and kind is Model:  # each stage has a copy of a plain dict
+        expected = torch.cat([nn.Sequential(*layers)(rows) for rows in LARGE.chunk(2)])
+        torch.testing.assert_close(pipe(LARGE), expected)
+        return
+    with pytest.raises(
+        RunError, match=r"the layers of a stage change a .* that a layer of another"
+    ):
+        pipe.step(LARGE)
+
+
+@dataclass
+class Config:
+    """What layers only read."""
+
+    n: float = 1.0
+
+
+def test_configuration_that_layers_only_read_is_not_watched() -> None:
+    config = Config()
+    layers = [Holding("get", config, None, _get_attribute) for _ in range(2)]
+    assert not any(find_shared_state([list(layer.modules()) for layer in layers]))
+
+
 # ---- what may be shared --------------------------------------------------------------------------
 
 
@@ -404,5 +508,5 @@ def test_logs_counters_caches_and_configuration_may_be_shared(
 
 def test_layers_of_pytorch_share_no_variables() -> None:
     blocks = [nn.TransformerEncoderLayer(4, 1) for _ in range(2)]
-    shared = find_shared_variables([list(block.modules()) for block in blocks])
+    shared = find_shared_state([list(block.modules()) for block in blocks])
     assert not any(shared)

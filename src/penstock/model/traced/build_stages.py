@@ -30,7 +30,7 @@ from penstock.model.traced.proxies import (
     build_unit_proxy,
     copy_sharing_tensors,
 )
-from penstock.model.traced.shared_variables import SharedVariables, find_shared_variables
+from penstock.model.traced.shared_state import SharedState, find_shared_state
 from penstock.model.traced.stage_forward import StageForward
 from penstock.model.traced.trace import Trace, UnitCall
 from penstock.model.traced.traced_partition import (
@@ -241,7 +241,7 @@ def build_draft_stages(
     for name, stages in ownership.unit_owners.items():
         for stage in stages:
             modules_by_stage[stage] += traced_model.units[name].modules()
-    variables = find_shared_variables(modules_by_stage, parents.values())
+    shared_state = find_shared_state(modules_by_stage, list(parents.values()))
     return [
         _build_stage(
             index,
@@ -251,7 +251,7 @@ def build_draft_stages(
             parents,
             shared_proxies,
             devices,
-            variables[index],
+            shared_state[index],
         )
         for index in devices
     ]
@@ -265,7 +265,7 @@ def _build_stage(
     parents: Mapping[str, nn.Module],
     shared_proxies: Mapping[int, nn.Module],
     devices: Mapping[int, torch.device],
-    shared_variables: SharedVariables,
+    shared_state: SharedState,
 ) -> Stage:
     """Build one stage. The stages share unit proxies where they have no tensors of their own."""
     layers: dict[str, nn.Module] = {}
@@ -295,7 +295,7 @@ def _build_stage(
             proxy_model,
             unit_modules,
             [(a, b) for a, b in module_copies if a is not b],
-            shared_variables,
+            shared_state,
         ),
         tuple(
             type(parents[name]).__name__

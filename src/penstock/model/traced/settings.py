@@ -236,7 +236,7 @@ class _CodeVariables:
                 for name, member in vars(kind).items():
                     if not name.startswith("__") and not callable(member):
                         self._slots[id(kind), name] = vars(kind), name
-            for function in iter_methods(module):
+            for function in _iter_methods(module):
                 self._visit(function)
 
     @property
@@ -293,7 +293,7 @@ def iter_classes(module: nn.Module) -> Iterator[type]:
     return (kind for kind in type(module).__mro__ if not is_of_library(kind))
 
 
-def iter_methods(module: nn.Module) -> Iterator[FunctionType]:
+def _iter_methods(module: nn.Module) -> Iterator[FunctionType]:
     """Yield the functions of a module's classes, and those assigned to the module."""
     for kind in iter_classes(module):
         for member in vars(kind).values():

@@ -41,7 +41,7 @@ from penstock.model.traced.interception import (
 from penstock.model.traced.proxies import ProxyModel, sync_attributes
 from penstock.model.traced.remote_tensor import FORWARD_COUNTER, RemoteTensor
 from penstock.model.traced.settings import ModelSettings
-from penstock.model.traced.shared_variables import SharedVariables
+from penstock.model.traced.shared_state import SharedState
 from penstock.model.traced.stage_program import (
     ANY_TENSOR,
     Instruction,
@@ -452,7 +452,7 @@ class StageForward:
         proxy_model: The model's parents, as this stage has them.
         unit_modules: The units by name, as this stage has them.
         unit_copies: Pairs of original and copy, for units that another stage calls as well.
-        shared_variables: Variables that the units of this stage change and others read.
+        shared_state: What the units of this stage may change and others read.
     """
 
     def __init__(
@@ -461,10 +461,10 @@ class StageForward:
         proxy_model: ProxyModel,
         unit_modules: Mapping[str, nn.Module],
         unit_copies: Sequence[tuple[nn.Module, nn.Module]],
-        shared_variables: SharedVariables,
+        shared_state: SharedState,
     ) -> None:
         self._index, self._proxy_model, self._unit_modules = index, proxy_model, unit_modules
-        self._unit_copies, self._shared_variables = unit_copies, shared_variables
+        self._unit_copies, self._shared_state = unit_copies, shared_state
         self._settings: ModelSettings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -524,7 +524,7 @@ class StageForward:
         # A recomputation must not advance buffers a second time.
         reassigned_buffers = () if is_recomputing() else program.reassigned_buffers
         output: Any = None
-        variables = self._shared_variables.take_snapshot() if self._shared_variables else ()
+        state = self._shared_state.take_snapshot() if self._shared_state else ()
         try:
             # The forward may end early inside a `no_grad` block of the model. This context restores
             # the grad mode in any case.
@@ -536,8 +536,8 @@ class StageForward:
             pass
         else:
             output = interpreter.resolve_output(output)
-        if variables:
-            self._shared_variables.check(variables)
+        if state:
+            self._shared_state.check(state)
         outputs = {
             dst: tuple(interpreter.sent_values[value] for value in program.send_values.get(dst, ()))
             for dst in request.destinations[self._index]
