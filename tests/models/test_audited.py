@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -22,8 +24,8 @@ def test_audit_leaves_no_trace_in_zoo_models(name: str) -> None:
 def test_traces_of_an_audit_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Audit.check_step
 
-    def leave_traces(self: Audit) -> None:
-        original(self)
+    def leave_traces(self: Audit, *args: Any) -> None:
+        original(self, *args)
         torch.rand(())
         next(m for m in self._reference.modules if isinstance(m, nn.BatchNorm2d)).eps = 1e-4
 
