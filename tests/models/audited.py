@@ -160,7 +160,7 @@ def _describe_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{key}.grad", describe(getattr(tensor, "grad", None))
         elif "_hooks" in name and isinstance(value, dict):  # by numbers of handles, which count on
             yield name, describe(list(value.values()))
-        elif name != "_modules":
+        elif name not in ("_modules", "_torchdynamo_wrapper_id"):  # the latter is an address
             yield name, describe(value)
 
 
