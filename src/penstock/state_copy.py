@@ -128,15 +128,19 @@ class StructureCopier:
         if new is value or type(new) is not type(value):
             return value
         self._copies[id(value)] = value, new  # before the items, because it may contain itself
-        if isinstance(value, dict):
+        items = value.values() if isinstance(value, dict) else value
+        is_container = isinstance(value, dict | list | set | deque)
+        if is_container and frozenset(SCALARS).issuperset(map(type, items)):
+            pass  # a list of a million numbers is copied already
+        elif isinstance(value, dict):
             for key, entry in value.items():
                 dict.__setitem__(new, key, self(entry))
         elif isinstance(value, list):
             new[:] = map(self, value)
         elif isinstance(value, set | deque):
-            items = [self(item) for item in value]
+            copies = [self(item) for item in value]
             new.clear()
-            (new.update if isinstance(new, set) else new.extend)(items)
+            (new.update if isinstance(new, set) else new.extend)(copies)
         if not isinstance(value, random.Random):
             attributes = getattr(value, "__dict__", None)
             if attributes:
