@@ -19,7 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -285,11 +293,21 @@ class ReachedState:
         return tables + self.find((list, dict, set, deque, torch.Generator))
 
     def find_uncopyable(self) -> str | None:
-        """Return the type of an iterator that has no copy, such as a generator, or None."""
-        for value in self.find(Iterator):
-            is_builtin = get_package(type(value)) in sys.stdlib_module_names
-            if is_builtin and not isinstance(value, (*_COPYABLE_ITERATORS, io.IOBase)):
-                return type(value).__name__
+        """Return the type of an iterator that no copy can replace, such as a generator, or None."""
+        for value in self.objects.values():
+            iterators = [value] if not isinstance(value, _COPYABLE_ITERATORS) else []
+            if isinstance(value, partial):  # what it is bound to cannot be exchanged
+                iterators += value.args
+            elif isinstance(value, BuiltinMethodType | MethodWrapperType):
+                iterators.append(value.__self__)
+            for iterator in iterators:
+                is_builtin = get_package(type(iterator)) in sys.stdlib_module_names
+                if (
+                    is_builtin
+                    and isinstance(iterator, Iterator)
+                    and not isinstance(iterator, io.IOBase)
+                ):
+                    return type(iterator).__name__
         return None
 
 
