@@ -19,7 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -128,15 +136,19 @@ class StructureCopier:
         if new is value or type(new) is not type(value):
             return value
         self._copies[id(value)] = value, new  # before the items, because it may contain itself
-        if isinstance(value, dict):
+        items = value.values() if isinstance(value, dict) else value
+        is_container = isinstance(value, dict | list | set | deque)
+        if is_container and frozenset(SCALARS).issuperset(map(type, items)):
+            pass  # a list of a million numbers is copied already
+        elif isinstance(value, dict):
             for key, entry in value.items():
                 dict.__setitem__(new, key, self(entry))
         elif isinstance(value, list):
             new[:] = map(self, value)
         elif isinstance(value, set | deque):
-            items = [self(item) for item in value]
+            copies = [self(item) for item in value]
             new.clear()
-            (new.update if isinstance(new, set) else new.extend)(items)
+            (new.update if isinstance(new, set) else new.extend)(copies)
         if not isinstance(value, random.Random):
             attributes = getattr(value, "__dict__", None)
             if attributes:
@@ -281,11 +293,21 @@ class ReachedState:
         return tables + self.find((list, dict, set, deque, torch.Generator))
 
     def find_uncopyable(self) -> str | None:
-        """Return the type of an iterator that has no copy, such as a generator, or None."""
-        for value in self.find(Iterator):
-            is_builtin = get_package(type(value)) in sys.stdlib_module_names
-            if is_builtin and not isinstance(value, (*_COPYABLE_ITERATORS, io.IOBase)):
-                return type(value).__name__
+        """Return the type of an iterator that no copy can replace, such as a generator, or None."""
+        for value in self.objects.values():
+            iterators = [value] if not isinstance(value, _COPYABLE_ITERATORS) else []
+            if isinstance(value, partial):  # what it is bound to cannot be exchanged
+                iterators += value.args
+            elif isinstance(value, BuiltinMethodType | MethodWrapperType):
+                iterators.append(value.__self__)
+            for iterator in iterators:
+                is_builtin = get_package(type(iterator)) in sys.stdlib_module_names
+                if (
+                    is_builtin
+                    and isinstance(iterator, Iterator)
+                    and not isinstance(iterator, io.IOBase)
+                ):
+                    return type(iterator).__name__
         return None
 
 

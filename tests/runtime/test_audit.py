@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -390,15 +391,26 @@ def test_audit_does_not_advance_state_outside_of_modules(
     assert losses[:2] == losses[2:]
 
 
-def test_model_with_a_generator_is_not_audited(caplog: pytest.LogCaptureFixture) -> None:
-    source = (n for n in range(1, 99))
-    pipe = piped(Does(lambda _, x: x * next(source)), checkpoint="never", runtime="inline")
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: (n for n in range(1, 99)).__next__, "generator"),
+        (lambda: itertools.count(1).__next__, "count"),
+        (lambda: partial(next, itertools.count(1)), "count"),
+        (lambda: map(int, range(1, 99)).__next__, "map"),
+    ],
+)
+def test_model_with_an_iterator_that_cannot_be_copied_is_not_audited(
+    make: Callable[[], Callable[[], int]], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    advance = make()
+    pipe = piped(Does(lambda _, x: x * advance()), checkpoint="never", runtime="inline")
     with caplog.at_level(logging.WARNING, "penstock"):
         for _ in range(2):
             pipe.step(rows())
     (record,) = caplog.records
-    assert "a layer or the loss uses a generator" in record.getMessage()
-    assert next(source) == 9  # two steps of four micro-batches
+    assert f"a layer or the loss uses a {name}" in record.getMessage()
+    assert advance() == 9  # two steps of four micro-batches
 
 
 GENERATOR = torch.Generator()

@@ -127,7 +127,8 @@ class Execution:
             registered parameter.
         rng_policy: The source of random numbers.
         allow_host_rng: Whether layers may draw from `random` and `numpy.random`.
-        compare_recomputations: Whether every recomputation is compared with its forward.
+        compare_recomputations: Whether every recomputation is compared with its forward. False:
+            those of the first call are. None: none is.
         thread_locals: The `threading.local` objects that layers read.
     """
 
@@ -144,7 +145,7 @@ class Execution:
         require_known_leaves: bool = False,
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
         allow_host_rng: bool = True,
-        compare_recomputations: bool = False,
+        compare_recomputations: bool | None = False,
         thread_locals: Sequence[threading.local] = (),
     ) -> None:
         self.cell_io = CellIO()

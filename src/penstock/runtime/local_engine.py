@@ -420,7 +420,7 @@ class LocalCall:
             rng_policy,
             allow_host_rng=self._engine.replicas.is_empty,
             # A captured step has no Python state, and its numbers cannot be read.
-            compare_recomputations=self.request.audit != "off" and not is_capturing(),
+            compare_recomputations=None if is_capturing() else self.request.audit != "off",
             thread_locals=self._engine.thread_locals,
         )
 

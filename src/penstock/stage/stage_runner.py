@@ -134,8 +134,8 @@ class StageRunner:
             get no gradient through `pipe(x)` or in a captured step.
         proxies: Proxies for parameters that the stage cannot use directly, or None.
         aux_sink: Where `add_loss` of a layer goes. None: with the messages to the last stage.
-        compares_all: Whether every recomputation is compared with its forward. Otherwise those of
-            the first call are.
+        compares_all: Whether every recomputation is compared with its forward. False: those of the
+            first call are. None: none is.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class StageRunner:
         is_tracked: bool = False,
         proxies: StageProxies | None = None,
         aux_sink: AuxLossSink | None = None,
-        compares_all: bool = False,
+        compares_all: bool | None = False,
     ) -> None:
         self.stage = stage
         self._proxies, self._aux_sink = proxies, aux_sink
@@ -200,7 +200,8 @@ class StageRunner:
         # Whether recomputations are compared with their forwards, and whether the first forward of
         # the latter runs now.
         self.repeat_check = RepeatCheck(stage, bool(context.autocast_dtypes))
-        self._is_compared = compares_all or self._behavior.written_attributes is None
+        is_new = self._behavior.written_attributes is None
+        self._is_compared = bool(compares_all or (compares_all is False and is_new))
         self._is_observed = False
         # The outputs of the model that the loss of the last stage has taken.
         self._model_outputs: list[Any] = getattr(stage.compute, "model_outputs", [])

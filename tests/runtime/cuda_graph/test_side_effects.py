@@ -123,7 +123,7 @@ def test_sparse_gradients_fall_back_to_threads(zero: bool) -> None:
 
 def test_captured_hook_that_consumes_the_gradient() -> None:
     """The hook updates the parameter during the backward, as an optimizer in the backward does."""
-    pair = pipe_pair(stack(), "auto")
+    pair = pipe_pair(stack(), "auto", chunks=1)
 
     def take(p: Tensor) -> None:
         with torch.no_grad():
