@@ -182,7 +182,8 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
         output, more = output["out"], output["more"][0].square().mean()
     elif isinstance(output, tuple):
         output, more = output[0], output[1].mean()
-    return functional.mse_loss(output, target) + more
+    loss: Tensor = functional.mse_loss(output, target) + more
+    return loss
 
 
 @torch.no_grad()

@@ -207,6 +207,23 @@ def test_second_backward_is_refused() -> None:
         loss.backward()
 
 
+def test_hook_on_a_parameter_without_a_gradient_is_refused() -> None:
+    """Such a hook got None, which few hooks expect. Of a tied weight, one use is enough."""
+    layers = [nn.Linear(4, 4), Do(lambda x: x * 2), nn.Linear(4, 4)]
+    tied, unused = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    layers[0].weight = layers[1].weight = tied
+    layers[1].unused = unused
+    pipe = Pipe(nn.Sequential(*layers), 2, stages=3, devices=["cpu"] * 3)
+    tied.register_hook(lambda gradient: gradient * 0)
+    pipe(torch.ones(4, 4)).sum().backward()
+    assert tied.grad is not None
+    assert not tied.grad.any()
+    unused.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(RunError, match=r"a parameter of shape \(4,\) has a hook, but no gradient"):
+        pipe(torch.ones(4, 4)).sum().backward()
+    pipe.step(torch.ones(4, 4), loss_fn=torch.sum)
+
+
 # ---- memory -------------------------------------------------------------------------------
 
 

@@ -142,7 +142,27 @@ class AutogradCall:
         if not retain_graph:
             self.execution.clear()
             self.inputs.clear()
+        self._check_hooked_parameters(parameter_gradients)
         return input_gradients, parameter_gradients
+
+    def _check_hooked_parameters(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raise if a parameter has a hook and no gradient.
+
+        The hook would be called with None, because the parameter is an argument of `PipeFunction`.
+        Autograd does not call it if the unsplit model has not used the parameter.
+        """
+        if all(gradient is not None for gradient in gradients):
+            return
+        parameters = (p for runner in self.execution.stage_runners for p in runner.parameters)
+        pairs = list(zip(parameters, gradients, strict=True))
+        used = {id(p) for p, gradient in pairs if gradient is not None}
+        for parameter, _ in pairs:
+            if id(parameter) not in used and parameter._backward_hooks:
+                raise RunError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a hook, but no gradient, "
+                    "because the output does not depend on it. PyTorch would call the hook with "
+                    "None. Remove the hook, or train with pipe.step."
+                )
 
 
 def _split_by_sizes(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
