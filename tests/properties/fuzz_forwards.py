@@ -139,7 +139,8 @@ def _draw_any(draw: random.Random) -> Case:
             change = name, CHANGES[name].format(i=draw.randrange(count))
             if forward.sequential and "root.factor" in change[1]:
                 change = None
-        steps.append(Step(draw.randint(1, 7), draw.random() < 0.3, change))
+        rows = steps[0].rows if at and draw.random() < 0.5 else draw.randint(1, 7)
+        steps.append(Step(rows, draw.random() < 0.3, change))
     return Case(
         forward,
         schedule,
@@ -154,7 +155,7 @@ def _draw_any(draw: random.Random) -> Case:
         draw.choice([steps[0].rows, draw.randint(2, 6)]),
         draw.random() < 0.3,
         draw.random() < 0.5,
-        draw.random() < 0.5,
+        draw.random() < 0.3,
         "first" if draw.random() < 0.1 else "off",
     )
 
@@ -287,8 +288,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 def is_valid(case: Case) -> bool:
     """Return whether the unsplit model runs, with numbers of a moderate size."""
-    model = case.forward.build()
     try:
+        model = case.forward.build()
         for at, step in enumerate(case.steps):
             if step.change:
                 apply_change(model, step.change[1])
@@ -314,9 +315,9 @@ def mixes_rows(case: Case) -> bool:
     case = replace(case, steps=tuple(replace(step, rows=4) for step in case.steps))
     outcomes = []
     for chunks in (1, 2, 4):
-        model = case.forward.build()
+        cut = replace(case, chunks=chunks)
         try:
-            cut = replace(case, chunks=chunks)
+            model = case.forward.build()
             outcomes.append(train_unsplit(cut, model, make_batch(cut, 0), None))
         except Exception:  # a BatchNorm needs two rows
             return True

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import PenstockError
-from tests.model.traced.splitting import Four, assert_same, batches, made, piped
+from tests.model.traced.splitting import ONE_CUT, Four, assert_same, batches, made, piped
+from tests.models.architecture import squares
 
 
 class ChangedTwice(Four):
@@ -224,9 +225,9 @@ class HooksOnInputs(Four):
 
     def forward(self, x: Tensor) -> Any:
         base = (x * 2).requires_grad_()
+        base.register_hook(lambda gradient: gradient * 3)
         scaled = base * self.d.bias
         scaled.register_hook(lambda gradient: gradient * 3)
-        base.register_hook(lambda gradient: gradient * 3)
         for unit in (self.a, self.b, self.c, self.d):
             x = unit(x + base) + scaled
         return x
@@ -243,6 +244,77 @@ class HooksOnInputs(Four):
 )
 def test_in_place_changes_between_units(kind: type[nn.Module]) -> None:
     assert_same(kind)
+
+
+class Hooking(nn.Linear):
+    """Puts a hook on its input, as a layer that scales gradients does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 3)
+        return super().forward(x)
+
+
+class HookOnAnInput(Four):
+    """Registers a hook on a tensor that follows from an input and is used on several stages."""
+
+    def forward(self, x: Tensor) -> Any:
+        scaled = x * 2
+        if scaled.requires_grad:
+            scaled.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return self.d(self.c(self.b(self.a(scaled)))) + scaled
+
+
+class HookAfterUse(Four):
+    """The same with a hook on a tensor that an earlier operation has used."""
+
+    def forward(self, x: Tensor) -> Any:
+        scaled = x * 2
+        y = self.a(scaled)
+        if scaled.requires_grad:
+            scaled.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return self.d(self.c(self.b(y))) + scaled
+
+
+class HookInAUnit(Four):
+    """A unit registers a hook on a tensor that a later stage uses as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Hooking(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        return self.d(self.c(self.b(y)) + y)
+
+
+class HookInAUnitOnly(HookInAUnit):
+    """No other stage uses the tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def test_hook_on_a_tensor_of_several_stages() -> None:
+    """The gradient of the input was wrong, and the audit does not compare that."""
+    (x,) = batches(5)
+    gradients = []
+    for stages in (0, 2, 4):
+        model, given = made(HookOnAnInput), x.clone().requires_grad_()
+        if stages:
+            piped(model, given, stages).step(given)
+        else:
+            squares(model(given)).backward()
+        gradients.append(given.grad)
+    torch.testing.assert_close(gradients[1:], gradients[:1] * 2, rtol=0, atol=1e-12)
+    with pytest.raises(PenstockError, match="register_hook puts a hook on a tensor that stages 0,"):
+        piped(made(HookAfterUse), x.clone().requires_grad_(), stages=2)
+
+
+def test_hook_of_a_unit_on_its_argument() -> None:
+    assert_same(HookInAUnitOnly, cuts=ONE_CUT)
+    with pytest.raises(PenstockError, match="unit 'b' puts a hook on a tensor that stages 1, 2"):
+        piped(made(HookInAUnit), batches(5)[0], stages=4)
 
 
 class Behind(Four):

@@ -117,6 +117,7 @@ def assign_nodes(
             assignments[source].send_values[stage] = values
     _check_inplace_changes(trace, placer.node_stages, assignments)
     _check_inner_backward(trace, placer.node_stages)
+    _check_hooks(trace, placer.node_stages, assignments)
     users = _find_users(trace, assignments, lambda v: v.parameter_name)
     readers = _find_users(trace, assignments, lambda v: v.buffer_name)
     writers = _find_writers(trace, placer.node_stages, readers)
@@ -361,6 +362,29 @@ def _check_inplace_changes(
                     f"at {node.location}, {get_function_name(node.func)} changes a tensor in "
                     f"place, and stage {view_stage} has a view of it that is used again. Clone "
                     "the tensor before you change it, or put both into one unit with units=."
+                )
+
+
+def _check_hooks(
+    trace: Trace, node_stages: Mapping[int, int], assignments: list[StageAssignment]
+) -> None:
+    """Raise if a hook on a tensor would see only one stage's part of the gradient.
+
+    The stage that computes a tensor has its whole gradient. Another stage that uses the tensor has
+    a part of it, unless it is the only one that does.
+    """
+    for node_index, stage in node_stages.items():
+        node = trace.nodes[node_index]
+        for value in node.hooked_values:
+            producer = trace.values[value].producer
+            users = [s for s, one in enumerate(assignments) if value in one.needed_values]
+            if len(users) > 1 and (producer is None or node_stages.get(producer) != stage):
+                what = f"unit '{node.func}'" if node.kind is NodeKind.UNIT else "register_hook"
+                raise CutError(
+                    f"at {node.location}, {what} puts a hook on a tensor that stages "
+                    f"{', '.join(map(str, users))} use, and each has only a part of its gradient. "
+                    "Put the hook on a tensor that a unit returns, in the forward around the "
+                    "units, or put all that uses the tensor into one unit with units=."
                 )
 
 

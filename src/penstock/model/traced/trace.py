@@ -121,6 +121,7 @@ class TraceNode:
     # The arguments with a `ValueRef` for each tensor. Units, guards and input-only nodes have it.
     arg_template: Any = None
     call: Any = None  # runs the operation; see `OpInterceptor.intercept_op`
+    hooked_values: tuple[int, ...] = ()  # those of its inputs on which it registers a hook
 
     @property
     def produced_values(self) -> set[int]:

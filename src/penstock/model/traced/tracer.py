@@ -222,6 +222,10 @@ def check_not_nested(tensor: Tensor, location: str) -> None:
 # ---- the tracer --------------------------------------------------------------------------------
 
 
+def _count_hooks(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ())
+
+
 class Tracer(OpInterceptor):
     """Records the nodes and values of one forward.
 
@@ -291,7 +295,7 @@ class Tracer(OpInterceptor):
             node = replace(node, inputs=(), input_only=True, arg_template=arguments)
             return self._append_node(node, result, ())
         if func in ASSERTIONS or func in HOOK_REGISTRATION:
-            self.nodes.append(replace(node, has_side_effect=True))
+            self._append_without_result(node, function_call.tensors)
             return NullHookHandle() if func in HOOK_REGISTRATION else None
         if all(map(self.value_table.is_input_only, inputs)):
             return self._trace_on_real_tensors(node, function_call)
@@ -309,6 +313,19 @@ class Tracer(OpInterceptor):
         if func is PACK_PADDED_SEQUENCE or func is PAD_PACKED_SEQUENCE:
             return self._trace_packed_sequence(node, function_call)
         return self._trace_on_fakes(node, function_call)
+
+    def _append_without_result(self, node: TraceNode, tensors: Sequence[Tensor]) -> None:
+        """Append an assertion or the registration of a hook."""
+        node = replace(node, has_side_effect=True)
+        hooked = tensors[:1] if node.func is Tensor.register_hook else ()
+        users = [n for n in self.nodes if node.inputs[0] in n.inputs] if hooked else []
+        is_used = any(user.func is not Tensor.requires_grad_ for user in users)
+        if any(map(self._is_input_only, hooked)) and not is_used:
+            # As if the hook changed the tensor: from here on one stage has it and sends it to the
+            # others, so that the hook sees the whole gradient.
+            self._append_node(node, None, tensors, hooked)
+            return
+        self.nodes.append(replace(node, hooked_values=node.inputs[: len(hooked)]))
 
     def _trace_packed_sequence(self, node: TraceNode, function_call: FunctionCall) -> Any:
         """Record the packing or padding of a sequence whose lengths follow from the inputs."""
@@ -554,7 +571,7 @@ class Tracer(OpInterceptor):
             self.value_table.get_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
         fake_tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
-        versions = get_versions(fake_tensors)
+        versions, hooks = get_versions(fake_tensors), [_count_hooks(t) for t in fake_tensors]
         # Fake tensors cannot run every unit. For these there is real data: the input-only arguments
         # and the lengths of packed sequences.
         known_tensors = {
@@ -592,6 +609,9 @@ class Tracer(OpInterceptor):
         remaining = iter(inputs)
         refs = [ValueRef(next(remaining)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         node = TraceNode(NodeKind.UNIT, call, inputs, None, location, arg_template=(refs, spec))
+        pairs = zip(inputs, fake_tensors, hooks, strict=True)
+        hooked = tuple(value for value, fake, count in pairs if _count_hooks(fake) != count)
+        node = replace(node, hooked_values=hooked)
         return apply_container_updates(
             self._append_node(node, output, tensors, mutated, fake_tensors), args, kwargs
         )
