@@ -29,7 +29,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -131,7 +131,7 @@ def _draw_any(draw: random.Random) -> Case:
     edges = sorted(draw.sample(range(1, count), stages - 1))
     cut = tuple(b - a for a, b in zip([0, *edges], [*edges, count], strict=True))
     chunks = draw.choice([1, 2, 2, 3, 4])
-    steps = []
+    steps: list[Step] = []
     for at in range(2):
         change = None
         if at and draw.random() < 0.25:
@@ -550,19 +550,20 @@ class Pool:
 
 
 def fuzz(first: int, cases: int, workers: int) -> int:
-    """Try cases, print a table, and return the exit status."""
+    """Try cases, print a table, also of an interrupted run, and return the exit status."""
     began = time.monotonic()
     seeds = range(first, first + cases)
     print(f"random forwards {first} to {seeds[-1]}, {workers} at once", flush=True)
     verdicts: list[Verdict] = []
-    for verdict in Pool(seeds, workers).verdicts():
-        verdicts.append(verdict)
-        if verdict.kind == "failed":
-            print(f"failed: {verdict.seed}: {verdict.reason}\n{verdict.report}\n", flush=True)
-        if len(verdicts) % 500 == 0:
-            took = time.monotonic() - began
-            kinds = Counter(one.kind for one in verdicts)
-            print(f"{len(verdicts):6} of {cases}, {took:.0f} s, {dict(kinds)}", flush=True)
+    with suppress(KeyboardInterrupt):
+        for verdict in Pool(seeds, workers).verdicts():
+            verdicts.append(verdict)
+            if verdict.kind == "failed":
+                print(f"failed: {verdict.seed}: {verdict.reason}\n{verdict.report}\n", flush=True)
+            if len(verdicts) % 500 == 0:
+                took = time.monotonic() - began
+                kinds = Counter(one.kind for one in verdicts)
+                print(f"{len(verdicts):6} of {cases}, {took:.0f} s, {dict(kinds)}", flush=True)
     print(describe(verdicts))
     return int(any(verdict.kind == "failed" for verdict in verdicts))
 
