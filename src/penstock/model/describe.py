@@ -199,8 +199,11 @@ def _find_traced_transfers(
                 consumer = next((n for n in dst_calls if calls[n] >= using_node), dst_calls[-1])
                 is_unit = node.kind is NodeKind.UNIT
                 name = str(node.func) if is_unit else get_function_name(node.func)
-                if is_unit and node.output and len(node.output.value_indices) > 1:
-                    name = f"{name}, value {node.output.value_indices.index(value_index)}"
+                outputs = node.output.value_indices if is_unit and node.output else ()
+                if value_index not in outputs and is_unit:
+                    name = f"{name}, an argument that it changes"
+                elif len(outputs) > 1:
+                    name = f"{name}, value {outputs.index(value_index)}"
                 # "/path/model.py:12, in forward" is shown as "model.py:12".
                 line = "" if is_unit else node.location.rpartition("/")[2].partition(",")[0]
                 nbytes = value.tensor_spec.nbytes

@@ -77,8 +77,11 @@ class FakeTensorFactory:
         if tensor.device == self.device:
             if tensor.is_leaf:
                 return self.mode.from_tensor(tensor)
-            # Without `detach`, PyTorch may warn that the `.grad` of a non-leaf is read.
-            return self.mode.from_tensor(tensor.detach()).requires_grad_()
+            # Without `detach`, PyTorch may warn that the `.grad` of a non-leaf is read. The clone is
+            # not a leaf, which could not be changed in place.
+            fake = self.mode.from_tensor(tensor.detach()).requires_grad_()
+            with self.mode, torch.enable_grad():
+                return fake.clone()
         if id(tensor) not in self._moved_fakes:
             with self.mode:
                 fake = torch.empty_strided(
