@@ -317,6 +317,41 @@ def test_hook_of_a_unit_on_its_argument() -> None:
         piped(made(HookInAUnit), batches(5)[0], stages=4)
 
 
+class View(nn.Linear):
+    """Returns a view, as a layer that removes a token does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1:]
+
+
+class ChangedView(Four):
+    """A unit changes its argument in place, a view that another unit has returned.
+
+    Tracing it ended the process: an exception was raised inside autograd's own code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = View(4, 4)
+        self.b = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class ChangedDraw(ChangedView):
+    """A unit changes a random tensor in place that requires a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = functional.dropout(x * torch.ones(4, dtype=x.dtype, requires_grad=True), 0.0)
+        return self.d(self.c(self.b(x)))
+
+
+@pytest.mark.parametrize("kind", [ChangedView, ChangedDraw])
+def test_unit_changes_its_argument_in_place(kind: type[nn.Module]) -> None:
+    assert_same(kind, cuts=ONE_CUT if kind is ChangedView else ((3, "inline"),))
+
+
 class Behind(Four):
     """The first stage reads a buffer that the last one changes."""
 
