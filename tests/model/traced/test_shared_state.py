@@ -260,6 +260,7 @@ class Carrying(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.kind, self.calls = kind, 0
         self.left: Tensor | None = None
+        self.settings = SimpleNamespace(factor=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -269,6 +270,9 @@ class Carrying(nn.Module):
             x = x / self.calls
         if self.kind == "recurrent":
             x = x if self.left is None else x + self.left
+        if self.kind == "object":
+            x = x * self.settings.factor
+            self.settings.factor = 1.0 + x.shape[0]
         if self.kind == "cache" and self.calls != x.shape[-1]:
             self.calls = x.shape[-1]
             self.mask = torch.arange(self.calls)
@@ -276,7 +280,10 @@ class Carrying(nn.Module):
         return x * self.mask if self.kind == "cache" else x
 
 
-@pytest.mark.parametrize(("kind", "name"), [("counter", "calls, left"), ("recurrent", "left")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("counter", "calls, left"), ("recurrent", "left"), ("object", "left, settings")],
+)
 def test_forward_that_depends_on_its_earlier_call_is_refused(kind: str, name: str) -> None:
     """The state was set back after each micro-batch, and later calls found the first one."""
     (x,) = batches(5)
