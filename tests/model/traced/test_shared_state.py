@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CutError, Pipe
-from tests.model.traced.splitting import batches, piped
+from tests.model.traced.splitting import assert_same, batches, piped
 from tests.models.architecture import squares
 
 SHARED: dict[str, Any] = {}
@@ -298,3 +298,36 @@ def test_forward_may_leave_what_no_later_call_depends_on(kind: str) -> None:
     pipe = piped(model, x, 3)
     with torch.no_grad():
         assert torch.allclose(pipe(x), model(x), rtol=1e-10)
+
+
+class Counter(nn.Linear):
+    """A layer that scales by the number of its calls, or that has a cache."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(4, 4)
+        self.counts, self.calls, self.length = counts, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts
+        self.length = max(self.length, len(x))
+        return super().forward(x) / (1 + self.calls)
+
+
+class CalledTwice(nn.Module):
+    """A model that calls one unit at its beginning and at its end."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Counter(counts), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](torch.tanh(self.layers[1](self.layers[0](x))))
+        return y
+
+
+def test_unit_that_counts_its_calls_on_two_stages_is_refused() -> None:
+    """The copy of the second stage started each step from what the first one had counted."""
+    (x,) = batches(5)
+    with pytest.raises(CutError, match=r"unit 'layers.0' changes calls in each .* on stages 0, 1"):
+        piped(CalledTwice(True).double(), x, 2)
+    assert_same(lambda: CalledTwice(False), cuts=((2, "inline"), (3, "threads")))
