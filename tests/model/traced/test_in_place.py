@@ -329,6 +329,13 @@ class View(nn.Linear):
         return super().forward(x)[:, 1:]
 
 
+class Rectified(nn.Linear):
+    """Changes its argument in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu_(x))
+
+
 class ChangedView(Four):
     """A unit changes its argument in place, a view that another unit has returned.
 
@@ -338,7 +345,7 @@ class ChangedView(Four):
     def __init__(self) -> None:
         super().__init__()
         self.a = View(4, 4)
-        self.b = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+        self.b = Rectified(4, 4)
 
     def forward(self, x: Tensor) -> Any:
         return self.d(self.c(self.b(self.a(x))))
