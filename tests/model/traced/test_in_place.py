@@ -295,18 +295,23 @@ class HookInAUnitOnly(HookInAUnit):
         return self.d(self.c(self.b(self.a(x))))
 
 
-def test_hook_on_a_tensor_of_several_stages() -> None:
-    """The gradient of the input was wrong, and the audit does not compare that."""
+def assert_same_input_gradients(kind: type[nn.Module], cuts: tuple[int, ...]) -> None:
     (x,) = batches(5)
     gradients = []
-    for stages in (0, 2, 4):
-        model, given = made(HookOnAnInput), x.clone().requires_grad_()
+    for stages in (0, *cuts):
+        model, given = made(kind), x.clone().requires_grad_()
         if stages:
             piped(model, given, stages).step(given)
         else:
             squares(model(given)).backward()
         gradients.append(given.grad)
-    torch.testing.assert_close(gradients[1:], gradients[:1] * 2, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients[1:], gradients[:1] * len(cuts), rtol=0, atol=1e-12)
+
+
+def test_hook_on_a_tensor_of_several_stages() -> None:
+    """The gradient of the input was wrong, and the audit does not compare that."""
+    (x,) = batches(5)
+    assert_same_input_gradients(HookOnAnInput, (2, 4))
     with pytest.raises(PenstockError, match="register_hook puts a hook on a tensor that stages 0,"):
         piped(made(HookAfterUse), x.clone().requires_grad_(), stages=2)
 
@@ -315,6 +320,47 @@ def test_hook_of_a_unit_on_its_argument() -> None:
     assert_same(HookInAUnitOnly, cuts=ONE_CUT)
     with pytest.raises(PenstockError, match="unit 'b' puts a hook on a tensor that stages 1, 2"):
         piped(made(HookInAUnit), batches(5)[0], stages=4)
+
+
+class View(nn.Linear):
+    """Returns a view, as a layer that removes a token does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1:]
+
+
+class Rectified(nn.Linear):
+    """Changes its argument in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu_(x))
+
+
+class ChangedView(Four):
+    """A unit changes its argument in place, a view that another unit has returned.
+
+    Tracing it ended the process: an exception was raised inside autograd's own code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = View(4, 4)
+        self.b = Rectified(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class ChangedDraw(ChangedView):
+    """A unit changes in place what was drawn from an input that requires a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(functional.dropout(x, 1e-12))))
+
+
+def test_unit_changes_its_argument_in_place() -> None:
+    assert_same(ChangedView, cuts=ONE_CUT)
+    assert_same_input_gradients(ChangedDraw, (2, 3))
 
 
 class Behind(Four):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CutError, Pipe
-from tests.model.traced.splitting import batches, piped
+from tests.model.traced.splitting import assert_same, batches, piped
 from tests.models.architecture import squares
 
 SHARED: dict[str, Any] = {}
@@ -260,6 +260,7 @@ class Carrying(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.kind, self.calls = kind, 0
         self.left: Tensor | None = None
+        self.settings = SimpleNamespace(factor=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -269,6 +270,9 @@ class Carrying(nn.Module):
             x = x / self.calls
         if self.kind == "recurrent":
             x = x if self.left is None else x + self.left
+        if self.kind == "object":
+            x = x * self.settings.factor
+            self.settings.factor = 1.0 + x.shape[0]
         if self.kind == "cache" and self.calls != x.shape[-1]:
             self.calls = x.shape[-1]
             self.mask = torch.arange(self.calls)
@@ -276,7 +280,10 @@ class Carrying(nn.Module):
         return x * self.mask if self.kind == "cache" else x
 
 
-@pytest.mark.parametrize(("kind", "name"), [("counter", "calls, left"), ("recurrent", "left")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("counter", "calls, left"), ("recurrent", "left"), ("object", "left, settings")],
+)
 def test_forward_that_depends_on_its_earlier_call_is_refused(kind: str, name: str) -> None:
     """The state was set back after each micro-batch, and later calls found the first one."""
     (x,) = batches(5)
@@ -291,3 +298,36 @@ def test_forward_may_leave_what_no_later_call_depends_on(kind: str) -> None:
     pipe = piped(model, x, 3)
     with torch.no_grad():
         assert torch.allclose(pipe(x), model(x), rtol=1e-10)
+
+
+class Counter(nn.Linear):
+    """A layer that scales by the number of its calls, or that has a cache."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(4, 4)
+        self.counts, self.calls, self.length = counts, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts
+        self.length = max(self.length, len(x))
+        return super().forward(x) / (1 + self.calls)
+
+
+class CalledTwice(nn.Module):
+    """A model that calls one unit at its beginning and at its end."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Counter(counts), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](torch.tanh(self.layers[1](self.layers[0](x))))
+        return y
+
+
+def test_unit_that_counts_its_calls_on_two_stages_is_refused() -> None:
+    """The copy of the second stage started each step from what the first one had counted."""
+    (x,) = batches(5)
+    with pytest.raises(CutError, match=r"unit 'layers.0' changes calls in each .* on stages 0, 1"):
+        piped(CalledTwice(True).double(), x, 2)
+    assert_same(lambda: CalledTwice(False), cuts=((2, "inline"), (3, "threads")))

@@ -118,6 +118,7 @@ def assign_nodes(
     _check_inplace_changes(trace, placer.node_stages, assignments)
     _check_inner_backward(trace, placer.node_stages)
     _check_hooks(trace, placer.node_stages, assignments)
+    _check_counting_units(trace, placer.node_stages)
     users = _find_users(trace, assignments, lambda v: v.parameter_name)
     readers = _find_users(trace, assignments, lambda v: v.buffer_name)
     writers = _find_writers(trace, placer.node_stages, readers)
@@ -389,6 +390,26 @@ def _check_hooks(
                     "Put the hook on a tensor that a unit returns, in the forward around the "
                     "units, or put all that uses the tensor into one unit with units=."
                 )
+
+
+def _check_counting_units(trace: Trace, node_stages: Mapping[int, int]) -> None:
+    """Raise if a unit that counts its calls is called on several stages.
+
+    Each of them has a copy of the unit. A number that only the first call changes is a cache.
+    """
+    calls: dict[str, list[int]] = {}
+    for node_index in trace.unit_call_indices:
+        calls.setdefault(trace.nodes[node_index].func.unit, []).append(node_index)
+    for unit, node_indices in calls.items():
+        stages = sorted({node_stages[node_index] for node_index in node_indices})
+        changed = trace.nodes[node_indices[-1]].changed_numbers
+        if len(stages) > 1 and changed:
+            raise CutError(
+                f"unit '{unit}' changes {', '.join(changed)} in each of its calls, which are on "
+                f"stages {', '.join(map(str, stages))}. Each of them has a copy of the unit and "
+                "would count for itself. Pass the number to the unit as an argument, or cut with "
+                "stages= so that its calls are on one stage."
+            )
 
 
 def _check_inner_backward(trace: Trace, node_stages: Mapping[int, int]) -> None:

@@ -120,7 +120,11 @@ class UnitOriginMode(TorchDispatchMode):
 
     def __init__(self, unit: str, arguments: Collection[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._unit, self._argument_ids = unit, set(map(id, arguments))
+        # A change of a view in place also involves its base. Raising then, inside autograd's own
+        # code, would end the process.
+        bases = [a._base for a in arguments if isinstance(a, Tensor) and a._base is not None]
+        self._arguments = [*arguments, *bases]  # kept alive: an id may be used again
+        self._unit, self._argument_ids = unit, set(map(id, self._arguments))
         self.used_rng = False
 
     def __torch_dispatch__(

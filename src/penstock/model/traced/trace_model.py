@@ -26,6 +26,7 @@ from penstock.model.traced.containers import (
     MODULE_ATTRIBUTES,
     apply_container_updates,
     find_shared_containers,
+    has_same_state,
 )
 from penstock.model.traced.dry_run import FakeTensorFactory, replace_meta_tensors
 from penstock.model.traced.interception import (
@@ -360,7 +361,7 @@ def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
 def _find_lost_attributes(proxy_model: ProxyModel) -> dict[str, bool]:
     """Return the names of values that the forward leaves on parents, and whether each is a number.
 
-    The others are tensors that were computed from units.
+    The others are tensors that were computed from units, and containers with other contents.
 
     Every stage runs the parents' forward for every micro-batch, and would count each of them. So
     changes to attributes of parents are undone after each micro-batch.
@@ -371,6 +372,12 @@ def _find_lost_attributes(proxy_model: ProxyModel) -> dict[str, bool]:
         for key, value in parent_copy.__dict__.items()
         if isinstance(value, FakeTensor)
         or (type(value) in (int, float) and value != original.__dict__.get(key, value))
+    } | {
+        f"{name}.{key}".lstrip("."): False
+        for name, (original, _) in proxy_model.parent_copies.items()
+        for key, value in vars(original).items()
+        if (container := proxy_model.get_container_copy(value)) is not None
+        and not has_same_state(container.stage_copy, container.snapshot)
     }
 
 

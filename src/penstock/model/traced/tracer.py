@@ -223,6 +223,16 @@ def check_not_nested(tensor: Tensor, location: str) -> None:
 # ---- the tracer --------------------------------------------------------------------------------
 
 
+def _read_numbers(unit: nn.Module) -> dict[str, int | float]:
+    """Return the numbers among the attributes of a unit and of its submodules, by name."""
+    return {
+        f"{path}.{key}".lstrip("."): value
+        for path, module in unit.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
 def _count_hooks(tensor: Tensor) -> int:
     return len(tensor._backward_hooks or ())
 
@@ -587,6 +597,7 @@ class Tracer(OpInterceptor):
         self._unit_integer_inputs |= {
             value: t for value, t in known_inputs if t is not None and not t.is_floating_point()
         }
+        numbers = _read_numbers(target)
         with self.unit_hooks.get(name, NO_REBOUND_HOOKS).install(target):
             fake_args, fake_kwargs = unflatten(fakes, spec)
             output, _ = run_on_fakes(
@@ -613,7 +624,8 @@ class Tracer(OpInterceptor):
         node = TraceNode(NodeKind.UNIT, call, inputs, None, location, arg_template=(refs, spec))
         pairs = zip(inputs, fake_tensors, hooks, strict=True)
         hooked = tuple(value for value, fake, count in pairs if _count_hooks(fake) != count)
-        node = replace(node, hooked_values=hooked)
+        changed = [key for key, n in _read_numbers(target).items() if n != numbers.get(key, n)]
+        node = replace(node, hooked_values=hooked, changed_numbers=tuple(changed))
         return apply_container_updates(
             self._append_node(node, output, tensors, mutated, fake_tensors), args, kwargs
         )
