@@ -262,7 +262,11 @@ def run_on_dummy_data(
         id(real): x for real, x in zip(real_leaves, leaves, strict=True) if isinstance(x, Tensor)
     }
     real_args, real_kwargs = unflatten(real_leaves, spec)
+    fakes = leaves
     leaves, spec = flatten(_run_on_real_tensors(target, real_args, real_kwargs, written))
+    for real, fake in zip(real_leaves, fakes, strict=True):
+        if isinstance(fake, Tensor) and fake.requires_grad and real._backward_hooks:
+            fake.register_hook(lambda gradient: None)  # the tracer counts them
     return unflatten(
         [
             fake_by_real[id(x)]
