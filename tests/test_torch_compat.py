@@ -185,6 +185,7 @@ def test_torch_compat_imports_without_any_api_and_reports_it(path: str) -> None:
         "torch._foreach_copy_",
         "torch.nn.modules.batchnorm._NormBase",
         "torch._C._ensureCUDADeviceGuardSet",
+        "torch._C._DisableTorchDispatch",
         "torch.storage._warn_typed_storage_removal",
     )
     assert len(missing) == (not has_fallback)

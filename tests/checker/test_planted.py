@@ -277,4 +277,4 @@ def test_check_finds_a_recomputation_that_draws_new_random_numbers(
 
     monkeypatch.setattr(Execution, "__init__", drawing)
     report = checked(four(nn.Dropout(0.5)))
-    assert "the recomputation of these layers gave another output" in str(report)
+    assert "gave another output for micro-batch" in str(report)

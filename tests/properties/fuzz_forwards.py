@@ -289,6 +289,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def is_valid(case: Case) -> bool:
     """Return whether the unsplit model runs, with numbers of a moderate size."""
     try:
+        example = make_batch(case, 0, case.example_rows)
+        train_unsplit(case, case.forward.build(), example, None)
         model = case.forward.build()
         for at, step in enumerate(case.steps):
             if step.change:

@@ -73,8 +73,9 @@ def test_cells_draw_different_numbers_and_the_next_step_again_others(
     seen: list[float] = []
 
     def scale(x: Tensor) -> Tensor:
-        seen.append(draw())
-        return x * seen[-1]
+        drawn = draw()
+        seen.append(drawn)
+        return x * drawn
 
     layers = nn.Sequential(nn.Linear(2, 2), Do(scale), nn.Linear(2, 2), Do(scale))
     pipe = Pipe(layers, 2, "always", stages=2, runtime=runtime)

@@ -292,7 +292,8 @@ class LocalEngine:
         """The `threading.local` objects that the code of the model refers to."""
         if self._lazy_state.thread_locals is None:
             partition = self.placed_partition.partition
-            reached = find_reachable([*partition.names(), *self._modules])
+            stage_modules = (module for stage in partition.stages for module in stage.modules())
+            reached = find_reachable([*partition.names(), *stage_modules])
             self._lazy_state.thread_locals = reached.find(threading.local)
         return self._lazy_state.thread_locals
 

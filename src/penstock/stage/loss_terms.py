@@ -35,6 +35,7 @@ from penstock.torch_compat import get_input_numel, read_saved_number, without_di
 _MAX_NODES = 256  # a loss may be a loop over thousands of rows
 _MAX_SIZES = 16
 _ROUNDING = 1e-6
+_GRAPH_ENTRY = "_GraphEntryBackward"  # a value of an earlier stage, which is like a leaf
 _MEAN = 1  # the code of reduction="mean" in autograd nodes
 
 # Nodes of functions that add terms up, or reshape one. The sign of a term does not matter.
@@ -140,7 +141,7 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
                 todo.append((inputs[0], factors, divisors))
             else:
                 terms.append(LossTerm(name, factors, divisors))
-        elif inputs:
+        elif inputs and name != _GRAPH_ENTRY:
             terms.append(LossTerm(name, factors, divisors, is_sum=False))
     return LossTerms(terms)
 

@@ -277,6 +277,8 @@ def run_on_dummy_data(
     for real, fake in tensors:
         if id(real) in changed:
             torch.autograd.graph.increment_version(fake)
+        if fake.requires_grad and real._backward_hooks:
+            fake.register_hook(lambda gradient: None)  # the tracer counts them
     return unflatten(
         [
             fake_by_real[id(x)]
