@@ -244,8 +244,10 @@ class AttributeWatch:
     """Finds the attributes of modules that a forward sets or changes."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._copier = modules, StructureCopier(clone_state)
-        self.before = _read_attributes(modules)
+        # `DeferredStatsBatchNorm` collects nothing in a recomputation.
+        self._modules = [m for m in modules if not _has_write_only_buffers(m)]
+        self._copier = StructureCopier(clone_state)
+        self.before = _read_attributes(self._modules)
         for _, _, value in self.before:
             self._copier(value)
 
