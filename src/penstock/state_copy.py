@@ -15,8 +15,10 @@ import io
 import itertools
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import (
@@ -182,6 +184,8 @@ class StructureCopier:
             return torch.equal(value.get_state(), before.get_state())
         if is_of_numpy(value):
             return bool(_dump_numpy(value) == _dump_numpy(before))
+        if isinstance(value, itertools.count):
+            return repr(value) == repr(before)
         if isinstance(value, (*_COPYABLE_ITERATORS, random.Random)):
             return repr(value.__reduce__()) == repr(before.__reduce__())
         if isinstance(value, set):
@@ -211,9 +215,21 @@ def _dump_numpy(value: Any) -> Any:
 def _try_copy(value: Any) -> Any:
     """Return a shallow copy, or the value itself if it refuses to be copied."""
     try:
-        return copy.copy(value)
+        with _allow_copies_of_counters(value):
+            return copy.copy(value)
     except Exception:
         return value
+
+
+@contextmanager
+def _allow_copies_of_counters(value: Any) -> Iterator[None]:
+    """Hide the warning of Python 3.12 and 3.13 that 3.14 cannot copy an `itertools.count`."""
+    if isinstance(value, itertools.count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    else:
+        yield
 
 
 def _is_plain_object(value: Any) -> bool:

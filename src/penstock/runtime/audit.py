@@ -480,13 +480,16 @@ class Audit:
     def _check_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
         actual, names = self._record.gradients, self._name_parameters()
         zero = Digest(0.0, 0.0)
+        # Some gradients are 0 but for rounding, such as that of the bias of the keys of attention.
+        largest = max((d.norm for d in expected.values() if math.isfinite(d.norm)), default=0.0)
+        least_size = self._rounding * largest * abs(scale)
         for key, name in names.items():
             if key in self._reference.hooked_parameters:
                 continue
             pair = actual.get(key, zero), expected.get(key, zero)
             if pair[0] is not zero or pair[1] is not zero:
                 what = f"the gradient of '{name}'"
-                self._compare(what, *pair, is_forward=False, scale=scale)
+                self._compare(what, *pair, is_forward=False, scale=scale, least_size=least_size)
 
     def _name_parameters(self) -> dict[int, str]:
         return {
@@ -528,8 +531,9 @@ class Audit:
         is_forward: bool = True,
         is_next: bool = False,
         scale: float = 1.0,
+        least_size: float = 0.0,
     ) -> None:
-        difference = actual.find_difference(expected, self._rounding, scale)
+        difference = actual.find_difference(expected, self._rounding, scale, least_size)
         if not difference:
             return
         size = "" if math.isinf(difference) else f" by {difference:.2g} of its size"

@@ -39,17 +39,20 @@ class Digest(NamedTuple):
             return self
         return Digest(self.product + other.product, self.norm + other.norm)
 
-    def find_difference(self, expected: Digest, tolerance: float, scale: float = 1.0) -> float:
+    def find_difference(
+        self, expected: Digest, tolerance: float, scale: float = 1.0, least_size: float = 0.0
+    ) -> float:
         """Return the relative difference from `expected` times a scale; 0 if it is rounding.
 
-        A number that is not finite equals any other such number.
+        A number that is not finite equals any other such number. A tensor below `least_size` is
+        rounding itself.
         """
         product, other = self.product, expected.product * scale
         if not (math.isfinite(product) and math.isfinite(other)):
             return math.inf if math.isfinite(product) or math.isfinite(other) else 0.0
         # The product with a vector of cosines is about the norm of the tensor.
         size = max(self.norm, expected.norm * abs(scale), abs(product), abs(other))
-        difference = abs(product - other) / size if size else 0.0
+        difference = abs(product - other) / size if size > least_size else 0.0
         return difference if difference > tolerance else 0.0
 
 

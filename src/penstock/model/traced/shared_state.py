@@ -109,6 +109,10 @@ def find_accesses(code: CodeType, is_method: bool) -> Accesses:
             names[after_key] in _ITEM_STORES or names[after_key : after_key + 2] == ["COPY"] * 2
         ):
             return "item"
+        # `X[key].append(value)` logs, too.
+        is_item = names[after_key] == "BINARY_SUBSCR" and names[after_key + 1] in _ATTRIBUTE_LOADS
+        if is_item and instructions[after_key + 1].argval in _WRITING_METHODS:
+            return "item"
         return "update" if names[index] in _VARIABLE_LOADS and is_updated(index) else "read"
 
     def add_use(uses: set[Use], index: int) -> None:
