@@ -154,6 +154,17 @@ def test_term_that_joins_the_loss_later_is_audited(way: str, weights: list[float
             pipe.step(rows())
 
 
+def test_root_of_a_mean_is_audited_again() -> None:
+    """Of equal rows it is the mean of the roots."""
+    pipe = piped(linear(), loss_fn=lambda output: output.square().mean().sqrt())
+    alike = rows()[:1].expand_as(rows()).contiguous()
+    pipe.step(alike)
+    pipe.step(alike)
+    for _ in range(2):
+        with pytest.raises(AuditError, match="depends on how it is split"):
+            pipe.step(rows())
+
+
 class Remembers(nn.Module):
     """A loss with state: a moving average, or a count, a sum and a log."""
 

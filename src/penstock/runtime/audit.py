@@ -51,7 +51,7 @@ from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.loss import LossExtras, LossFn, LossReduction
-from penstock.stage.loss_terms import TermSizes
+from penstock.stage.loss_terms import OTHER_TERMS, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -98,10 +98,13 @@ class Auditor:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
 
         The weight of a term may have been 0 so far, or too small to see whether it is a mean over
-        rows. It is audited each time that it has doubled.
+        rows. It is audited each time that it has doubled. A term that is no sum may have been a
+        mean over rows by chance, as the deviation of equal numbers is. It is audited each time that
+        the number of calls has doubled.
         """
         if not sizes or request.audit == "off":
             return None
+        self._add_age(sizes)
         kind = self._identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None or all(size <= 2 * audited.get(k, 0) for k, size in sizes.items()):
@@ -128,8 +131,13 @@ class Auditor:
     def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
         """Remember that a call of this kind was audited, and the terms of its loss."""
         audited = self._audited_kinds.setdefault(kind, {})
+        self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
+
+    def _add_age(self, sizes: TermSizes) -> None:
+        if OTHER_TERMS in sizes:
+            sizes[OTHER_TERMS] = float(self._call_count)
 
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""

@@ -151,6 +151,9 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
 
 # The size of the k-th term of a name, by name and k. It tells losses with other terms apart.
 TermSizes = dict[tuple[str, int], float]
+# The key of a loss with a term that is no sum, such as a root or a variance of all rows. It has no
+# coefficient that shows whether it is a mean over rows.
+OTHER_TERMS = "other", 0
 
 
 class TermComparison:
@@ -209,7 +212,9 @@ class TermComparison:
         sizes: TermSizes = {}
         for coefficients in self._coefficients.values():
             counts: Counter[str] = Counter()
-            for name, value, *_ in coefficients[:_MAX_SIZES]:
+            for name, value, _, is_sum in coefficients[:_MAX_SIZES]:
+                if not is_sum:
+                    sizes[OTHER_TERMS] = 1.0
                 key = name, counts[name]
                 counts[name] += 1
                 if not math.isnan(value):
