@@ -283,7 +283,7 @@ class Variable(NamedTuple):
 
 @dataclass
 class ReachedState:
-    """What the code of modules and functions can reach besides the attributes of the modules.
+    """State that code of modules and functions can reach besides the attributes of the modules.
 
     Attributes:
         variables: Variables in closures, of classes and functions, and global ones.

@@ -153,8 +153,8 @@ def find_accesses(code: CodeType, is_method: bool) -> Accesses:
     )
     for inner in (find_accesses(c, False) for c in code.co_consts if isinstance(c, CodeType)):
         changes_items |= inner.changes_items
-        for table, found in ((variables, inner.variables), (attributes, inner.attributes)):
-            for name, uses in found.items():
+        for table, inner_table in ((variables, inner.variables), (attributes, inner.attributes)):
+            for name, uses in inner_table.items():
                 table[name] |= uses
     return Accesses(dict(variables), dict(attributes), changes_items)
 
@@ -163,7 +163,7 @@ def find_accesses(code: CodeType, is_method: bool) -> Accesses:
 
 
 @dataclass(frozen=True)
-class Variable:
+class SharedVariable:
     """A global variable, an attribute of a class or a module, or a variable of a closure."""
 
     name: str
@@ -206,7 +206,7 @@ class _StageCode:
     """The variables outside of modules that their code reads and changes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.variables: dict[tuple[int, str], Variable] = {}
+        self.variables: dict[tuple[int, str], SharedVariable] = {}
         self.read, self.changed = set[tuple[int, str]](), set[tuple[int, str]]()
         self._unsure, self._changes_objects = set[tuple[int, str]](), False
         self._set_attributes: set[str] = set()  # names of attributes that the code sets on objects
@@ -233,30 +233,30 @@ class _StageCode:
         self._visited.add((code, classes))
         accesses = find_accesses(code, is_method)
         tables = accesses.variables, accesses.attributes
-        uses = [use for table in tables for found in table.values() for use in found]
+        uses = [use for table in tables for name_uses in table.values() for use in name_uses]
         self._methods.update(*tables, (use.attribute for use in uses))
         self._set_attributes |= {
             use.attribute for use in uses if use.inner in ("item", "rebind", "update")
         }
         self._set_attributes |= {
             name
-            for name, found in accesses.attributes.items()
-            if any(use.kind in ("item", "rebind", "update") for use in found)
+            for name, name_uses in accesses.attributes.items()
+            if any(use.kind in ("item", "rebind", "update") for use in name_uses)
         }
         self._changes_objects |= accesses.changes_items
         self._changes_objects |= not _CHANGING_METHODS.isdisjoint(self._methods)
         self._changes_objects |= any(use.inner in ("rebind", "update") for use in uses)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         owner = function.__globals__.get("__name__", "")
-        for name, found in accesses.variables.items():
+        for name, name_uses in accesses.variables.items():
             if name in cells:
-                self._note(Variable(name, cells[name]), found)
+                self._note(SharedVariable(name, cells[name]), name_uses)
             elif name in function.__globals__:
-                self._note(Variable(name, function.__globals__, f"{owner}:"), found)
-        for name, found in accesses.attributes.items():
+                self._note(SharedVariable(name, function.__globals__, f"{owner}:"), name_uses)
+        for name, name_uses in accesses.attributes.items():
             for kind in classes:
                 if name in vars(kind) and not name.startswith("__"):
-                    self._note(_get_attribute(kind, name), found, (kind,))
+                    self._note(_get_attribute(kind, name), name_uses, (kind,))
 
     def may_change(self, value: Any) -> bool:
         """Return whether the code may change an object that its modules hold."""
@@ -276,7 +276,7 @@ class _StageCode:
         return bool(methods or names) or not self._methods.isdisjoint(("setattr", "__setattr__"))
 
     def _note(
-        self, variable: Variable, uses: Iterable[Use], classes: tuple[type, ...] = ()
+        self, variable: SharedVariable, uses: Iterable[Use], classes: tuple[type, ...] = ()
     ) -> None:
         """Note whether uses of a variable read or change it, and follow functions and classes."""
         value = variable.read()
@@ -317,10 +317,10 @@ def _judge_use(use: Use, value: Any) -> tuple[bool, bool]:
     return True, is_method and not is_of_library(type(value))
 
 
-def _get_attribute(owner: type | ModuleType, name: str) -> Variable:
+def _get_attribute(owner: type | ModuleType, name: str) -> SharedVariable:
     if isinstance(owner, ModuleType):
-        return Variable(name, vars(owner), f"{owner.__name__}:")
-    return Variable(name, owner, f"{owner.__module__}:{owner.__qualname__}")
+        return SharedVariable(name, vars(owner), f"{owner.__name__}:")
+    return SharedVariable(name, owner, f"{owner.__module__}:{owner.__qualname__}")
 
 
 def _get_function(member: Any) -> Any:
@@ -335,9 +335,11 @@ def _iter_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 class SharedState:
-    """What a stage changes and the code of another stage reads: variables, and objects it holds."""
+    """Variables and objects that a stage changes and the code of another stage reads."""
 
-    def __init__(self, variables: Sequence[Variable] = (), objects: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, variables: Sequence[SharedVariable] = (), objects: Sequence[Any] = ()
+    ) -> None:
         self._variables, self._objects = variables, objects
 
     def __bool__(self) -> bool:
