@@ -247,6 +247,39 @@ def test_wrong_cell_is_found(
         pipe.step(rows())
 
 
+def test_wrong_gradient_of_a_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner._collect_grads
+
+    def wrong(self: StageRunner, gradients: Any, totals: Any) -> None:
+        original(self, [None if g is None else 1.01 * g for g in gradients], totals)
+
+    monkeypatch.setattr(StageRunner, "_collect_grads", wrong)
+    loss = mean_square(piped(linear(), checkpoint="never")(rows()))
+    with pytest.raises(AuditError, match=r"the gradient of .* differs by"):
+        loss.backward()
+
+
+class Remembered(nn.Module):
+    """Keeps something of its last input in a buffer that no output depends on."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.copy_(scale_of_thread(self, x.detach().mean(0)))
+        return x
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_wrong_buffer_is_found(door: str) -> None:
+    pipe = piped(Remembered(), checkpoint="never", chunks=1)
+    with pytest.raises(AuditError, match=r"the buffer '1\.last' differs by"):
+        (pipe.step if door == "step" else pipe)(rows())
+
+
 def test_error_comes_before_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = piped(linear(), audit=2)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
