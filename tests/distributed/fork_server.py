@@ -42,9 +42,15 @@ def show_gpus(visible: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def without_gloo_notes(text: str) -> str:
-    """Return what a process has written, without the lines of gloo in PyTorch 2.10."""
-    return "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo] Rank "))
+def without_network_notes(text: str) -> str:
+    """Return what a process has written, without notes of PyTorch about the network.
+
+    Gloo says in PyTorch 2.10 which ranks are connected, and a store that no name server answered.
+    """
+    notes = "[Gloo] Rank ", "[c10d] The hostname of the client socket cannot be retrieved"
+    return "".join(
+        line for line in text.splitlines(True) if not any(note in line for note in notes)
+    )
 
 
 def forked() -> ForkServerContext:

@@ -36,7 +36,7 @@ from tests.distributed.fork_server import (
     forked,
     show_gpus,
     visible_gpus,
-    without_gloo_notes,
+    without_network_notes,
 )
 from tests.distributed.fork_server import store as served
 
@@ -138,7 +138,7 @@ def run_ranks(
                 wait([process.sentinel])
             outcome.facts = _collect_facts(pipe)
             log_text = (Path(folder) / f"{rank}.log").read_text()
-            outcome.written = without_gloo_notes(log_text)
+            outcome.written = without_network_notes(log_text)
             with _polling:
                 process.close()
         return outcomes

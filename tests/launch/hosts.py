@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.distributed.fork_server import without_gloo_notes
+from tests.distributed.fork_server import without_network_notes
 from tests.launch.forked_python import ForkedPython, end_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def end(started: Sequence[Command]) -> list[Ended]:
     late = threading.Timer(LIMIT, kill, [started])
     late.start()
     try:
-        written = [tuple(map(without_gloo_notes, process.communicate())) for process in started]
+        written = [tuple(map(without_network_notes, process.communicate())) for process in started]
         return [
             Ended(out, err, process.returncode or 0)
             for (out, err), process in zip(written, started, strict=True)

@@ -251,7 +251,7 @@ def test_wrong_gradient_of_a_call_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     original = StageRunner._collect_grads
 
     def wrong(self: StageRunner, gradients: Any, totals: Any) -> None:
-        original(self, [None if g is None else 1.01 * g for g in gradients], totals)
+        original(self, tuple(None if g is None else 1.01 * g for g in gradients), totals)
 
     monkeypatch.setattr(StageRunner, "_collect_grads", wrong)
     loss = mean_square(piped(linear(), checkpoint="never")(rows()))
