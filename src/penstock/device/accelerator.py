@@ -195,3 +195,8 @@ def get_nccl_version() -> str | None:
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether the current stream of a device is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

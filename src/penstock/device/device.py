@@ -35,6 +35,7 @@ from torch import Tensor
 from penstock.device.accelerator import (
     has_nvidia_driver,
     has_streams,
+    is_captured,
     list_accelerators,
     resolve_index,
     synchronize,
@@ -332,7 +333,7 @@ class Gpu:
         A pipe inside a layer that is being captured reports no times, and a timing event would
         become a part of the graph.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.device):
             return 0.0
         reusable = previous if isinstance(previous, self._event_pool.event_class) else None
         return self._event_pool.record(self.compute_stream, reusable)

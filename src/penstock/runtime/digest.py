@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from penstock.data_parallel.dtensor import to_local
+from penstock.stage.repeat_check import multiply_by_fixed_vector
 
 K = TypeVar("K", bound=Hashable)
-
-_BLOCK = 1 << 14  # the length of the fixed vector; longer tensors use it block by block
 
 
 class Digest(NamedTuple):
@@ -57,10 +56,7 @@ class Digest(NamedTuple):
 
 
 class Digester:
-    """Makes digests. It keeps the fixed vector of each device."""
-
-    def __init__(self) -> None:
-        self._vectors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    """Makes digests."""
 
     def digest(self, tensor: Tensor) -> Digest:
         """Return the digest of a tensor.
@@ -98,21 +94,7 @@ class Digester:
         # Double precision takes longer, and Apple's GPUs have none.
         is_double = values.dtype in (torch.float64, torch.int64) and values.device.type != "mps"
         flat = values.reshape(-1).to(torch.float64 if is_double else torch.float32)
-        vector = self._get_vector(flat.device, flat.dtype)
-        count = len(flat) // _BLOCK
-        rest = flat[count * _BLOCK :] if count else flat
-        product = rest @ vector[: len(rest)]
-        if count:
-            # Blocks that change places give another product.
-            weights = torch.arange(1, count + 1, dtype=flat.dtype, device=flat.device) % 89 + 89
-            product += (flat[: count * _BLOCK].view(count, _BLOCK) @ vector) @ weights / 89
-        return torch.stack([product, flat @ flat])
-
-    def _get_vector(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        key = device, dtype
-        if key not in self._vectors:
-            self._vectors[key] = torch.arange(_BLOCK, dtype=dtype, device=device).mul_(0.7).cos_()
-        return self._vectors[key]
+        return torch.stack([multiply_by_fixed_vector(flat), flat @ flat])
 
 
 # The relative difference that rounding may cause. Pipe and reference run the same operations on

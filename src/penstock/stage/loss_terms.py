@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
 from penstock.torch_compat import get_input_numel, read_saved_number, without_dispatch_modes
 
@@ -199,8 +200,7 @@ class TermComparison:
             self._device_numbers = torch.stack(
                 [n.to(numbers[0].device, torch.float64).reshape(()) for n in numbers]
             )
-            is_cuda = numbers[0].is_cuda
-            self.is_deferred = is_cuda and torch.cuda.is_current_stream_capturing()
+            self.is_deferred = is_captured(numbers[0].device)
         return {} if self.is_deferred else self.compare_device_numbers()
 
     def compare_device_numbers(self) -> TermSizes:

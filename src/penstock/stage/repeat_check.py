@@ -141,20 +141,23 @@ def compute_product(tensor: Tensor) -> Product:
             return None
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    flat = _flatten(tensor)
+    product = multiply_by_fixed_vector(_flatten(tensor))
+    return product.item() if product.is_cpu else product
+
+
+def multiply_by_fixed_vector(flat: Tensor) -> Tensor:
+    """Return the product of a tensor of one dimension with a fixed vector, on its device."""
     length = flat.numel()
     if length <= _BLOCK:
-        product = torch.dot(flat, _get_vector(length, flat.dtype, flat.device))
-    else:
-        count = length // _BLOCK
-        vector = _get_vector(_BLOCK, flat.dtype, flat.device)
-        sums = flat[: count * _BLOCK].view(count, _BLOCK) @ vector
-        sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
-        rest = flat[count * _BLOCK :]
-        # Blocks that change places give another product, too.
-        weights = torch.arange(count, 2 * count, dtype=sums.dtype, device=sums.device) / count
-        product = sums @ weights + rest @ vector[: len(rest)]
-    return product.item() if product.is_cpu else product
+        return torch.dot(flat, _get_vector(length, flat.dtype, flat.device))
+    count = length // _BLOCK
+    vector = _get_vector(_BLOCK, flat.dtype, flat.device)
+    sums = flat[: count * _BLOCK].view(count, _BLOCK) @ vector
+    sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
+    remainder = flat[count * _BLOCK :]
+    # Blocks that change places give another product, too.
+    weights = torch.arange(count, 2 * count, dtype=sums.dtype, device=sums.device) / count
+    return sums @ weights + remainder @ vector[: len(remainder)]
 
 
 def _flatten(tensor: Tensor) -> Tensor:
