@@ -7,7 +7,7 @@ from math import inf, isclose
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
@@ -111,8 +111,21 @@ def test_find_best_cut_equals_exhaustive_search(task: CutProblem) -> None:
     assert find_best_cut(task) == min(among, key=lambda counts: worth(task, counts))
 
 
+ALMOST_40_BYTES = CutProblem(
+    tuple(
+        UnitLoad(0, *sizes)
+        for sizes in [(0, 0), (0, 3), (1, 5), (0, 0), (0, 0), (0, 2), (0, 5), (4, 5), (0, 0)]
+    ),
+    tuple(DeviceCapacity(memory=memory) for memory in (inf, inf, inf, 39.99999999999999, inf)),
+    (UnitOutput(2, (3,), 1), UnitOutput(2, (), 0)),
+    in_flight=(1, 1, 1, 3, 1),
+    seconds_per_byte=0.5,
+)
+
+
 @settings(deadline=None)
 @given(tasks(any_speeds))
+@example(ALMOST_40_BYTES)
 def test_find_best_cut_on_devices_of_any_speed_equals_exhaustive_search(task: CutProblem) -> None:
     among = [counts for counts in every_cut(task) if fits(task, counts)]
     assume(among)

@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from math import ceil, gcd, inf
+from math import ceil, floor, gcd, inf, isinf
 
 from penstock.errors import ArgumentError
 from penstock.text_format import format_binary_bytes
@@ -212,7 +212,7 @@ def find_best_cut(problem: CutProblem) -> tuple[int, ...]:
     (3, 3)
     """
     search = _CutSearch(problem)
-    limits = tuple(problem.devices[rank].memory for rank in problem.placement)
+    limits = tuple(_whole_bytes(problem.devices[rank].memory) for rank in problem.placement)
     visited = {limits}
     cases: list[tuple[_Candidate, tuple[float, ...]]] = []
 
@@ -535,9 +535,17 @@ def _iter_overfull_ranks(
 def _equal_memory_shares(problem: CutProblem, more: float = 0) -> list[float]:
     """Return an equal share of its rank's memory for each stage, if each rank had `more`."""
     return [
-        (problem.devices[rank].memory + more) / problem.placement.count(rank)
+        _whole_bytes((problem.devices[rank].memory + more) / problem.placement.count(rank))
         for rank in problem.placement
     ]
+
+
+def _whole_bytes(memory: float) -> float:
+    """Return memory without a fraction of a byte, so that sums and differences with it are exact.
+
+    With a fraction, `start + limit >= end` and `start >= end - limit` could differ by rounding.
+    """
+    return memory if isinf(memory) else floor(memory)
 
 
 def _explain_infeasible(problem: CutProblem, search: _CutSearch) -> str:
