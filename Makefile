@@ -14,6 +14,7 @@
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
+# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -70,6 +71,9 @@ zoo: $(READY)
 versions: $(READY)
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \
 		$(foreach python,$(PYTHONS),--python $(python))
+
+papers: $(READY)
+	$(BIN)/python benchmarks/zero_bubble.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -58,3 +58,15 @@ def test_cost_refuses_negative_values(cost: Cost, negative: str) -> None:
 def test_cost_refuses_negative_send() -> None:
     with pytest.raises(ArgumentError, match=r"^send is -0.1: a cost is a number from 0 up$"):
         Cost.even((0, 1), send=-0.1)
+
+
+def test_cost_keeps_all_for_the_weight_gradient_unless_told() -> None:
+    cost = replace(Cost.even((0, 1)), activation=(8, 4))
+    assert cost.kept_sizes == (8, 4)
+    assert replace(cost, weight_activation=(3, 4)).kept_sizes == (3, 4)
+    with pytest.raises(
+        ArgumentError, match="weight_activation of stage 1 is 5, more than its activation"
+    ):
+        replace(cost, weight_activation=(3, 5))
+    with pytest.raises(ArgumentError, match="weight_activation has 1"):
+        replace(cost, weight_activation=(3,))

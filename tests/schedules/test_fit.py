@@ -115,3 +115,42 @@ def test_lower_bound_is_at_most_the_makespan_of_fit() -> None:
             cost = Cost.even(placement, send=0.25)
             found = simulate(lower(fit(placement, chunks, cost, chunks)), cost)
             assert found.makespan >= lower_bound(placement, chunks, cost) - 1e-9
+
+
+# ---- the period -----------------------------------------------------------------------------
+
+
+def test_fit_reaches_the_period_of_the_zero_bubble_paper() -> None:
+    """The row with 8 ranks and 24 micro-batches of arXiv 2401.10241, under twice 1F1B's memory."""
+    chunks, seconds = 24, (29718, 29444, 19927)
+    forward, inputs, weights = ((number,) * 8 for number in seconds)
+    size, kept = 34 * 4096 + 5 * 32 * 1024, 32 * 4096  # bytes for each token
+    cost = Cost(forward, inputs, weights, (size,) * 8, 527, weight_activation=(kept,) * 8)
+    made = fit(loop(8, 1), chunks, cost, 16 * size, objective="period")
+    assert verify(made, memory=16 * size, cost=cost) == ()
+    bubble = 1 - chunks * sum(seconds) / simulate(lower(made), cost).period
+    assert round(bubble, 4) <= 0.0029
+
+
+@pytest.mark.parametrize("placement", [loop(3, 1), loop(2, 2), vee(3)])
+@pytest.mark.parametrize("memory", [3, 5])
+def test_fit_for_the_period_is_never_slower_than_a_named_schedule(
+    placement: tuple[int, ...], memory: int
+) -> None:
+    ranks = max(placement) + 1
+    per_rank = len(placement) // ranks
+    cost = Cost.even(placement, W=0.5, send=0.2)
+    made = fit(placement, 6, cost, memory, objective="period")
+    assert verify(made, memory=memory, cost=cost) == ()
+    found = simulate(lower(made), cost).period
+    for name, family in schedules.FAMILIES.items():
+        if family.trains and (family.free or family.stages_per_rank == per_rank):
+            named = schedules.make(name, ranks, 6, per_rank)
+            timeline = simulate(lower(named), cost)
+            if named.placement == placement and max(timeline.peak) <= memory:
+                assert found <= timeline.period + 1e-9
+
+
+def test_fit_refuses_an_unknown_objective() -> None:
+    with pytest.raises(ArgumentError, match="objective 'speed' is unknown: it is 'makespan' or"):
+        fit(vee(2), 4, objective="speed")  # type: ignore[arg-type]

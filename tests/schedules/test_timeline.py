@@ -131,6 +131,26 @@ def test_track_live_memory_yields_step_and_whether_it_is_freed() -> None:
     ]
 
 
+def test_input_gradient_frees_what_the_weight_gradient_does_not_need() -> None:
+    lane = [Compute(op, 0, 0) for op in (Op.F, Op.I, Op.W)]
+    lane[1:1] = [Compute(Op.F, 0, 1), Compute(Op.B, 0, 1)]
+    cost = Cost((1,), (1,), (1,), activation=(8,), weight_activation=(3,))
+    assert list(track_live_memory(lane, cost)) == [
+        (0, False, 8.0),
+        (1, False, 16.0),
+        (2, True, 8.0),  # a full backward keeps nothing
+        (3, True, 3.0),
+        (4, True, 0.0),
+    ]
+
+
+def test_period_is_the_longest_time_of_one_rank() -> None:
+    timeline = simulated("placement: 0 1 \n 0F0 0B0 \n 1F0 1B0")
+    assert (timeline.makespan, timeline.period) == (6.0, 6.0)
+    timeline = simulated("placement: 0 1 \n 0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    assert timeline.period == max(lane[-1].end - lane[0].start for lane in timeline.computes)
+
+
 def test_simulate_raises_deadlock() -> None:
     program = loads("edges: 0>1 \n 0F0 \n ?0>1:0 1F0")
     assert isinstance(program, Program)

@@ -5,9 +5,9 @@ The memory functions at the end add up which activations of a lane are alive at 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isclose
 
@@ -28,6 +28,8 @@ class Cost:
         activation: The size of what one micro-batch keeps on the stage for its backward.
         send: Seconds from the moment a message is made until it arrives. A message in flight does
             not occupy any rank.
+        weight_activation: The size of what is left of the activation after its I, until its W.
+            Empty means all of it.
 
     Raises:
         ArgumentError: The entries are not one per stage, or a number is negative or not finite.
@@ -42,11 +44,15 @@ class Cost:
     W: tuple[float, ...]
     activation: tuple[float, ...]
     send: float = 0.0
+    weight_activation: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("F", "I", "W", "activation"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        columns = {"F": self.F, "I": self.I, "W": self.W, "activation": self.activation}
+        columns = {}
+        for name in ("F", "I", "W", "activation", "weight_activation"):
+            columns[name] = tuple(getattr(self, name))
+            object.__setattr__(self, name, columns[name])
+        if not self.weight_activation:
+            del columns["weight_activation"]
         if len({len(column) for column in columns.values()}) > 1:
             sizes = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
             raise ArgumentError(f"each column needs one entry per stage, but {sizes}")
@@ -55,6 +61,14 @@ class Cost:
                 if not 0 <= number < float("inf"):
                     where = name if name == "send" else f"{name} of stage {stage}"
                     raise ArgumentError(f"{where} is {number}: a cost is a number from 0 up")
+        for stage, (kept, whole) in enumerate(
+            zip(self.weight_activation, self.activation, strict=False)
+        ):
+            if kept > whole:
+                raise ArgumentError(
+                    f"weight_activation of stage {stage} is {kept}, more than its activation, "
+                    f"{whole}: it is the part that I does not free"
+                )
 
     @staticmethod
     def even(
@@ -90,11 +104,16 @@ class Cost:
             tuple(number * factor for number, factor in zip(column, factors, strict=True))
             for column in (self.F, self.I, self.W)
         ]
-        return Cost(columns[0], columns[1], columns[2], self.activation, self.send)
+        return replace(self, F=columns[0], I=columns[1], W=columns[2])
 
     def seconds(self, action: Compute) -> float:
         """Return how long the action occupies its rank."""
         return self._seconds_by_op[action.op][action.stage]
+
+    @property
+    def kept_sizes(self) -> tuple[float, ...]:
+        """The size of what each stage keeps of a micro-batch between its I and its W."""
+        return self.weight_activation or self.activation
 
     @cached_property
     def _seconds_by_op(self) -> dict[Op, tuple[float, ...]]:
@@ -116,12 +135,22 @@ def track_live_memory(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int
     The second item is True if the change happens at the end of that action, False at its start.
     A rank does one thing at a time, so the order of its lane decides and seconds do not matter.
     """
-    changes = []
+    changes: dict[tuple[int, bool], float] = defaultdict(float)
     for (stage, _), (born, last) in lifetimes(lane).items():
-        changes += [(born, False, cost.activation[stage]), (last, True, -cost.activation[stage])]
+        changes[born, False] += cost.activation[stage]
+        changes[last, True] -= cost.activation[stage]
+    if cost.weight_activation:
+        # After an I only a part is kept, until the W. A full backward keeps nothing for later.
+        steps = {action: step for step, action in enumerate(lane) if action.op in (Op.I, Op.W)}
+        for action, step in steps.items():
+            end = steps.get(action._replace(op=Op.W))
+            if action.op is Op.I and end is not None:
+                freed = cost.activation[action.stage] - cost.weight_activation[action.stage]
+                changes[step, True] -= freed
+                changes[end, True] += freed
     # Sorting puts a start (False) before an end (True) of the same action: both are alive in it.
     size = 0.0
-    for step, at_end, change in sorted(changes):
+    for (step, at_end), change in sorted(changes.items()):
         size += change
         # Rounding removes float errors of the sum; adding 0.0 turns -0.0 into 0.0.
         yield step, at_end, round(size, 12) + 0.0

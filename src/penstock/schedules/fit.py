@@ -2,18 +2,24 @@
 
 `fit` tries many strategies. Each is one list scheduling of the whole training step with its own
 rule for what a rank does next, and the fastest result wins. Some strategies follow the order of a
-named schedule of the same placement and only place the Ws anew; others choose the order too. No
-strategy is best everywhere, and each costs little. Finally, a local search improves the winner.
+named schedule of the same placement and only place the Ws anew; some follow an order with more or
+fewer forwards before the first backward; others choose the order too. No strategy is best
+everywhere, and each costs little. Finally, a local search improves the winner.
+
+"Fast" has two meanings, the objectives. The makespan is the time from the first start to the last
+end on any rank. The period is the longest time that one rank needs from its first to its last
+action. If ranks start the next step without waiting for the others, steps follow each other in
+that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import isnan
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.errors import ArgumentError
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
@@ -32,6 +38,34 @@ from penstock.schedules.list_scheduler import (
 from penstock.schedules.simulator import Deadlock, Span, check_stages_match, play
 
 # -------------------------------------------------------------------------------------------------
+# The objectives.
+# -------------------------------------------------------------------------------------------------
+
+Objective = Literal["makespan", "period"]
+
+# Returns (seconds, the span that ends last) of a simulation, for one objective.
+_Measure = Callable[[Sequence[Span]], tuple[float, Span]]
+
+
+def _measure_makespan(spans: Sequence[Span]) -> tuple[float, Span]:
+    last = max(spans, key=lambda span: span.end)
+    return last.end, last
+
+
+def _measure_period(spans: Sequence[Span]) -> tuple[float, Span]:
+    starts: dict[int, float] = {}
+    last: dict[int, Span] = {}
+    for span in spans:
+        starts[span.rank] = min(starts.get(span.rank, span.start), span.start)
+        if span.rank not in last or span.end > last[span.rank].end:
+            last[span.rank] = span
+    slowest = max(last.values(), key=lambda span: span.end - starts[span.rank])
+    return slowest.end - starts[slowest.rank], slowest
+
+
+_MEASURES: dict[Objective, _Measure] = {"makespan": _measure_makespan, "period": _measure_period}
+
+# -------------------------------------------------------------------------------------------------
 # The local search: swap neighbours on the critical path as long as that helps.
 #
 # The critical path is the chain of actions, back from the last one, in which each starts exactly
@@ -42,20 +76,26 @@ _TIME_TOLERANCE = 1e-9
 
 
 def improve_by_swaps(
-    schedule: Schedule, graph: StageGraph, cost: Cost, caps: Sequence[float], swaps: int
+    schedule: Schedule,
+    graph: StageGraph,
+    cost: Cost,
+    caps: Sequence[float],
+    swaps: int,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """Try up to `swaps` swaps of neighbours and return the improved schedule.
 
     A swap that helps is kept. One that changes nothing is sometimes kept, which gets the search
     past a plateau. The seed is fixed, so the result is always the same.
     """
-    draw = Random(0)
+    draw, measure = Random(0), _MEASURES[objective]
     spans = _simulate_spans(schedule, graph, cost)
     assert spans, "only a schedule that ends can be improved"
+    seconds, last = measure(spans)
     improving = True
     while improving and swaps > 0:
         improving = False
-        places = sorted(set(_swaps_on_critical_path(schedule, graph, cost, spans)))
+        places = sorted(set(_swaps_on_critical_path(schedule, graph, cost, spans, last)))
         draw.shuffle(places)
         for rank, step in places[:swaps]:
             candidate = _swap_neighbours(schedule, rank, step)
@@ -63,9 +103,13 @@ def improve_by_swaps(
                 continue
             swaps -= 1
             new_spans = _simulate_spans(candidate, graph, cost)
-            gain = _last_end(spans) - _last_end(new_spans) if new_spans else -1.0
+            if not new_spans:
+                continue
+            new_seconds, new_last = measure(new_spans)
+            gain = seconds - new_seconds
             if gain > _TIME_TOLERANCE or (gain > -_TIME_TOLERANCE and draw.random() < 0.2):
                 schedule, spans, improving = candidate, new_spans, True
+                seconds, last = new_seconds, new_last
                 break
     return schedule
 
@@ -76,10 +120,6 @@ def _simulate_spans(schedule: Schedule, graph: StageGraph, cost: Cost) -> list[S
         return list(play(schedule, graph, cost))
     except Deadlock:
         return []
-
-
-def _last_end(spans: Sequence[Span]) -> float:
-    return max(span.end for span in spans)
 
 
 def _swap_neighbours(schedule: Schedule, rank: int, index: int) -> Schedule:
@@ -96,9 +136,9 @@ def _is_legal_swap(lane: Sequence[Compute], index: int, cost: Cost, cap: float) 
 
 
 def _swaps_on_critical_path(
-    schedule: Schedule, graph: StageGraph, cost: Cost, spans: Sequence[Span]
+    schedule: Schedule, graph: StageGraph, cost: Cost, spans: Sequence[Span], last: Span
 ) -> Iterator[tuple[int, int]]:
-    """Yield the swaps of each action on the critical path with its neighbours.
+    """Yield the swaps of each action on the critical path to `last` with its neighbours.
 
     A swap is (rank, index of the first of the two actions in its lane).
     """
@@ -108,9 +148,9 @@ def _swaps_on_critical_path(
         assert isinstance(span.action, Compute)
         by_action[span.action] = span
         producers.update(dict.fromkeys(produces(span.action, graph), span))
-    # Walk back from the last action. The cause of an action is whatever ended at its start: the
+    # Walk back from there. The cause of an action is whatever ended at its start: the
     # action before it in its lane, or the arrival of a message.
-    current: Span | None = max(spans, key=lambda span: span.end)
+    current: Span | None = last
     while current is not None:
         lane = schedule.lanes[current.rank]
         yield from (
@@ -140,6 +180,7 @@ def fit(
     memory: float | Sequence[float] | None = None,
     graph: StageGraph | None = None,
     effort: int = 400_000,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """Search for a fast schedule for a placement, under a memory cap.
 
@@ -155,12 +196,16 @@ def fit(
         graph: The stage graph; by default a chain.
         effort: A bound on the work: how many actions all attempts together may place. There is at
             least one attempt.
+        objective: "makespan" for the time of one step by itself. "period" for the time between
+            steps of which each rank starts the next as soon as it has ended its own part: the
+            longest time from the first to the last action of one rank.
 
     Returns:
         The fastest schedule found.
 
     Raises:
-        ArgumentError: The sizes do not match, or one micro-batch alone exceeds the memory.
+        ArgumentError: The sizes do not match, one micro-batch alone exceeds the memory, or the
+            objective is unknown.
 
     Example:
         >>> from penstock import lower, simulate
@@ -171,27 +216,38 @@ def fit(
     placement = tuple(placement)
     cost = cost or Cost.even(placement)
     graph = graph or StageGraph.chain(len(placement))
+    if objective not in _MEASURES:
+        raise ArgumentError(
+            f"objective {objective!r} is unknown: it is {' or '.join(map(repr, _MEASURES))}"
+        )
     caps = _memory_caps(placement, chunks, cost, graph, memory)
-    # The bound is a sum of floats; the factor allows for its rounding errors.
-    goal = lower_bound(placement, chunks, cost, graph) * (1 + 1e-12)
+    if objective == "makespan":
+        goal = lower_bound(placement, chunks, cost, graph)
+    else:
+        goal = chunks * max(_seconds_per_rank(placement, cost))
+    goal *= 1 + 1e-12  # the bound is a sum of floats; the factor allows for its rounding errors
     size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
     named_schedules = list(_named_schedules(placement, chunks))
-    best = _BestSchedule(graph, cost, [s for s in named_schedules if _fits_caps(s, cost, caps)])
-    for strategy in _strategies(placement, named_schedules, cost):
-        if best.schedule and (best.makespan <= goal or effort < size):
+    fitting = [schedule for schedule in named_schedules if _fits_caps(schedule, cost, caps)]
+    best = _BestSchedule(graph, cost, _MEASURES[objective], fitting)
+    for strategy in _strategies(placement, chunks, named_schedules, cost, caps):
+        if best.schedule and (best.seconds <= goal or effort < size):
             return best.schedule
         effort -= size
         best.consider(strategy.build(placement, chunks, caps, graph))
     assert best.schedule, "the strategies that check is_safe always end"
-    return improve_by_swaps(best.schedule, graph, cost, caps, swaps=min(200, effort // size))
+    swaps = min(200, effort // size)
+    return improve_by_swaps(best.schedule, graph, cost, caps, swaps, objective)
 
 
 class _BestSchedule:
     """The fastest schedule so far."""
 
-    def __init__(self, graph: StageGraph, cost: Cost, schedules: Sequence[Schedule]) -> None:
-        self._graph, self._cost = graph, cost
-        self.makespan = float("inf")
+    def __init__(
+        self, graph: StageGraph, cost: Cost, measure: _Measure, schedules: Sequence[Schedule]
+    ) -> None:
+        self._graph, self._cost, self._measure = graph, cost, measure
+        self.seconds = float("inf")
         self.schedule: Schedule | None = None
         for schedule in schedules:
             self.consider(schedule)
@@ -199,9 +255,9 @@ class _BestSchedule:
     def consider(self, schedule: Schedule | None) -> None:
         """Keep a schedule if it is faster than the best. None means that a strategy got stuck."""
         if schedule:
-            end = max(span.end for span in play(schedule, self._graph, self._cost))
-            if end < self.makespan:
-                self.makespan, self.schedule = end, schedule
+            seconds, _ = self._measure(list(play(schedule, self._graph, self._cost)))
+            if seconds < self.seconds:
+                self.seconds, self.schedule = seconds, schedule
 
 
 def lower_bound(
@@ -345,10 +401,16 @@ def _fits_caps(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
 
 
 def _strategies(
-    placement: Placement, named_schedules: list[Schedule], cost: Cost
+    placement: Placement,
+    chunks: int,
+    named_schedules: list[Schedule],
+    cost: Cost,
+    caps: Sequence[float],
 ) -> Iterator[_Strategy]:
-    """Yield all strategies: first the orders of the named schedules, then the order policies."""
-    even = replace(Cost.even(placement), activation=cost.activation)
+    """Yield all strategies: the orders of the named schedules, the order policies, warm-ups."""
+    even = replace(
+        Cost.even(placement), activation=cost.activation, weight_activation=cost.weight_activation
+    )
     plans = [cost] if cost == even else [cost, even]
     for schedule, plan in product(named_schedules, plans):
         order = [
@@ -364,6 +426,63 @@ def _strategies(
             yield _Strategy(
                 _choose_by_policy(policy), plan, pace, patience=sum(plan.F) / len(placement) / 4
             )
+    yield from _warm_up_strategies(placement, chunks, cost, caps)
+
+
+def _warm_up_strategies(
+    placement: Placement, chunks: int, cost: Cost, caps: Sequence[float]
+) -> Iterator[_Strategy]:
+    """Yield orders with one stage a rank that differ in the forwards before the first backward.
+
+    The first rank waits least for its first backward if it runs as many forwards as its memory
+    allows, or as many as the round trip to the last stage takes. The number for the other ranks
+    falls in proportion to their round trips; somewhat more or fewer is sometimes better. After
+    these, a rank takes backwards and forwards in turns. The Ws that it postpones as far as its
+    memory allows fill the drain. With patience, it rather waits for a backward or forward that
+    comes soon than start a W, because all other ranks would wait longer, too.
+    """
+    stages = len(placement)
+    if placement != tuple(range(stages)):
+        return
+    trips = [f + i + 2 * cost.send for f, i in zip(cost.F, cost.I, strict=True)]
+    round_trips = [sum(trips[stage + 1 :]) for stage in range(stages)]
+    room = [cap / (size or 1.0) for cap, size in zip(caps, cost.activation, strict=True)]
+    most = min(room[0], 1 + (round_trips[0] + cost.I[0]) / (cost.F[0] or 1.0), chunks)
+    weight = sum(cost.W) / stages
+    yielded: set[tuple[tuple[int, ...], float]] = set()
+    for more, share in product(_WARM_UP_CHANGES, (1.0, 0.75)):
+        slope = max(0.0, most - 1 + more) / (round_trips[0] or 1.0)
+        warm_ups = tuple(
+            int(max(1, min(1 + slope * trip + 1e-9, most, chunks)))
+            for trip, most in zip(round_trips, room, strict=True)
+        )
+        if (warm_ups, share) in yielded:
+            continue
+        yielded.add((warm_ups, share))
+        order = [_alternate(stage, chunks, count) for stage, count in enumerate(warm_ups)]
+        lags = [
+            int(share * (cap - count * size) / kept) if kept else chunks
+            for cap, count, size, kept in zip(
+                caps, warm_ups, cost.activation, cost.kept_sizes, strict=True
+            )
+        ]
+        choose = follow_order(order, when_lagging(lags.__getitem__))
+        for patience in (weight, weight / 2, 0.0):
+            yield _Strategy(choose, cost, patience=patience)
+
+
+# What is added to the forwards of the first rank, in the order in which it is tried.
+_WARM_UP_CHANGES = sorted((halves / 2 for halves in range(-4, 9)), key=abs)
+
+
+def _alternate(stage: int, chunks: int, warm_up: int) -> list[Compute]:
+    """Return the order of a stage: the forwards of the warm-up, then I and F in turns."""
+    forwards = [Compute(Op.F, stage, microbatch) for microbatch in range(chunks)]
+    order = forwards[:warm_up]
+    for microbatch in range(chunks):
+        order.append(Compute(Op.I, stage, microbatch))
+        order += forwards[warm_up + microbatch : warm_up + microbatch + 1]
+    return order
 
 
 def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:

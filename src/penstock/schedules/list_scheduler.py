@@ -149,16 +149,12 @@ class SchedulerState:
                 heappush(self.events, (other.ready_times[-1], other.rank))
 
     def _update_memory(self, rank: int, action: Compute) -> None:
-        # Activations live from F to W. An I only makes its W possible.
+        # Activations live from F to W. An I frees what its W does not need.
         op, stage, microbatch = action
+        whole, kept = self.cost.activation[stage], self.cost.kept_sizes[stage]
         self.ordered_actions_done[rank] += op is not Op.W
-        if op is Op.I:
-            self.pending_weight_grads[rank] += 1
-            return
-        change = self.cost.activation[stage]
-        if op is Op.W:
-            self.pending_weight_grads[rank] -= 1
-            change = -change
+        self.pending_weight_grads[rank] += {Op.F: 0, Op.I: 1, Op.W: -1}[op]
+        change = {Op.F: whole, Op.I: kept - whole, Op.W: -kept}[op]
         self.live[rank] += change
         self._live_by_microbatch[rank][microbatch] += change
         while self._oldest_unfinished[rank] < min(

@@ -58,6 +58,15 @@ class Timeline:
         return max((s.end for s in self.spans), default=0.0) - self.start
 
     @cached_property
+    def period(self) -> float:
+        """The longest time from the first to the last action of one rank.
+
+        Steps follow each other in this time if each rank starts the next step as soon as it has
+        ended its own part of this one.
+        """
+        return max((lane[-1].end - lane[0].start for lane in self.computes if lane), default=0.0)
+
+    @cached_property
     def start(self) -> float:
         """The time at which the first action starts."""
         return min((s.start for s in self.spans), default=0.0)
