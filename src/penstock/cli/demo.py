@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.table import Table
 from torch import nn
 
 from penstock import draw, schedules
-from penstock.cli.report import draw_for_terminal
+from penstock.cli.report import draw_for_terminal, show_activity
 from penstock.demo.model import (
     CPU_SIZE,
     GPU_SIZE,
@@ -73,7 +74,9 @@ def run(request: DemoRequest, size: DemoSize | None = None) -> bool:
         raise MissingExtra("matplotlib", "draw", "the demo")
     devices = find_devices() if request.devices is None else parse_devices(request.devices)
     _check_sizes(len(devices.by_rank), request.chunks)
-    with limit_cpu_threads(devices):
+    # In a terminal there is a progress bar.
+    activity = nullcontext() if Console().is_terminal else show_activity("training and measuring")
+    with limit_cpu_threads(devices), activity:
         size = size or (CPU_SIZE if devices.first.type == "cpu" else GPU_SIZE)
         return _train_and_report(request, devices, _adjust_size(size, request, devices))
 

@@ -21,7 +21,7 @@ from penstock.schedules.verify import find_deadlocks
 from penstock.text_format import make_printable
 
 MAX_ERROR_LINES, MAX_ERROR_LINE = 25, 1000  # of a message on stderr
-ACTIVITY_SECONDS = 5.0  # between two signs of life
+ACTIVITY_SECONDS = 5.0  # until the first sign of life; the next ones come less and less often
 
 
 # ---- messages on stderr -------------------------------------------------------------------
@@ -55,7 +55,8 @@ def show_activity(activity: str) -> Iterator[Callable[[str], None]]:
     current, done, start = [activity], threading.Event(), time.monotonic()
 
     def tell() -> None:
-        while not done.wait(ACTIVITY_SECONDS):
+        seconds = ACTIVITY_SECONDS
+        while not done.wait(seconds):
             seconds = time.monotonic() - start
             print_error(f"{current[0]}, for {seconds:.0f} s so far")
 
