@@ -32,7 +32,7 @@ from penstock import schedules
 from tests.distributed.fork_server import forked
 
 SILENCE = 10.0  # seconds within which a command ends or writes something
-PATIENCE = 60.0  # seconds after which a command that writes is stopped
+PATIENCE = 120.0  # seconds after which a command that writes is stopped, which is a problem
 ESCAPE = "\x1b[31mred\x1b]0;title\x07"  # colours the terminal and renames its window
 
 # ---- what the words are made of -----------------------------------------------------------------
@@ -373,7 +373,9 @@ def find_problems(case: CommandLine, outcome: Outcome) -> Iterator[str]:
     status, err = outcome.status, outcome.err
     if outcome.first_silence >= SILENCE:
         yield f"silent for {outcome.first_silence:.0f} s"
-    if status is not None and status not in (0, 1, 2, 130):
+    elif status is None:
+        yield f"did not end within {PATIENCE:.0f} s"
+    elif status not in (0, 1, 2, 130):
         yield f"exit status {status}"
     for text in ("Traceback", "Exception ignored", "Exception in thread", "defect of Penstock"):
         if text in outcome.out + err:
