@@ -385,7 +385,7 @@ def find_problems(case: CommandLine, outcome: Outcome) -> Iterator[str]:
         control = [c for c in text if c != "\n" and (ord(c) < 32 or 127 <= ord(c) < 160)]
         if (control and not is_colored) or "\x07" in text:
             yield f"writes control characters to {stream}: {sorted(set(control))}"
-    if status == 2 and not re.search("^penstock: ", err, re.MULTILINE):
+    if status == 2 and "penstock: " not in err:
         yield "exit status 2 without a message"
     if status == 1 and not (outcome.out or err or case.stdout != "file"):
         yield "exit status 1 without a word"

@@ -623,6 +623,7 @@ GIVEN = """
     def narrow(): return layers(), torch.randn(8, 7)
     def exits(): raise SystemExit(0)
     def unprintable(): raise type("Strange", (BaseException,), {"__str__": None})()
+    def empty(): return layers(), x[:0]
     def not_finite(): return layers(), x * float("nan")
     def infinite(): return nn.Sequential(*layers(), Exits(None)), x * 1e308 * 1e308
 
@@ -745,6 +746,7 @@ def test_check_prints_json(run: Run, given: str) -> None:
         ("GIVEN:unprintable", "GIVEN:unprintable failed: GIVEN.Strange: <exception str() failed>"),
         ("GIVEN:exiting", "the unsplit model fails, so there is nothing to compare with: System"),
         ("GIVEN:not_finite", "the unsplit model's loss is not finite, so a comparison would prove"),
+        ("GIVEN:empty", "the outputs of the unsplit model are empty, so a comparison would prove"),
         ("GIVEN:infinite", "the unsplit model's loss is not finite, so a comparison would prove"),
         *(
             (f"GIVEN:pair --tolerance {value}", "tolerance must be a number from 0 to 1, not ")

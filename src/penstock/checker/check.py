@@ -248,7 +248,7 @@ def _prepare_reference(checked: CheckedModel) -> tuple[ReferenceOutcomes, Checke
             checked = replace(checked, loss_fn=default_loss)
         reference = str(detect_batch_dependence(checked))
         expected = compute_reference(checked)
-        _require_finite(expected)
+        _require_numbers(expected)
         return expected, checked
     except PenstockError:
         raise
@@ -258,11 +258,18 @@ def _prepare_reference(checked: CheckedModel) -> tuple[ReferenceOutcomes, Checke
         raise
 
 
-def _require_finite(expected: ReferenceOutcomes) -> None:
-    """Raise if the loss or a gradient of the unsplit model is nan or infinite.
+def _require_numbers(expected: ReferenceOutcomes) -> None:
+    """Raise if the outputs of the unsplit model are empty, or its loss or a gradient not finite.
 
-    Whatever a pipe computed from it would be nan as well, and would count as equal.
+    A pipe would compute nothing as well, or nan, and that would count as equal.
     """
+    tensors = expected.first_step.tensors.items()
+    outputs = [tensor for (kind, _), tensor in tensors if kind == "outputs" and tensor is not None]
+    if outputs and not any(output.numel() for output in outputs):
+        raise ArgumentError(
+            "the outputs of the unsplit model are empty, so a comparison would prove nothing. "
+            "Check it with a batch that has rows."
+        )
     for step in (expected.first_step, expected.second_step):
         for (kind, name), tensor in step.tensors.items():
             if kind in ("loss", "gradients") and tensor is not None and not tensor.isfinite().all():
