@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +14,10 @@ import pytest
 
 import penstock
 from penstock import Cost, StageGraph, cli, schedules, simulate
+from penstock.cli import report
 from penstock.schedules.ir import Send
 from penstock.schedules.notation import loads
+from tests import fuzz_cli
 
 
 class Answer(NamedTuple):
@@ -30,6 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     """Return a function that runs `penstock` in an empty directory: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(report, "ACTIVITY_SECONDS", 600.0)
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -331,6 +336,12 @@ COST = "such as F=1,I=1,W=1,send=0, not"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            "show 1f1b -p 4000 -m 4000",
+            "4000 ranks x 4000 micro-batches x 1 stages per rank are 16,000,000 cells. They would "
+            "take about 3200 seconds and 128 GB of memory, and commands take at most 250,000. Use "
+            "fewer ranks or micro-batches: the pattern repeats",
+        ),
         ("show 1f1b -p 0 -m 8", f"ranks=0: each of these {SIZES}"),
         ("show 1f1b -p -2 -m 0", f"ranks=-2, chunks=0: each of these {SIZES}"),
         ("show fit -p 0 -m 0 -v 0", f"ranks=0, chunks=0, stages_per_rank=0: each of these {SIZES}"),
@@ -389,6 +400,23 @@ def test_invalid_options_are_reported_in_one_message(run: Run, words: str, messa
             "there is no schedule '1f2b'; did you mean 1f1b? The schedules are",
         ),
         ("show qqq -p 2 -m 2", "there is no schedule 'qqq'. The schedules are: naive, "),
+        *(
+            (f"{words} -p 1000 -m 1000", "1,000,000 cells. They would take about 200 seconds")
+            for words in ("show fit", "compare -v 1", "show naive", "show fit -v 1")
+        ),
+        ("gallery -p 1000 -m 1000", "2,000,000 cells. They would take"),
+        ("show naive -p 1000 -m 2 -v 1000", "2,000,000 cells"),
+        ("show fit -p 1000 -m 200 --placement v", "x 2 stages per rank are 400,000 cells"),
+        (f"show 1f1b -p {10**23} -m 2", "'--ranks' / '-p'"),
+        (f"show 1f1b -p 2 -m 2 --width {10**9}", "'--width'"),
+        (f"show 1f1b -p 2 -m 2 --skip 0:{'9' * 5000}", "--skip takes two stages as SRC:DST"),
+        (f"demo --seed {10**23}", "'--seed'"),
+        (f"demo --chunks {10**5}", "about 500 seconds a step on a CPU. Use at most 64 devices"),
+        (f"demo --devices {','.join(['cpu'] * 65)}", "65 devices and 8 micro-batches need"),
+        ("verify /dev/zero", "/dev/zero has more than 32.00 MiB"),
+        ("verify /dev/null", "it has no lanes"),
+        ("verify loop", "Too many levels of symbolic links"),
+        ("verify binary", "binary is not text"),
         ("show 1f1b -p 2 -m 2 --save no/such/dir", "No such file or directory"),
         ("verify nowhere.txt", "No such file or directory: 'nowhere.txt'"),
         ("verify .", "Is a directory: '.'"),
@@ -401,16 +429,98 @@ def test_impossible_requests_are_explained(
     run: Run, words: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "program.txt").write_text("edges:\n0F0\n")
     (tmp_path / "three.txt").write_text("0F0 0B0\n1F0 1B0\n2F0 2B0\n")
     assert message in refused(run(words))
 
 
-@pytest.mark.parametrize("words", ["show", "show 1f1b", "show 1f1b -p two -m 2", "nonsense"])
-def test_usage_errors_of_typer_exit_with_2(run: Run, words: str) -> None:
-    answer = run(words)
-    assert (answer.code, answer.out) == (2, "")
-    assert "Traceback" not in answer.err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("show", "Missing argument 'name'. See 'penstock show --help'."),
+        ("show 1f1b", "1f1b needs --ranks and --chunks, for example -p 4 -m 8"),
+        ("nonsense", "No such command 'nonsense'. See 'penstock --help'."),
+        ("show 1f1b --no-such", "No such option: --no-such. See 'penstock show --help'."),
+    ],
+)
+def test_usage_errors_are_one_line(run: Run, words: str, message: str) -> None:
+    assert refused(run(words)) == message
+
+
+def test_command_line_without_words_prints_help(run: Run) -> None:
+    answer = run("")
+    assert (answer.code, answer.err) == (0, "")
+    assert "compare" in answer.out
+
+
+# ---- messages from elsewhere ----------------------------------------------------------------
+
+ESCAPE = "\x1b[31m\x1b]0;title\x07"  # colours the terminal and renames its window
+
+
+def test_escape_sequences_are_not_echoed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / f"{ESCAPE}.txt").write_text(f"0F0 {ESCAPE}\n")
+    (tmp_path / f"{ESCAPE}.ok").write_text("0F0 0B0\n")
+    (tmp_path / "raising.py").write_text(f"raise ValueError({ESCAPE!r})")
+    for words in (
+        *(f"verify {ESCAPE}.txt", f"show {ESCAPE}", f"{ESCAPE}", f"show 1f1b --{ESCAPE}"),
+        *(f"check {ESCAPE}", "check raising:make", f"show {ESCAPE}.ok --save {ESCAPE}"),
+        f"compare -p 1 -m 1 --cost {ESCAPE}",
+    ):
+        answer = run(words)
+        shown = answer.out + answer.err
+        assert "\\x1b" in shown
+        assert {char for char in shown if not char.isprintable()} == {"\n"}, words
+
+
+def test_a_file_that_is_something_else_is_not_echoed_whole(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("nonsense " * 100_000)
+    (tmp_path / "long.txt").write_text("x" * 1_000_000)
+    (tmp_path / "head.txt").write_text("chunks: " + "x" * 1_000_000)
+    lines = refused(run("verify words.txt")).splitlines()
+    assert (len(lines), lines[21]) == (23, "  and 99980 more")
+    assert len(refused(run("verify long.txt"))) < 400
+    assert len(refused(run("verify head.txt"))) < 400
+    (tmp_path / "stuck.txt").write_text("".join(f"{s}B0 {s}F0\n" for s in range(1000)))
+    assert len(refused(run("show stuck.txt")).splitlines()) == 26
+
+
+def test_a_defect_is_one_message_without_a_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("nothing here")
+
+    monkeypatch.setattr(cli, "parse_costs", fail)
+    assert refused(run("show 1f1b -p 2 -m 2")).startswith(
+        "this is a defect of Penstock: KeyError: 'nothing here'\nPlease report it"
+    )
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
+    assert "Traceback" in run("show 1f1b -p 2 -m 2").err
+
+
+def test_a_long_command_says_that_it_works(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ACTIVITY_SECONDS", 0.001)
+    answer = run("show 1f1b -p 20 -m 50")
+    assert answer.code == 0
+    assert answer.err.startswith("penstock: simulating, for 0 s so far\n")
+
+
+def test_ctrl_c_ends_a_command_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "parse_costs", lambda text: os.kill(os.getpid(), signal.SIGINT))
+    assert run("show 1f1b -p 2 -m 2") == Answer(130, "", "penstock: interrupted\n")
+
+
+def test_fuzzed_command_lines_end_well(tmp_path: Path) -> None:
+    """Try a few; `python -m tests.fuzz_cli --cases 300` tries many."""
+    fuzz_cli.write_folder(tmp_path)
+    cases = [fuzz_cli.make_case(seed) for seed in range(40)]
+    quick = [case for case in cases if not {"gallery", "demo", "doctor"} & {*case.words}]
+    for case in quick[:10]:
+        problems = list(fuzz_cli.find_problems(case, fuzz_cli.run_case(case, tmp_path)))
+        assert not problems, str(case)
 
 
 def test_show_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,6 +621,32 @@ GIVEN = """
     def strings(): return "model", x
     def failing(): raise KeyError("no data")
     def narrow(): return layers(), torch.randn(8, 7)
+    def exits(): raise SystemExit(0)
+    def unprintable(): raise type("Strange", (BaseException,), {"__str__": None})()
+    def empty(): return layers(), x[:0]
+    def not_finite(): return layers(), x * float("nan")
+    def infinite(): return nn.Sequential(*layers(), Exits(None)), x * 1e308 * 1e308
+
+
+    class Exits(nn.Module):
+        def __init__(self, at):
+            super().__init__()
+            self.calls = [at]
+
+        def forward(self, x):
+            if self.calls[0]:
+                self.calls[0] -= 1
+                if not self.calls[0]:
+                    raise SystemExit(0)
+            return x
+
+        def __deepcopy__(self, memo):
+            copied = Exits(None)
+            copied.calls = self.calls  # all copies count together
+            return copied
+
+    def exiting(): return nn.Sequential(*layers(), Exits(1)), x
+    def exiting_later(): return nn.Sequential(*layers(), Exits(30)), x
 
 
     class Any(nn.Module):
@@ -606,6 +742,17 @@ def test_check_prints_json(run: Run, given: str) -> None:
         ("GIVEN:more", "returns a dict with unknown keys: optimizer. It may have model, batch, "),
         ("GIVEN:strings", "the model must be an nn.Module, not an object of type str"),
         ("GIVEN:narrow", "the unsplit model fails, so there is nothing to compare with: Runtime"),
+        ("GIVEN:exits", "GIVEN:exits failed: SystemExit: 0"),
+        ("GIVEN:unprintable", "GIVEN:unprintable failed: GIVEN.Strange: <exception str() failed>"),
+        ("GIVEN:exiting", "the unsplit model fails, so there is nothing to compare with: System"),
+        ("GIVEN:not_finite", "the unsplit model's loss is not finite, so a comparison would prove"),
+        ("GIVEN:empty", "the outputs of the unsplit model are empty, so a comparison would prove"),
+        ("GIVEN:infinite", "the unsplit model's loss is not finite, so a comparison would prove"),
+        *(
+            (f"GIVEN:pair --tolerance {value}", "tolerance must be a number from 0 to 1, not ")
+            for value in ("nan", "inf", "-1", "2")
+        ),
+        (f"GIVEN:pair --stages {10**23}", "'--stages'"),
         ("GIVEN:pair --schedules 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
         ("GIVEN:pair --stages 9", "9 stages"),
     ],
@@ -615,6 +762,22 @@ def test_check_reports_invalid_factories_and_options(
 ) -> None:
     message_shown = refused(run(f"check {words.replace('GIVEN', given)}"))
     assert message.replace("GIVEN", given) in message_shown
+
+
+def test_check_of_a_model_that_exits_does_not_exit_with_0(run: Run, given: str) -> None:
+    answer = run(f"check {given}:exiting_later --schedules gpipe,1f1b --stages 2 --chunks 2")
+    assert answer.code in (1, 2)
+    assert "SystemExit: 0" in answer.out + answer.err
+
+
+def test_check_keeps_what_a_model_prints_out_of_its_report(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import torch\nprint('noise')\n"
+        "def make(): return torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(2, 2)\n"
+    )
+    answer = run("check noisy:make --schedules gpipe --stages 1 --chunks 1 --json")
+    assert json.loads(answer.out)["ok"] is True
+    assert answer.err == "noise\n"
 
 
 def test_check_reports_import_errors_of_the_module(run: Run, tmp_path: Path) -> None:

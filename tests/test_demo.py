@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from penstock import Pipe, cli
-from penstock.cli import demo
+from penstock.cli import demo, report
 from penstock.demo import session as found
 from penstock.demo.model import (
     DemoSize,
@@ -55,6 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Return a function that runs a tiny `penstock demo` in an empty directory: its exit status."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(report, "ACTIVITY_SECONDS", 600.0)
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(demo, "CPU_SIZE", TINY)

@@ -17,9 +17,13 @@ def main() -> None:
         missing = MissingExtra("typer and rich", "cli", "the command line")
         print(f"penstock: {missing}", file=sys.stderr)
         sys.exit(2)
-    from penstock import cli
+    try:
+        from penstock import cli
 
-    cli.main()
+        cli.main()
+    except KeyboardInterrupt:  # before or after a command, which handle it themselves
+        print("penstock: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from multiprocessing.context import ForkServerContext
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PRELOADED = (
+    "penstock.cli.check",
+    "pydantic",  # with which typer parses options
     "penstock.pipe",
     "penstock.checkpoint.saver",
     "torch._dynamo",  # creating the first optimizer imports it

@@ -107,6 +107,8 @@ def check(
         True
     """
     combinations = _list_combinations(schedules, checkpoints, runtimes)
+    if not 0 <= tolerance <= 1:  # differences are relative: above 1, anything would be equal
+        raise ArgumentError(f"tolerance must be a number from 0 to 1, not {tolerance}")
     if quick:
         options = schedules, tuple(checkpoints), tuple(runtimes)
         if options != (ALL_SCHEDULES, DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES):
@@ -245,13 +247,37 @@ def _prepare_reference(checked: CheckedModel) -> tuple[ReferenceOutcomes, Checke
         if checked.loss_fn is None and not _returns_loss(checked):
             checked = replace(checked, loss_fn=default_loss)
         reference = str(detect_batch_dependence(checked))
-        return compute_reference(checked), checked
+        expected = compute_reference(checked)
+        _require_numbers(expected)
+        return expected, checked
     except PenstockError:
         raise
     except Exception as error:
         where = reference or "the unsplit model on the whole batch, in float64"
         error.add_note(f"The error is from the reference, a copy of the model on the CPU: {where}.")
         raise
+
+
+def _require_numbers(expected: ReferenceOutcomes) -> None:
+    """Raise if the outputs of the unsplit model are empty, or its loss or a gradient not finite.
+
+    A pipe would compute nothing as well, or nan, and that would count as equal.
+    """
+    tensors = expected.first_step.tensors.items()
+    outputs = [tensor for (kind, _), tensor in tensors if kind == "outputs" and tensor is not None]
+    if outputs and not any(output.numel() for output in outputs):
+        raise ArgumentError(
+            "the outputs of the unsplit model are empty, so a comparison would prove nothing. "
+            "Check it with a batch that has rows."
+        )
+    for step in (expected.first_step, expected.second_step):
+        for (kind, name), tensor in step.tensors.items():
+            if kind in ("loss", "gradients") and tensor is not None and not tensor.isfinite().all():
+                raise ArgumentError(
+                    f"the unsplit model's {f'{kind} {name}'.strip()} is not finite, so a "
+                    "comparison would prove nothing. Check it with weights and a batch that give "
+                    "finite numbers."
+                )
 
 
 def _returns_loss(checked: CheckedModel) -> bool:

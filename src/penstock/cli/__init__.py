@@ -1,6 +1,12 @@
 """The command line: penstock show | compare | verify | check | doctor | gallery | demo.
 
-Results go to stdout. A wrong option or argument gives one message on stderr and exit status 2.
+Results go to stdout. An error gives one short message on stderr, without a traceback and without
+control characters. A command that takes long says on stderr that it still works.
+
+    exit status 0    done
+                1    the command ran, and its answer is no; or nobody reads its output
+                2    a wrong option, argument, file or model
+                130  Ctrl-C
 
 Commands on schedules do not import torch, so they start in a fraction of a second. The others
 import it when they run.
@@ -10,18 +16,20 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 
 from penstock import draw, schedules
 from penstock.cli.options import (
     DEFAULT_COSTS,
+    MAX_SIZE,
     SKIP_WITH_PROGRAM,
     CheckpointOption,
     ChunksOption,
@@ -36,6 +44,7 @@ from penstock.cli.options import (
     ScheduleRequest,
     SkipOption,
     StagesPerRankOption,
+    check_cells,
     check_memory_option,
     parse_costs,
     parse_skip,
@@ -43,10 +52,13 @@ from penstock.cli.options import (
     simulate_file,
 )
 from penstock.cli.report import (
+    describe_exception,
     draw_for_terminal,
     format_sizes,
     print_comparison,
+    print_error,
     print_timeline,
+    show_activity,
     summarize,
 )
 from penstock.errors import ArgumentError, PenstockError
@@ -54,25 +66,75 @@ from penstock.schedules.ir import Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import dumps
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import verify
+from penstock.text_format import make_printable
 
 app = typer.Typer(
     help="Show, compare and verify pipeline schedules; check a model; examine ranks; run a demo.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 
+# The errors of wrong options are those of click, or of typer's own copy of it. Only `BadParameter`
+# has a public name in every release of typer; the base class of all of them is the one above it.
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+
+
 def main() -> None:
-    """Run the command line, with errors of Penstock and of files as one line on stderr."""
+    """Run the command line, and end with its exit status. An error is one message on stderr."""
+    _prepare_streams()
+    try:
+        status = _run_command(sys.argv[1:] or ["--help"])
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes stdout once more when it exits, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            print_error(f"writing to stdout failed: {error}")
+        status = 1 if isinstance(error, BrokenPipeError) else 2
+    sys.exit(status)
+
+
+def _prepare_streams() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, for example by `penstock ... >&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    for name in ("COLUMNS", "LINES"):
+        if not os.environ.get(name, "").isdecimal():  # rich fails on digits such as "²"
+            os.environ.pop(name, None)
     # The pictures use box-drawing characters. A terminal whose encoding lacks them shows "?".
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def _run_command(arguments: list[str]) -> int:
+    """Run one command, and return its exit status."""
+    command = typer.main.get_command(app)
     try:
-        app()
+        status = int(command.main(arguments, "penstock", standalone_mode=False) or 0)
+        if status == 130:  # how typer reports Ctrl-C
+            print_error("interrupted")
+        return status
+    except (KeyboardInterrupt, typer.Abort):
+        print_error("interrupted")
+        return 130
+    except _UsageError as error:
+        command_path = "penstock" if error.ctx is None else error.ctx.command_path
+        print_error(f"{error.format_message().rstrip('.')}. See '{command_path} --help'.")
+    except BrokenPipeError:
+        raise
     except (PenstockError, OSError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        sys.exit(2)
+        print_error(str(error))
+    except MemoryError:
+        print_error("not enough memory for this. Use fewer ranks, stages or micro-batches.")
+    except Exception as error:
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            traceback.print_exc()
+        print_error(
+            f"this is a defect of Penstock: {describe_exception(error)}\n"
+            "Please report it, with what PENSTOCK_TRACEBACK=1 prints in addition."
+        )
+    return 2
 
 
 # ---- show ---------------------------------------------------------------------------------
@@ -97,7 +159,9 @@ def show(
     messages: Annotated[
         bool, typer.Option("--messages", help="With --save: include the messages between ranks.")
     ] = False,
-    width: Annotated[int | None, typer.Option(help="Columns of the text picture.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Columns of the text picture.")
+    ] = None,
 ) -> None:
     """Show a schedule: its picture, bubble, peak and messages."""
     check_memory_option(memory)
@@ -110,25 +174,33 @@ def show(
         raise ArgumentError(f"--placement applies to fit only; {name} has its own placement")
     skips = tuple(parse_skip(text) for text in skip or [])
     costs = parse_costs(cost)
-    if ranks is None or chunks is None:
-        if checkpoint != "never" or stages_per_rank is not None:
-            raise ArgumentError("--checkpoint and --stages-per-rank apply to named schedules only")
-        timeline = _load_timeline(name, costs, skips, memory)
-    else:
-        request = ScheduleRequest(ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips)
-        timeline = (
-            request.simulate_fit(placement) if name == "fit" else request.simulate_named(name)
-        )
-        _check_memory_cap(name, timeline, request)
-    _write_pictures(timeline, name, svg, png, trace)
-    if save:
-        save.write_text(dumps(timeline.program if messages else timeline.program.schedule))
+    with show_activity("simulating"):
+        if ranks is None or chunks is None:
+            if checkpoint != "never" or stages_per_rank is not None:
+                raise ArgumentError(
+                    "--checkpoint and --stages-per-rank apply to named schedules only"
+                )
+            timeline = _load_timeline(name, costs, skips, memory)
+        else:
+            request = ScheduleRequest(
+                ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips
+            )
+            timeline = (
+                request.simulate_fit(placement) if name == "fit" else request.simulate_named(name)
+            )
+            _check_memory_cap(name, timeline, request)
+        name = make_printable(name)
+        _write_pictures(timeline, name, svg, png, trace)
+        if save:
+            save.write_text(dumps(timeline.program if messages else timeline.program.schedule))
+        facts = summarize(name, timeline)
+        picture = "" if as_json else draw_for_terminal(timeline, width)
     if as_json:
-        print(json.dumps(summarize(name, timeline)))
+        print(json.dumps(facts))
     else:
-        print_timeline(name, timeline, width)
+        print_timeline(facts, timeline, picture)
         for path in filter(None, (svg, png, trace, save)):
-            print(f"wrote {path}")
+            print(f"wrote {make_printable(str(path))}")
 
 
 def _load_timeline(
@@ -189,14 +261,14 @@ def compare(
     check_memory_option(memory)
     request = ScheduleRequest(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
     rows = []
-    with Console(stderr=True).status("generating schedules") as status:
+    with show_activity("generating schedules") as update:
         for name, timeline in _simulate_candidates(request):
-            status.update(f"{name} generated and simulated")
+            update(f"{name} generated and simulated")
             if not request.find_memory_excess(timeline):
-                rows.append((name, timeline))
-    rows.sort(key=lambda row: (round(row[1].makespan, 9), max(row[1].peak)))
+                rows.append(summarize(name, timeline))
+    rows.sort(key=lambda facts: (round(facts["makespan"], 9), max(facts["peak"])))
     if as_json:
-        print(json.dumps([summarize(name, timeline) for name, timeline in rows]))
+        print(json.dumps(rows))
         return
     title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
     print_comparison(title + (f", memory {memory:g}" if memory else ""), rows)
@@ -229,14 +301,15 @@ def verify_file(
     Exit status: 0 if it is sound, 1 if it has problems, 2 if the file cannot be read.
     """
     check_memory_option(memory)
-    schedule_or_program = read_schedule_file(file)
-    graph = None
-    if isinstance(schedule_or_program, Schedule):
-        skips = [parse_skip(text) for text in skip or []]
-        graph = StageGraph.chain(schedule_or_program.stages, skips)
-    elif skip:
-        raise ArgumentError(SKIP_WITH_PROGRAM)
-    problems = verify(schedule_or_program, graph, memory)
+    with show_activity("reading and verifying"):
+        schedule_or_program = read_schedule_file(file)
+        graph = None
+        if isinstance(schedule_or_program, Schedule):
+            skips = [parse_skip(text) for text in skip or []]
+            graph = StageGraph.chain(schedule_or_program.stages, skips)
+        elif skip:
+            raise ArgumentError(SKIP_WITH_PROGRAM)
+        problems = verify(schedule_or_program, graph, memory)
     for problem in problems:
         print(problem)
     if problems:
@@ -252,7 +325,7 @@ def check_model(
     factory: Annotated[
         str, typer.Argument(help="MODULE:FACTORY, a function that returns (model, batch, ...).")
     ],
-    stages: Annotated[int, typer.Option(help="Number of stages.")] = 4,
+    stages: Annotated[int, typer.Option(max=MAX_SIZE, help="Number of stages.")] = 4,
     chunks: ChunksOption = 4,
     schedules: Annotated[str, typer.Option(help="all, or names separated by commas.")] = "all",
     checkpoints: Annotated[str, typer.Option(help="Modes of recomputation.")] = "never,always",
@@ -290,6 +363,9 @@ def run_doctor(
     In one process, or on all ranks: torchrun --nproc-per-node 2 -m penstock doctor.
     Exit status: 1 if something is broken.
     """
+    # PyTorch reads this when it is imported. Its notes on a store that does not answer are pages
+    # of C++ frames, and the doctor says the same in a line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from penstock.cli.doctor import run  # imports torch
 
     if not run(patience, as_json):
@@ -306,26 +382,30 @@ def show_gallery(
     chunks: ChunksOption = 8,
 ) -> None:
     """Show every schedule, and save their pictures as a gallery."""
-    schedules.check_sizes(ranks, chunks)
+    check_cells(ranks, chunks, 2)
     exhibits = []
-    for exhibit in draw.exhibits(ranks, chunks):
-        print(f"\n{exhibit.name}: {exhibit.use}")
-        print(draw_for_terminal(exhibit.timeline))
-        exhibits.append(exhibit)
-    draw.write_gallery(out, exhibits)
-    print(f"\nwrote the pictures to {out}/, with {out}/index.md")
+    with show_activity("drawing the gallery"):
+        for exhibit in draw.exhibits(ranks, chunks):
+            print(f"\n{exhibit.name}: {exhibit.use}")
+            print(draw_for_terminal(exhibit.timeline))
+            exhibits.append(exhibit)
+        draw.write_gallery(out, exhibits)
+    folder = make_printable(str(out))
+    print(f"\nwrote the pictures to {folder}/, with {folder}/index.md")
 
 
 @app.command("demo")
 def run_demo(
-    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps of training.")] = 100,
     out: Annotated[Path, typer.Option(help="Where to save the pictures.")] = Path("out/demo"),
     schedule: Annotated[str, typer.Option(help="The pipeline's schedule.")] = "1f1b",
     chunks: ChunksOption = 8,
     devices: Annotated[
         str | None, typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: all GPUs.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and the batches.")
+    ] = 0,
 ) -> None:
     """Train a small model on the available devices, and compare with naive model parallelism.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from torch import nn
 
-from penstock.checker.check import check
+from penstock.checker.check import ProgressCallback, check
 from penstock.checker.report import Report
+from penstock.cli.report import describe_exception, show_activity
 from penstock.errors import ArgumentError, PenstockError
+from penstock.text_format import make_printable
 
 _FACTORY_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side", "units")
 
@@ -40,16 +43,10 @@ class CheckRequest:
 
 def run(request: CheckRequest) -> bool:
     """Check the model, print the report, and return whether everything is equal."""
-    factory_result = _parse_factory_result(_call_factory(request.factory), request.factory)
-    console = Console(stderr=True)
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("the unsplit model", total=None)
-
-        def show_progress(done: int, total: int, description: str) -> None:
-            progress.update(task, completed=done, total=total, description=description)
-
-        report = _check_model(request, factory_result, show_progress)
+    # What the factory and the model print goes to stderr: stdout has the report alone.
+    with redirect_stdout(sys.stderr), _show_progress() as progress:
+        factory_result = _parse_factory_result(_call_factory(request.factory), request.factory)
+        report = _check_model(request, factory_result, progress)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -57,9 +54,28 @@ def run(request: CheckRequest) -> bool:
     return report.ok
 
 
-def _check_model(request: CheckRequest, factory_result: Mapping[str, Any], progress: Any) -> Report:
+@contextmanager
+def _show_progress() -> Iterator[ProgressCallback]:
+    """Show how many runs are done: a bar in a terminal, elsewhere a line now and then."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with show_activity("running the unsplit model") as update:
+            yield lambda done, total, next_run: update(f"{done} of {total} runs done; {next_run}")
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("the unsplit model", total=None)
+        yield lambda done, total, next_run: bar.update(
+            task, completed=done, total=total, description=next_run
+        )
+
+
+def _check_model(
+    request: CheckRequest, factory_result: Mapping[str, Any], progress: ProgressCallback
+) -> Report:
     schedules = request.schedules
-    try:
+    problem = f"{request.factory}: the unsplit model fails, so there is nothing to compare with"
+    with _explain_errors_of_user(problem):
         return check(
             factory_result["model"],
             *factory_result["batch"],
@@ -78,13 +94,20 @@ def _check_model(request: CheckRequest, factory_result: Mapping[str, Any], progr
             progress=progress,
             **factory_result.get("side", {}),
         )
-    except PenstockError:  # its message is meant for the user as it is
+
+
+@contextmanager
+def _explain_errors_of_user(problem: str) -> Iterator[None]:
+    """Turn what the user's code raises into an error that names the problem.
+
+    `sys.exit(0)` counts as an error, too: nothing has been checked then.
+    """
+    try:
+        yield
+    except (PenstockError, KeyboardInterrupt):  # the message is meant for the user as it is
         raise
-    except Exception as error:
-        raise ArgumentError(
-            f"{request.factory}: the unsplit model fails, so there is nothing to compare with: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    except BaseException as error:
+        raise ArgumentError(f"{problem}: {describe_exception(error)}") from error
 
 
 def _split_names(text: str) -> list[str]:
@@ -93,7 +116,7 @@ def _split_names(text: str) -> list[str]:
 
 def _print_report(report: Report) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    for line in str(report).splitlines():
+    for line in make_printable(str(report)).split("\n"):
         text = Text(line)
         for style, pattern in _STYLES.items():
             text.highlight_regex(pattern, style)
@@ -120,18 +143,17 @@ def _call_factory(path: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # The module itself, or a package above it, is missing; or it imports one that is.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ArgumentError(f"{name} needs {error.name}, which is not installed") from error
-        raise ArgumentError(
-            f"there is no module '{name}', neither in {here} nor among the installed packages"
-        ) from None
-    except Exception as error:
-        raise ArgumentError(f"importing {name} failed: {type(error).__name__}: {error}") from error
-    make = getattr(module, factory, None)
+    with _explain_errors_of_user(f"importing {name} failed"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # The module itself, or a package above it, is missing; or it imports one that is.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise ArgumentError(f"{name} needs {error.name}, which is not installed") from error
+            raise ArgumentError(
+                f"there is no module '{name}', neither in {here} nor among the installed packages"
+            ) from None
+        make = getattr(module, factory, None)
     if not callable(make):
         defined = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
         problem = "is not a function" if hasattr(module, factory) else "is not defined"
@@ -139,10 +161,8 @@ def _call_factory(path: str) -> Any:
             f"{name} has no factory '{factory}', which {problem}. The module defines "
             f"{', '.join(defined) or 'nothing'}"
         )
-    try:
+    with _explain_errors_of_user(f"{path} failed"):
         return make()
-    except Exception as error:
-        raise ArgumentError(f"{path} failed: {type(error).__name__}: {error}") from error
 
 
 def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:

@@ -6,8 +6,10 @@ compares the gradients with those of the unsplit model, and saves pictures and t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,7 @@ from rich.table import Table
 from torch import nn
 
 from penstock import draw, schedules
-from penstock.cli.report import draw_for_terminal
+from penstock.cli.report import draw_for_terminal, show_activity
 from penstock.demo.model import (
     CPU_SIZE,
     GPU_SIZE,
@@ -44,11 +46,13 @@ from penstock.demo.session import (
     parse_devices,
     train,
 )
-from penstock.errors import MissingExtra
+from penstock.errors import ArgumentError, MissingExtra
 from penstock.runtime.step import StepResult
-from penstock.text_format import format_number
+from penstock.text_format import format_number, make_printable
 
 PROMPT = b"def "
+MAX_RANKS, MAX_CHUNKS = 64, 1024
+SECONDS_PER_ROW = 5e-3  # of a step on two cores, with the two blocks of `CPU_SIZE`
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,23 @@ def run(request: DemoRequest, size: DemoSize | None = None) -> bool:
     if find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "draw", "the demo")
     devices = find_devices() if request.devices is None else parse_devices(request.devices)
-    schedules.check_sizes(len(devices.by_rank), request.chunks)
-    with limit_cpu_threads(devices):
+    _check_sizes(len(devices.by_rank), request.chunks)
+    # In a terminal there is a progress bar.
+    activity = nullcontext() if Console().is_terminal else show_activity("training and measuring")
+    with limit_cpu_threads(devices), activity:
         size = size or (CPU_SIZE if devices.first.type == "cpu" else GPU_SIZE)
         return _train_and_report(request, devices, _adjust_size(size, request, devices))
+
+
+def _check_sizes(ranks: int, chunks: int) -> None:
+    schedules.check_sizes(ranks, chunks)
+    if chunks > MAX_CHUNKS or ranks > MAX_RANKS:
+        seconds = format_number(SECONDS_PER_ROW * chunks * max(1, ranks // CPU_SIZE.blocks))
+        raise ArgumentError(
+            f"{ranks} devices and {chunks} micro-batches need a model of as many blocks and a "
+            f"batch of as many rows: about {seconds} seconds a step on a CPU. Use at most "
+            f"{MAX_RANKS} devices and {MAX_CHUNKS} micro-batches."
+        )
 
 
 def _adjust_size(size: DemoSize, request: DemoRequest, devices: DemoDevices) -> DemoSize:
@@ -90,6 +107,7 @@ def _train_and_report(request: DemoRequest, devices: DemoDevices, size: DemoSize
     pipe = layout.build_pipe(model, request.schedule, request.chunks)
     request.out.mkdir(parents=True, exist_ok=True)
     _print_setup(request, layout, size, model, len(text))
+    sys.stdout.flush()
 
     results = train(pipe, batches, request.steps, devices)
     show_progress(_sample_progress(results, size, request.steps), request.steps)
@@ -241,5 +259,6 @@ def _save_pictures(
         for suffix in (".svg", ".png"):
             draw.picture(timeline, request.out / f"{name}{suffix}", title=title)
         draw.write_trace(timeline, request.out / f"{name}.json")
-        print(f"  {request.out / name}.svg, .png: the picture of the {name} step")
-        print(f"  {request.out / name}.json: its trace, for https://ui.perfetto.dev")
+        path = make_printable(str(request.out / name))
+        print(f"  {path}.svg, .png: the picture of the {name} step")
+        print(f"  {path}.json: its trace, for https://ui.perfetto.dev")

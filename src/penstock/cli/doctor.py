@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.report import print_error, show_activity
 from penstock.doctor.advice import Advice, advise, iter_first_rank_of_hosts
 from penstock.doctor.facts import FreeSpace, RankInfo, get_rank_env
 from penstock.doctor.links import Link
@@ -24,7 +25,7 @@ from penstock.doctor.survey import (
 )
 from penstock.errors import ArgumentError, RunError
 from penstock.launch.torchrun_env import is_launched
-from penstock.text_format import format_bandwidth, format_gib
+from penstock.text_format import format_bandwidth, format_gib, make_printable
 
 MAX_MATRIX_RANKS = 8  # with more ranks, the slowest links are listed instead of a matrix
 MAX_LISTED_LINKS = 10
@@ -59,19 +60,17 @@ def run(patience: float, as_json: bool) -> bool:
     watchdog.daemon = True
     watchdog.start()
     try:
-        is_sound = survey_all_ranks(rank_env, patience, report)
+        with show_activity(f"rank {rank_env.rank} waits for the others, or measures links"):
+            is_sound = survey_all_ranks(rank_env, patience, report)
     except RunError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print_error(str(error))
         is_sound = False
     _exit_process(is_sound)
     raise AssertionError("the process has exited")
 
 
 def _exit_on_timeout(rank: int) -> None:
-    print(
-        f"penstock: rank {rank} gives up, because the launcher's store does not answer",
-        file=sys.stderr,
-    )
+    print_error(f"rank {rank} gives up, because the launcher's store does not answer")
     _exit_process(False)
 
 
@@ -105,7 +104,7 @@ def _print_report(survey: SurveyResult, advice_list: list[Advice]) -> None:
     if survey.links:
         console.print(_build_link_table(survey))
     for advice in advice_list:
-        text = Text(str(advice))
+        text = Text(make_printable(str(advice)))
         text.stylize(_STYLES[str(advice).partition(":")[0]], 0, str(advice).index(":"))
         console.print(text)
     if not advice_list:
@@ -138,14 +137,15 @@ def _print_rank_info(console: Console, survey: SurveyResult) -> None:
     for rank, facts in survey.rank_infos.items():
         for name, text in _describe_rank(facts).items():
             if name not in first_texts:
-                console.print(f"{name:<9} {text}")
+                console.print(Text(make_printable(f"{name:<9} {text}")))
             elif first_texts[name] != text:
-                console.print(f"{name:<9} {text}  (rank {rank})")
+                console.print(Text(make_printable(f"{name:<9} {text}  (rank {rank})")))
             first_texts.setdefault(name, text)
     for _, facts in iter_first_rank_of_hosts(survey):
         spaces = {"memory": facts.memory.get("host"), **facts.disk}
         texts = [f"{name} {_format_free_space(space)}" for name, space in spaces.items() if space]
-        console.print(f"{'free':<9} {', '.join(texts)}  ({facts.host})")
+        line = f"{'free':<9} {', '.join(texts)}  ({facts.host})"
+        console.print(Text(make_printable(line)))
 
 
 def _describe_rank(rank_info: RankInfo) -> dict[str, str]:

@@ -17,21 +17,28 @@ from penstock.schedules.lowering import CHECKPOINT_MODES, lower, recompute, reco
 from penstock.schedules.notation import loads
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.schedules.verify import find_memory_excess, require_sound
+from penstock.text_format import format_binary_bytes, format_bytes, format_number
 
 DEFAULT_COSTS = "F=1,I=1,W=1,send=0"
+MAX_SIZE = 1_000_000  # of each of ranks, micro-batches and stages per rank
+MAX_CELLS = (
+    250_000  # of a schedule; the two numbers below were measured at 16,000 and 100,000 cells
+)
+SECONDS_PER_CELL, BYTES_PER_CELL = 2e-4, 8e3
+MAX_FILE_BYTES = 32 * 2**20  # a program of so many cells takes about 20 MB
 SKIP_WITH_PROGRAM = "a program lists its own edges. Write the skip there instead of using --skip"
 
 ScheduleArgument = Annotated[
     str, typer.Argument(help=f"{', '.join(schedules.FAMILIES)}, fit, or a saved file.")
 ]
-_RANKS_OPTION = typer.Option("--ranks", "-p", help="Workers, each with one device.")
-_CHUNKS_OPTION = typer.Option("--chunks", "-m", help="Micro-batches in a step.")
+_RANKS_OPTION = typer.Option("--ranks", "-p", max=MAX_SIZE, help="Workers, each with one device.")
+_CHUNKS_OPTION = typer.Option("--chunks", "-m", max=MAX_SIZE, help="Micro-batches in a step.")
 RanksOption = Annotated[int, _RANKS_OPTION]
 OptionalRanksOption = Annotated[int | None, _RANKS_OPTION]
 ChunksOption = Annotated[int, _CHUNKS_OPTION]
 OptionalChunksOption = Annotated[int | None, _CHUNKS_OPTION]
 StagesPerRankOption = Annotated[
-    int | None, typer.Option("--stages-per-rank", "-v", help="Stages per rank.")
+    int | None, typer.Option("--stages-per-rank", "-v", max=MAX_SIZE, help="Stages per rank.")
 ]
 PlacementOption = Annotated[
     str, typer.Option("--placement", help="For fit: loop, or v (two stages per rank).")
@@ -82,7 +89,7 @@ def parse_costs(text: str) -> dict[str, float]:
 def parse_skip(text: str) -> tuple[int, int]:
     """Return the two stages of a text such as `0:3`, a skip from stage 0 to stage 3."""
     src, _, dst = text.partition(":")
-    if not (src.isdecimal() and dst.isdecimal()):
+    if not all(stage.isdecimal() and len(stage) < 10 for stage in (src, dst)):
         raise ArgumentError(f"--skip takes two stages as SRC:DST, such as 0:3, not '{text}'")
     return int(src), int(dst)
 
@@ -91,6 +98,19 @@ def check_memory_option(memory: float | None) -> None:
     """Raise unless `--memory` is absent or a positive, finite number of micro-batches."""
     if memory is not None and not 0 < memory < float("inf"):
         raise ArgumentError(f"--memory takes a number of micro-batches above 0, not {memory}")
+
+
+def check_cells(ranks: int, chunks: int, stages_per_rank: int) -> None:
+    """Raise if a size is below 1, or if a schedule would need minutes and gigabytes."""
+    schedules.check_sizes(ranks, chunks, stages_per_rank)
+    cells = ranks * chunks * stages_per_rank
+    if cells > MAX_CELLS:
+        raise ArgumentError(
+            f"{ranks} ranks x {chunks} micro-batches x {stages_per_rank} stages per rank are "
+            f"{cells:,} cells. They would take about {format_number(cells * SECONDS_PER_CELL)} "
+            f"seconds and {format_bytes(cells * BYTES_PER_CELL)} of memory, and commands take at "
+            f"most {MAX_CELLS:,}. Use fewer ranks or micro-batches: the pattern repeats"
+        )
 
 
 # ---- simulating the requested schedule ------------------------------------------------------
@@ -110,6 +130,8 @@ class ScheduleRequest:
 
     def simulate_named(self, name: str) -> Timeline:
         """Return the simulated timeline of a named schedule."""
+        default = schedules.family_of(name).stages_per_rank
+        check_cells(self.ranks, self.chunks, self.stages_per_rank or default)
         return self._simulate(schedules.make(name, self.ranks, self.chunks, self.stages_per_rank))
 
     def simulate_fit(self, placement_kind: str) -> Timeline:
@@ -159,7 +181,8 @@ class ScheduleRequest:
 
     def _build_placement(self, placement_kind: str) -> tuple[int, ...]:
         per_rank = self.stages_per_rank
-        schedules.check_sizes(self.ranks, self.chunks, 1 if per_rank is None else per_rank)
+        default = 2 if placement_kind == "v" else 1
+        check_cells(self.ranks, self.chunks, default if per_rank is None else per_rank)
         if placement_kind == "loop":
             return schedules.loop(self.ranks, 1 if per_rank is None else per_rank)
         if placement_kind != "v":
@@ -171,8 +194,13 @@ class ScheduleRequest:
 
 def read_schedule_file(file: Path) -> Schedule | Program:
     """Return the schedule or program in a file, saved before or written by hand."""
+    with file.open("rb") as stream:
+        content = stream.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        size = f"{file} has more than {format_binary_bytes(MAX_FILE_BYTES)}"
+        raise FormatError("this is not a schedule:", [size])
     try:
-        return loads(file.read_text(encoding="utf-8-sig"))  # some editors begin with a BOM
+        return loads(content.decode("utf-8-sig"))  # some editors begin with a BOM
     except UnicodeDecodeError:
         raise FormatError("this is not a schedule:", [f"{file} is not text"]) from None
 

@@ -1,17 +1,75 @@
-"""Timelines for the terminal: as text, as a JSON object, and as a row of a table."""
+"""What the commands print: errors, signs of life, and timelines as text, JSON and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock import draw
 from penstock.schedules.ir import Schedule, Send
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import find_deadlocks
+from penstock.text_format import make_printable
+
+MAX_ERROR_LINES, MAX_ERROR_LINE = 25, 1000  # of a message on stderr
+ACTIVITY_SECONDS = 5.0  # until the first sign of life; the next ones come less and less often
+
+
+# ---- messages on stderr -------------------------------------------------------------------
+
+
+def print_error(text: str) -> None:
+    """Print a message on stderr: without control characters, and cut if it is very long."""
+    lines = text.strip().split("\n", MAX_ERROR_LINES)
+    shown = [make_printable(line, MAX_ERROR_LINE) for line in lines[:MAX_ERROR_LINES]]
+    if len(lines) > MAX_ERROR_LINES:
+        shown.append("...")
+    print("penstock: " + "\n".join(shown), file=sys.stderr)
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return the type and the message of an exception, even of one that has no text."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+@contextmanager
+def show_activity(activity: str) -> Iterator[Callable[[str], None]]:
+    """Tell on stderr that a command works: a status in a terminal, else a line now and then.
+
+    Yields a function that changes the text.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(activity) as status:
+            yield status.update
+        return
+    current, done, start = [activity], threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        seconds = ACTIVITY_SECONDS
+        while not done.wait(seconds):
+            seconds = time.monotonic() - start
+            print_error(f"{current[0]}, for {seconds:.0f} s so far")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield lambda text: current.__setitem__(0, text)
+    finally:
+        done.set()
+        thread.join()
+
+
+# ---- timelines ----------------------------------------------------------------------------
 
 
 def summarize(name: str, timeline: Timeline) -> dict[str, Any]:
@@ -46,28 +104,27 @@ def draw_for_terminal(timeline: Timeline, width: int | None = None) -> str:
     return draw.text(timeline, width=width or max(32, console.width), color=color)
 
 
-def print_timeline(name: str, timeline: Timeline, width: int | None) -> None:
+def print_timeline(facts: dict[str, Any], timeline: Timeline, picture: str) -> None:
     """Print the output of `penstock show`."""
     schedule = timeline.program.schedule
-    facts = summarize(name, timeline)
     outcome = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
-    print(f"{name}: {format_sizes(schedule)}, {facts['messages']} messages, {outcome}\n")
-    print(draw_for_terminal(timeline, width))
+    sizes = f"{format_sizes(schedule)}, {facts['messages']} messages"
+    print(f"{facts['schedule']}: {sizes}, {outcome}\n")
+    print(picture)
     if schedule.recomputed:
         print("peak does not include the inputs that stages keep for their recomputation")
 
 
-def print_comparison(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
-    """Print the table of `penstock compare`."""
+def print_comparison(title: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Print the table of `penstock compare`, with a row for each summary."""
     caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
-    table = Table(title=title, caption=caption)
+    table = Table(title=Text(title), caption=caption)
     table.add_column("schedule", no_wrap=True)
     for heading in ("stages a rank", "makespan", "bubble", "peak", "messages"):
         table.add_column(heading, justify="right")
-    for name, timeline in rows:
-        facts = summarize(name, timeline)
+    for facts in rows:
         table.add_row(
-            name,
+            facts["schedule"],
             f"{facts['stages'] // facts['ranks']}",
             f"{facts['makespan']:g}",
             f"{facts['bubble']:.1%}",

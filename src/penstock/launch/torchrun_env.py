@@ -62,7 +62,7 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     invalid = [
         f"{name}={environ[name]}"
         for name in _REQUIRED_VARIABLES
-        if name != "MASTER_ADDR" and not environ[name].isdecimal()
+        if name != "MASTER_ADDR" and not (environ[name].isdecimal() and len(environ[name]) < 7)
     ]
     if invalid:
         raise RunError(
@@ -71,6 +71,13 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         )
     rank, size, local_rank, local_size = (int(environ[name]) for name in _REQUIRED_VARIABLES[:4])
     address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    if not (rank < size and local_rank < local_size and address[1] < 65536):
+        values = " ".join(f"{name}={environ[name]}" for name in _REQUIRED_VARIABLES)
+        raise RunError(
+            f"these environment variables contradict each other: {values}. RANK must be below "
+            "WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and MASTER_PORT below 65536. torchrun "
+            "sets them itself."
+        )
     # torchrun sets this when its agent serves the store at MASTER_ADDR. Otherwise rank 0 must.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(rank, size, local_rank, local_size, *address, has_store)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
 from penstock.stage.loss import LossReduction, LossStageFunction
 from penstock.stage.stage import OUTSIDE
-from penstock.state_copy import StructureCopier, find_reachable
+from penstock.state_copy import ReachedState, StructureCopier, find_reachable
 from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,
@@ -142,18 +142,27 @@ class Reference:
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
 
-    @contextmanager
-    def isolate(self) -> Iterator[None]:
-        """Leave everything as it was, whatever the model and the loss do in this context."""
-        # State outside of the model: a loss may update a metric, a layer count in a closure.
+    @cached_property
+    def _outside_state(self) -> tuple[ReachedState, list[nn.Module], list[Any]]:
+        """The state outside of the model: a loss may update a metric, a layer count in a closure.
+
+        Looking for it takes as long as the rest of an isolation. Each of the four isolations of an
+        audit leaves it as it was, so it is looked for once.
+        """
         reached = find_reachable([*self.modules, self._request.loss_fn])
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
+        return reached, other_modules, reached.list_containers()
+
+    @contextmanager
+    def isolate(self) -> Iterator[None]:
+        """Leave everything as it was, whatever the model and the loss do in this context."""
+        reached, other_modules, containers = self._outside_state
         other_state = StateSnapshot(
             other_modules, lambda tensor: not isinstance(tensor, nn.Parameter)
         )
         attributes = {id(value) for m in self.modules for value in vars(m).values()}
-        for value in reached.list_containers():
+        for value in containers:
             if id(value) not in attributes:
                 other_state.record(value)
         loss_parameters = [p for module in other_modules for p in module.parameters(False)]

@@ -145,12 +145,16 @@ class StageGraph:
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        before: dict[int, tuple[int, ...]] = {}
-        after: dict[int, tuple[int, ...]] = {}
+        before: dict[int, list[int]] = {}
+        after: dict[int, list[int]] = {}
         for src, dst in self.edges:
-            before[dst] = (*before.get(dst, ()), src)
-            after[src] = (*after.get(src, ()), dst)
-        return before, after
+            before.setdefault(dst, []).append(src)
+            after.setdefault(src, []).append(dst)
+        return _freeze_lists(before), _freeze_lists(after)
+
+
+def _freeze_lists(lists: dict[int, list[int]]) -> dict[int, tuple[int, ...]]:
+    return {key: tuple(values) for key, values in lists.items()}
 
 
 # ---- the one rule -------------------------------------------------------------------------

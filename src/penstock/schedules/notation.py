@@ -27,6 +27,7 @@ from penstock.schedules.ir import (
     StageGraph,
     schedule_of,
 )
+from penstock.text_format import make_printable
 
 
 def dumps(work: Schedule | Program) -> str:
@@ -67,13 +68,23 @@ def loads(text: str) -> Schedule | Program:
         A `Program` if the text has an `edges:` line, else a `Schedule`.
 
     Raises:
-        FormatError: The text is not valid. The error lists every problem with its line.
+        FormatError: The text is not valid. The error lists the problems with their lines, the
+            first twenty if there are many.
 
     Example:
         >>> loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").placement
         (0, 1)
     """
     problems: list[str] = []
+    count = 0
+
+    def report(number: int, quoted: str, problem: str) -> None:
+        nonlocal count
+        count += 1
+        if count <= _MAX_PROBLEMS:
+            shown = make_printable(quoted, _MAX_QUOTE)
+            problems.append(f"line {number}: '{shown}' {problem}")
+
     head: dict[str, str] = {}
     lanes: list[tuple[Action, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -82,29 +93,34 @@ def loads(text: str) -> Schedule | Program:
         if name in _HEADERS and colon:
             pattern, example = _HEADERS[name]
             if name in head:
-                problems.append(f"line {number}: '{name}:' is given twice; keep one of them")
+                report(number, f"{name}:", "is given twice; keep one of them")
             head[name] = value
             if not re.fullmatch(rf"(\s*{pattern})*\s*", value):
-                problems.append(f"line {number}: '{line}' is not valid; write '{name}: {example}'")
+                report(number, line, f"is not valid; write '{name}: {example}'")
         elif line:
-            words = [] if line == "-" else line.split()
-            problems += [
-                f"line {number}: '{word}' is not an action"
-                for word in words
-                if not _match_action(word)
-            ]
-            lanes.append(tuple(_parse_action(word) for word in words if _match_action(word)))
-    if any(problem.endswith("is not an action") for problem in problems):
-        problems.append(_ACTION_HELP)
+            lane = []
+            for word in line.split() if line != "-" else ():
+                if _match_action(word):
+                    lane.append(_parse_action(word))
+                else:
+                    report(number, word, "is not an action")
+            lanes.append(tuple(lane))
     if not lanes:
         problems.append("it has no lanes: write one line per rank, such as '0F0 0F1 0B0 0B1'")
     if problems:
+        if count > _MAX_PROBLEMS:
+            problems.append(f"and {count - _MAX_PROBLEMS} more")
+        if any(problem.endswith("is not an action") for problem in problems):
+            problems.append(_ACTION_HELP)
         raise FormatError("this is not a schedule:", problems)
     try:
         return _build(head, tuple(lanes))
     except ArgumentError as error:
         raise FormatError("this is not a schedule:", [str(error)]) from None
 
+
+_MAX_PROBLEMS = 20  # that an error lists: a text that is something else has millions of them
+_MAX_QUOTE = 60  # characters of the text that a problem repeats
 
 # At most nine digits. A longer number is a typo, and int() refuses very long ones.
 _NUMBER = r"\d{1,9}"

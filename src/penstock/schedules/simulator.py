@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -185,7 +186,7 @@ class _TransitionTable:
         Several actions may produce the same token (B and I). This returns the first that exists.
         """
         kind, microbatch = divmod(token, _TOKEN_STRIDE)
-        phase, pattern = list(self._token_kinds)[kind]
+        phase, pattern = self._kinds_in_order[kind]
         thing = pattern._replace(microbatch=microbatch)
         if isinstance(thing, Compute):
             return thing
@@ -196,6 +197,10 @@ class _TransitionTable:
         actions = [Compute(op, thing.src, microbatch) for op in Op]
         producers = [action for action in actions if thing in produces(action, self._graph)]
         return next((action for action in producers if action in positions), producers[0])
+
+    @cached_property
+    def _kinds_in_order(self) -> list[tuple[int, Compute | Message]]:
+        return list(self._token_kinds)
 
     def _token(self, phase: int, thing: Compute | Message) -> int:
         return self._token_kinds.setdefault((phase, thing), len(self._token_kinds)) * _TOKEN_STRIDE

@@ -134,9 +134,13 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
     """
     times = Counter(action for lane in schedule.lanes for action in lane)
     trains = any(action.op in _BACKWARD for action in times)
+    chunks = range(schedule.chunks)
+    present_by_stage: dict[int, set[int]] = {}
+    for action in times:
+        if action.microbatch in chunks:
+            present_by_stage.setdefault(action.stage, set()).add(action.microbatch)
     for stage in range(schedule.stages):
-        chunks = range(schedule.chunks)
-        present = {a.microbatch for a in times if a.stage == stage and a.microbatch in chunks}
+        present = present_by_stage.get(stage, set())
         # Three examples are enough: a text that says `chunks: 99999999` must not list them all.
         if missing := list(islice((i for i in chunks if i not in present), 3)):
             more = schedule.chunks - len(present) - len(missing)
@@ -206,7 +210,7 @@ def find_unknown_message_stages(program: Program) -> Iterator[str]:
         for step, action in enumerate(lane):
             if not isinstance(action, Compute):
                 message = action.message
-                for stage in {message.src, message.dst} - set(stages):
+                for stage in {stage for stage in message[:2] if stage not in stages}:
                     where = f"rank {rank}, step {step}: {action}"
                     yield f"{where} names stage {stage}, but there are {len(stages)}"
 
