@@ -20,7 +20,8 @@
 Each class also inherits from the built-in error in brackets, so `except ValueError` works, too.
 
 `CaptureError` is defined in `runtime/cuda_graph/capture_guard.py`, `Mismatch` in
-`checker/report.py` and `Deadlock` in `schedules/simulator.py`, next to the code that raises them.
+`checker/report.py`, `Deadlock` in `schedules/simulator.py` and `UnknownFormatError`, a
+`CheckpointError`, in `checkpoint/manifest.py`, next to the code that raises them.
 """
 
 from __future__ import annotations

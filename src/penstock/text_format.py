@@ -1,4 +1,4 @@
-"""Bytes, seconds, counts and names as text."""
+"""Bytes, seconds, counts, names and foreign text as text for a terminal."""
 
 from __future__ import annotations
 
@@ -111,6 +111,26 @@ def choose_time_unit(makespan: float) -> TimeUnit:
     if makespan >= 1 or makespan == 0:
         return TimeUnit(1.0, "")
     return TimeUnit(1e3, "ms") if makespan >= 1e-3 else TimeUnit(1e6, "µs")
+
+
+def make_printable(text: str, max_length: int | None = None) -> str:
+    """Return text from elsewhere with control characters escaped, and cut to a length.
+
+    A file name, a file or an error of a model may hold escape sequences, which would colour a
+    terminal, rename its window or move its cursor. Line ends stay.
+
+    >>> make_printable("\x1b[31mred", 9), make_printable("abcdef", 5)
+    ('\\x1b[31...', 'ab...')
+    """
+    if max_length is not None:
+        text = text[: max_length + 1]  # the rest is cut off in any case
+    shown = "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )
+    if max_length is not None and len(shown) > max_length:
+        return f"{shown[: max_length - 3]}..."
+    return shown
 
 
 def format_stages(stages: tuple[int, ...] | list[int]) -> str:

@@ -271,9 +271,11 @@ def test_run_can_go_back_to_an_older_save(tmp_path: Path) -> None:
     newest = find_newest(tmp_path)
     assert newest is not None
     assert newest.number == 4
+    shutil.copytree(newest.path, tmp_path / "save-000100")  # a copy of the user's
     shutil.rmtree(newest.path)
     pipe.save(tmp_path, extra=8)
     assert pipe.load(tmp_path) == 8
+    assert (tmp_path / "save-000100").exists()
 
 
 def test_load_follows_a_save_that_removes_what_it_reads(

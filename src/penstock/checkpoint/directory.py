@@ -46,6 +46,7 @@ from penstock.checkpoint.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
+    UnknownFormatError,
     Writer,
     check_size,
     fsync_directory,
@@ -69,8 +70,9 @@ SaveId = tuple[int, str]  # the number and the token of the writer
 #   whole        it has a manifest
 #   old          a complete save of an earlier version, without a manifest
 #   unfinished   it is being written, or its writer was killed
+#   unknown      its manifest is one of another version of the library
 #   damaged      its manifest is missing, unreadable or of another save
-SaveState = Literal["whole", "old", "unfinished", "damaged"]
+SaveState = Literal["whole", "old", "unfinished", "unknown", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def find_newest(folder: Path) -> SaveEntry | None:
     loadable = [entry for entry in entries if entry.is_loadable]
     newest = loadable[-1] if loadable else None
     for entry in entries:
-        if entry.state == "damaged" and (newest is None or entry.number > newest.number):
+        if entry.problem and (newest is None or entry.number > newest.number):
             older = f" The newest complete save is '{newest.path}'." if newest else ""
             raise CheckpointError(
                 f"{entry.problem}{older} Load a save by its own path, or let `penstock saved "
@@ -164,13 +166,15 @@ def _examine(path: Path, number: int) -> SaveEntry | None:
     is_being_written = (path / _WRITING_FILE).exists()
     try:
         manifest = read_manifest(path)
+    except UnknownFormatError as error:
+        return SaveEntry(path, number, "unknown", problem=str(error))
     except CheckpointError as error:
         return SaveEntry(path, number, "damaged", problem=str(error))
     if manifest is not None:
         if manifest.number == number:
             return SaveEntry(path, number, "whole", manifest)
         problem = f"'{path}' has the manifest of save {manifest.number}: it was renamed or copied."
-        return SaveEntry(path, number, "damaged", problem=problem)
+        return SaveEntry(path, number, "damaged", manifest, problem)
     if is_being_written:
         return SaveEntry(path, number, "unfinished")
     linked, has_metadata = _read_old_link(path.parent), (path / METADATA_FILE).exists()
@@ -297,7 +301,9 @@ def _check_not_superseded(folder: Path, entries: list[SaveEntry], known: SaveId 
     if known is None:
         return
     for entry in entries:
-        if entry.manifest is not None and entry.number >= known[0] and entry.save_id != known:
+        if entry.state != "whole" or entry.manifest is None:
+            continue
+        if entry.number >= known[0] and entry.save_id != known:
             raise CheckpointError(
                 f"{entry.manifest.writer} has saved '{entry.path}' since this run last saved to or "
                 f"loaded from '{folder}'. Two runs would remove each other's checkpoints, so this "

@@ -128,7 +128,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not is_intact:
         raise damage_error(path, "it is not the text that was written")
     if content["format"] != _FORMAT or content["block_size"] != BLOCK_SIZE:
-        raise CheckpointError(
+        raise UnknownFormatError(
             f"'{path}' has format {content['format']}, and this version of penstock reads format "
             f"{_FORMAT}. It was written by penstock {content['version']}: use that version."
         )
@@ -140,6 +140,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         records,
         content["version"],
     )
+
+
+class UnknownFormatError(CheckpointError):
+    """Raised for a manifest of another version of the library, which is not damaged."""
 
 
 def _digest_content(content: Mapping[str, Any]) -> str:

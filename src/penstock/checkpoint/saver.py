@@ -249,7 +249,8 @@ class Saver:
         if self.local_state.save_group.rank or not checkpoint.is_dir():
             return
         entries = list_saves(checkpoint.parent)
-        known = [e for e in entries if e.manifest and (e.path == checkpoint or not is_newest)]
+        whole = [entry for entry in entries if entry.state == "whole"]
+        known = [entry for entry in whole if entry.path == checkpoint or not is_newest]
         if known:
             self.history.known[checkpoint.parent] = known[-1].save_id
 

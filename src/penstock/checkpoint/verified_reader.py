@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from penstock.checkpoint.directory import METADATA_FILE
+from penstock.checkpoint.directory import EXTRA_FILE, METADATA_FILE
 from penstock.checkpoint.manifest import Manifest, VerifiedFile, damage_error
 from penstock.errors import CheckpointError, PenstockError
 
@@ -215,3 +215,17 @@ def load_extra_file(path: Path, manifest: Manifest | None, trust: bool) -> Any:
     with _name_file(path), VerifiedFileSystem(manifest).create_stream(path, "rb") as file:
         content = BytesIO(file.read())
         return torch.load(content, map_location="cpu", weights_only=not trust)
+
+
+def read_every_entry(directory: Path) -> None:
+    """Read everything in a directory without a manifest. Raise `CheckpointError` if that fails."""
+    metadata = VerifiedReader(directory, None, trust=False).read_metadata()
+    for place in (metadata.storage_data or {}).values():
+        path = directory / place.relative_path
+        with _name_file(path), open(path, "rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+            if len(data) != place.length:
+                raise EOFError(f"it ends at {place.offset + len(data)}")
+            torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+    load_extra_file(directory / EXTRA_FILE, None, trust=False)
