@@ -120,7 +120,8 @@ PAYLOADS = [in_metadata, as_metadata, in_setting, in_extra_state, in_tensor, in_
 def test_payload_does_not_run(put: Any, has_manifest: bool, tmp_path: Path) -> None:
     file = put(*make_pipe(), tmp_path / "run", Payload(tmp_path / "ran"))
     if not has_manifest:  # as torch.distributed.checkpoint and earlier versions wrote it
-        (tmp_path / "run" / "save-000001" / MANIFEST_FILE).unlink()
+        for name in (MANIFEST_FILE, "penstock-save.txt"):
+            (tmp_path / "run" / "save-000001" / name).unlink()
     pipe, optimizer = make_pipe()
     before = {
         name: tensor.clone() for name, tensor in pipe.state_dict().items() if tensor is not None

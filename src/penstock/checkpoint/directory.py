@@ -133,8 +133,8 @@ def find_newest(folder: Path) -> SaveEntry | None:
         if entry.problem and (newest is None or entry.number > newest.number):
             older = f" The newest complete save is '{newest.path}'." if newest else ""
             raise CheckpointError(
-                f"{entry.problem}{older} Load a save by its own path, or let `penstock saved "
-                f"{folder} --repair` restore the manifest or set the damaged save aside."
+                f"{entry.problem}{older} Load an older save by its own path, or let `penstock "
+                f"saved {folder} --repair` restore the manifest or set the damaged save aside."
             )
     return newest
 
@@ -183,8 +183,7 @@ def _examine(path: Path, number: int) -> SaveEntry | None:
         if is_old or linked == path:
             return SaveEntry(path, number, "old")
     if has_metadata or (path / _SIGN_FILE).exists():
-        problem = f"'{path / MANIFEST_FILE}' is missing: the save is damaged, or not ours."
-        return SaveEntry(path, number, "damaged", problem=problem)
+        return SaveEntry(path, number, "damaged", problem=_describe_lost_manifest(path))
     if not path.exists():
         raise _Vanished
     return SaveEntry(path, number, "unfinished") if (path / _OLD_MARKER).exists() else None
@@ -210,6 +209,19 @@ def _read_old_link(folder: Path) -> Path | None:
         return folder / os.readlink(folder / _OLD_LINK)
     except OSError:  # it does not exist, or is not a link
         return None
+
+
+def check_needs_no_manifest(directory: Path) -> None:
+    """Raise if a directory without a manifest is a save that should have one."""
+    if (directory / _SIGN_FILE).exists():
+        raise CheckpointError(
+            f"{_describe_lost_manifest(directory)} Load another save, or let `penstock saved "
+            f"{directory.parent} --repair` read it and restore the manifest."
+        )
+
+
+def _describe_lost_manifest(directory: Path) -> str:
+    return f"'{directory / MANIFEST_FILE}' is missing: the save is damaged, or not ours."
 
 
 def has_extra(directory: Path, manifest: Manifest | None) -> bool:

@@ -283,14 +283,19 @@ def check_size(path: Path, record: FileRecord) -> None:
         raise damage_error(path, f"it has {size} bytes and was written with {record.size}")
 
 
+def check_file(path: Path, record: FileRecord, all_bytes: bool) -> None:
+    """Raise if a file has another size than it was written with, or, if asked, other bytes."""
+    with VerifiedFile(path, record) as file:
+        buffer = bytearray(min(record.size, BLOCK_SIZE))
+        while all_bytes and file.readinto(buffer):
+            pass
+
+
 def find_damage(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Read every file of a save, and yield a sentence for each that has changed."""
-    buffer = bytearray(BLOCK_SIZE)
     for name, record in manifest.files.items():
         try:
-            with VerifiedFile(directory / name, record) as file:
-                while file.readinto(buffer):
-                    pass
+            check_file(directory / name, record, all_bytes=True)
         except (CheckpointError, OSError) as error:
             yield str(error).partition(". Nothing was loaded")[0]
 

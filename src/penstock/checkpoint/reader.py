@@ -27,14 +27,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from penstock.checkpoint import local_state as states
-from penstock.checkpoint.directory import EXTRA_FILE, METADATA_FILE, find_newest, has_extra
+from penstock.checkpoint.directory import (
+    EXTRA_FILE,
+    METADATA_FILE,
+    check_needs_no_manifest,
+    find_newest,
+    has_extra,
+)
 from penstock.checkpoint.local_state import LocalState
-from penstock.checkpoint.manifest import Manifest, check_size, read_manifest
+from penstock.checkpoint.manifest import Manifest, check_file, read_manifest
 from penstock.checkpoint.pretrained_names import find_weights_file, split_at_base_model
 from penstock.checkpoint.safetensors_io import PretrainedReader, SafetensorsReader
 from penstock.checkpoint.verified_reader import (
@@ -75,7 +82,10 @@ class CheckpointSource:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the path of the checkpoint to load. In a folder of saves, that is the last one."""
-    if path.is_file() or (path / METADATA_FILE).exists() or _is_save(path):
+    if path.is_file() or read_manifest(path) is not None:
+        return path
+    if (path / METADATA_FILE).exists():
+        check_needs_no_manifest(path)
         return path
     newest = find_newest(path)
     last = find_weights_file(path) if newest is None else newest.path
@@ -87,11 +97,6 @@ def find_checkpoint(path: Path) -> Path:
         "None if it has no checkpoint), a folder of torch.distributed.checkpoint or of "
         "save_pretrained, a .safetensors file or its .safetensors.index.json."
     )
-
-
-def _is_save(path: Path) -> bool:
-    """Return True for a directory with a manifest, even if the other files are gone."""
-    return read_manifest(path) is not None
 
 
 def open_checkpoint(
@@ -106,9 +111,10 @@ def open_checkpoint(
     manifest = read_manifest(path)
     if path.is_dir():
         if manifest is not None and local_state.save_group.rank == 0:
-            # Each rank verifies what it reads. A missing file is noticed even if no rank needs it.
+            # Each rank verifies what it reads. A file that is missing or cut short, and damage in
+            # the small ones, is noticed even if no rank needs them.
             for name, record in manifest.files.items():
-                check_size(path / name, record)
+                check_file(path / name, record, all_bytes=not name.endswith(DEFAULT_SUFFIX))
         reader = VerifiedReader(path, manifest, trust)
     elif local_state.pretrained_model is not None:
         # The reader needs the shapes of the tensors of this process. It converts no others.
