@@ -208,7 +208,7 @@ class VerifiedFile(io.RawIOBase):
         super().__init__()
         check_size(path, record)
         self._path, self._record, self._position = path, record, 0
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by `close`)
 
     def readinto(self, buffer: Any, /) -> int:
@@ -217,27 +217,37 @@ class VerifiedFile(io.RawIOBase):
         count = 0
         while count < len(target) and self._position < self._record.size:
             index, offset = divmod(self._position, BLOCK_SIZE)
-            part = memoryview(self._get_block(index))[offset : offset + len(target) - count]
-            target[count : count + len(part)] = part
-            count += len(part)
-            self._position += len(part)
+            length = min(len(target) - count, self._get_length(index) - offset)
+            part = target[count : count + length]
+            if length == BLOCK_SIZE and index not in self._blocks:
+                self._read_block(index, part)  # a large tensor: there is no need to keep it
+            else:
+                part[:] = self._get_block(index)[offset : offset + length]
+            count += length
+            self._position += length
         return count
 
-    def _get_block(self, index: int) -> bytes:
-        if index in self._blocks:
-            return self._blocks[index]
-        length = min(BLOCK_SIZE, self._record.size - index * BLOCK_SIZE)
-        self._file.seek(index * BLOCK_SIZE)
-        data = _read_fully(self._file, length)
-        if hashlib.sha256(data).hexdigest() != self._record.digests[index]:
-            first = index * BLOCK_SIZE
+    def _get_length(self, index: int) -> int:
+        return min(BLOCK_SIZE, self._record.size - index * BLOCK_SIZE)
+
+    def _get_block(self, index: int) -> memoryview:
+        if index not in self._blocks:
+            data = memoryview(bytearray(self._get_length(index)))
+            self._read_block(index, data)
+            self._blocks[index] = data
+            if len(self._blocks) > self._KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        return self._blocks[index]
+
+    def _read_block(self, index: int, target: memoryview) -> None:
+        """Read a block and compare its digest."""
+        first = index * BLOCK_SIZE
+        self._file.seek(first)
+        length = _read_into(self._file, target)
+        if hashlib.sha256(target[:length]).hexdigest() != self._record.digests[index]:
             raise damage_error(
-                self._path, f"its bytes {first} to {first + length - 1} are not those written"
+                self._path, f"its bytes {first} to {first + len(target) - 1} are not those written"
             )
-        self._blocks[index] = data
-        if len(self._blocks) > self._KEPT_BLOCKS:
-            self._blocks.popitem(last=False)
-        return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Move to a position and return it."""
@@ -264,13 +274,12 @@ class VerifiedFile(io.RawIOBase):
         super().close()
 
 
-def _read_fully(file: io.FileIO, length: int) -> bytes:
-    """Return the next bytes of a file. One call of `read` may return fewer."""
-    parts: list[bytes] = []
-    while length and (part := file.read(length)):
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _read_into(file: io.FileIO, target: memoryview) -> int:
+    """Fill a buffer and return how much the file had. One call of `readinto` may read less."""
+    length = 0
+    while length < len(target) and (count := file.readinto(target[length:])):
+        length += count
+    return length
 
 
 def check_size(path: Path, record: FileRecord) -> None:
@@ -302,10 +311,10 @@ def find_damage(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 def describe_file(path: Path) -> FileRecord:
     """Return the size and digests of a file that was written before there were manifests."""
-    digests = []
+    digests, buffer = [], memoryview(bytearray(BLOCK_SIZE))
     with open(path, "rb", buffering=0) as file:
-        while block := _read_fully(file, BLOCK_SIZE):
-            digests.append(hashlib.sha256(block).hexdigest())
+        while length := _read_into(file, buffer):
+            digests.append(hashlib.sha256(buffer[:length]).hexdigest())
         return FileRecord(file.tell(), tuple(digests))
 
 

@@ -245,8 +245,11 @@ def _allocate_like(value: Any) -> Any:
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    is_plain = type(value) in (Tensor, nn.Parameter)
-    return torch.empty_like(value, device="cpu") if is_plain else torch.empty_like(value)
+    return torch.empty_like(value, device="cpu") if _is_plain(value) else torch.empty_like(value)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
 
 
 def _check_tied_values(
@@ -418,7 +421,13 @@ class StagedLoad:
 
 
 def _swap(first: Tensor, second: Tensor) -> None:
+    """Exchange the values of two tensors, piece by piece if both are plain and on the CPU."""
+    pieces = [(first, second)]
+    if all(_is_plain(t) and t.is_cpu and t.is_contiguous() for t in (first, second)):
+        # A piece stays in the cache of the processor, and needs no memory of the size of a tensor.
+        pieces = list(zip(first.view(-1).split(2**18), second.view(-1).split(2**18), strict=True))
     with torch.no_grad():
-        saved = first.clone()
-        first.copy_(second)
-        second.copy_(saved)
+        for one, other in pieces:
+            saved = one.clone()
+            one.copy_(other)
+            other.copy_(saved)
