@@ -236,6 +236,13 @@ def test_odd_link_of_an_earlier_version_raises(tmp_path: Path) -> None:
         saved(tmp_path)
 
 
+def test_link_of_the_user_named_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("checkpoint-500")
+    assert saved(tmp_path) is None
+    assert save_steps(tmp_path, 1).load(tmp_path) == 1
+    assert os.readlink(tmp_path / "latest") == "checkpoint-500"
+
+
 def test_old_checkpoint_without_extra_raises(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     path = make_old(tmp_path, 1)

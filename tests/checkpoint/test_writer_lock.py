@@ -67,10 +67,10 @@ _zombies: list[subprocess.Popen[bytes]] = []
 
 
 LIVE: dict[str, Any] = {
-    "a process of this machine": (parent, 1e6),
-    "another pipe of this process": (identify_writer, 1e6),
-    "another machine": (lambda: other(machine="elsewhere", host="node7"), 30),
-    "a file that is being written": (lambda: None, 1),
+    "a process of this machine": parent,
+    "another pipe of this process": identify_writer,
+    "another machine": lambda: other(machine="elsewhere", host="node7"),
+    "a file that is being written": lambda: None,
 }
 DEAD: dict[str, Any] = {
     "a process that has ended": (ended, 0),
@@ -83,11 +83,16 @@ DEAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", LIVE)
 def test_second_writer_is_refused(case: str, tmp_path: Path) -> None:
-    make, age = LIVE[case]
     save_steps(tmp_path, 1)
-    lock = leave_lock(tmp_path, writer := make(), age)
-    with pytest.raises(CheckpointError, match=r"is saving to .*two writers would") as raised:
-        make_pipe().save(tmp_path)
+    lock, released = leave_lock(tmp_path, writer := LIVE[case](), 30), threading.Event()
+    toucher = threading.Thread(target=writer_lock._touch_until, args=(lock, released))
+    toucher.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"is saving to .*two writers would") as raised:
+            make_pipe().save(tmp_path)
+    finally:
+        released.set()
+        toucher.join()
     assert str(writer or "another process") in str(raised.value)
     assert sorted(os.listdir(tmp_path)) == [lock.name, "save-000001"]
     lock.unlink()
@@ -103,6 +108,30 @@ def test_lock_of_a_dead_writer_is_taken_over(case: str, tmp_path: Path) -> None:
     assert pipe.load(tmp_path) == 1
     while _zombies:
         _zombies.pop().wait()
+
+
+def test_save_waits_until_a_writer_on_another_machine_is_known_to_be_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_lock, "SILENT_SECONDS", 0.5)
+    lock = leave_lock(tmp_path, other(machine="elsewhere"))
+    last = lock.stat().st_mtime
+    acquired = acquire_lock(tmp_path, identify_writer())
+    assert acquired.path.stat().st_mtime - last >= 0.5
+    acquired.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_writer_that_cannot_write_its_lock_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        acquire_lock(tmp_path, identify_writer())
+    assert os.listdir(tmp_path) == []
 
 
 def test_one_of_many_writers_that_come_at_once_gets_the_lock(tmp_path: Path) -> None:

@@ -200,6 +200,8 @@ def _examine_old_link(folder: Path, found: list[SaveEntry]) -> list[SaveEntry]:
         return []
     if (target / METADATA_FILE).exists():
         return [SaveEntry(target, -1, "old")]
+    if not _SAVE_DIRECTORY.fullmatch(target.name):
+        return []  # a link of the user
     problem = f"the link '{link}' names '{target}', which is not a checkpoint."
     return [SaveEntry(link, -1, "damaged", problem=problem)]
 

@@ -7,11 +7,10 @@ of others. Two writers cannot miss each other, because each creates its file bef
     a live writer's file        the lock is refused; if both have just come, the lower token stays
     a dead writer's file        it is removed: its lock is taken over
 
-A writer is dead
-
-    on this machine     if no process has its number, or one that was started at another time
-    on another          if it has not touched its file for `SILENT_SECONDS`; it does so every
-                        `BEAT_SECONDS`, and the file system's own clock measures the time
+A writer on this machine is alive if a process has its number and was started at the same time. A
+writer touches its file every `BEAT_SECONDS`. So one on another machine is alive if its file is
+touched while others look at it, and dead if that was `SILENT_SECONDS` ago, by the clock of the file
+system. Until either is known, others wait.
 
 A writer that was only held up, and finds that its file is gone, has lost the lock. It looks right
 before it commits a save and before it removes one, so it does neither.
@@ -28,6 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
+from typing import NamedTuple
 from uuid import uuid4
 
 from penstock.checkpoint.manifest import Writer, write_file_synced
@@ -75,16 +75,20 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
         CheckpointError: If another process, or another pipe of this one, is saving to the folder.
     """
     path = folder / f".penstock-writer-{writer.token}"
-    write_file_synced(path, json.dumps(asdict(writer)).encode())
     deadline = time.monotonic() + _ARRIVAL_SECONDS
+    first_touched: dict[str, float] = {}
     try:
-        while others := _find_live_writers(folder, path):
-            name, other = min(others.items())
-            if name < path.name or time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{other or 'another process'} is saving to '{folder}', and two writers would "
-                    "remove each other's checkpoints. Stop one of them, or save to another folder."
-                )
+        write_file_synced(path, json.dumps(asdict(writer)).encode())
+        while others := _find_writers(folder, path):
+            for name, other in others.items():
+                was_touched = other.touched > first_touched.setdefault(name, other.touched)
+                may_leave = name > path.name and time.monotonic() < deadline
+                if (other.is_local or was_touched) and not may_leave:
+                    raise CheckpointError(
+                        f"{other.writer or 'another process'} is saving to '{folder}', and two "
+                        "writers would remove each other's checkpoints. Stop one of them, or save "
+                        "to another folder."
+                    )
             time.sleep(0.05)
     except BaseException:
         path.unlink(missing_ok=True)
@@ -104,17 +108,25 @@ def _touch_until(path: Path, released: Event) -> None:
             return  # another process has taken over; `check_held` says so
 
 
-def _find_live_writers(folder: Path, own: Path) -> dict[str, Writer | None]:
+class _OtherWriter(NamedTuple):
+    """A writer that is alive, if it `is_local`, or may be."""
+
+    writer: Writer | None
+    is_local: bool
+    touched: float
+
+
+def _find_writers(folder: Path, own: Path) -> dict[str, _OtherWriter]:
     """Return the other writers by the names of their files. Remove the files of dead ones."""
     os.utime(own)
     now = own.stat().st_mtime  # by the clock that also dates the files of the others
-    live: dict[str, Writer | None] = {}
+    others: dict[str, _OtherWriter] = {}
     for name in os.listdir(folder):
         if not _LOCK_FILE.fullmatch(name) or name == own.name:
             continue
         path = folder / name
         try:
-            age = now - path.stat().st_mtime
+            touched = path.stat().st_mtime
             text = path.read_text()
         except FileNotFoundError:
             continue  # it has left
@@ -122,19 +134,18 @@ def _find_live_writers(folder: Path, own: Path) -> dict[str, Writer | None]:
             writer = Writer(**json.loads(text))
         except (ValueError, TypeError):
             writer = None  # it is being written, or its writer died while it wrote it
-        if is_alive(writer, age):
-            live[name] = writer
-        else:
+        is_local = writer is not None and writer.machine == _get_machine() and os.name == "posix"
+        if _has_ended(writer) if writer and is_local else now - touched >= SILENT_SECONDS:
             path.unlink(missing_ok=True)
-    return live
+        else:
+            others[name] = _OtherWriter(writer, is_local, touched)
+    return others
 
 
-def is_alive(writer: Writer | None, age: float) -> bool:
-    """Return whether a writer may still be running. `age` is the age of its file, in seconds."""
-    if writer is not None and writer.machine == _get_machine() and os.name == "posix":
-        start_time = _get_start_time(writer.pid)
-        return start_time is not None and start_time == writer.started
-    return age < SILENT_SECONDS
+def _has_ended(writer: Writer) -> bool:
+    """Return whether a process of this machine has ended."""
+    start_time = _get_start_time(writer.pid)
+    return start_time is None or start_time != writer.started
 
 
 @cache
