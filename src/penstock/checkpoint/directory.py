@@ -217,8 +217,8 @@ def check_needs_no_manifest(directory: Path) -> None:
     """Raise if a directory without a manifest is a save that should have one."""
     if (directory / _SIGN_FILE).exists():
         raise CheckpointError(
-            f"{_describe_lost_manifest(directory)} Load another save, or let `penstock saved "
-            f"{directory.parent} --repair` read it and restore the manifest."
+            f"{_describe_lost_manifest(directory)} Load an older save by its own path, or let "
+            f"`penstock saved {directory.parent} --repair` read it and restore the manifest."
         )
 
 
