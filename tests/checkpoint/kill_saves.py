@@ -125,7 +125,8 @@ def run_case(number: int, size: int, folder: Path) -> str:
         assert all(map(torch.equal, run.losses, expected[rank].losses[run.start :])), context
         assert differences(run.state, expected[rank].state) == [], context
     left = {path.name for path in folder.iterdir()} - {"returned"}
-    assert len(left) <= 2, left  # at most the two newest saves, and no lock
+    if resumed[0].start < STEPS:  # it has saved: there are two saves at most, and no lock
+        assert len(left) <= 2, f"{context}: {left}"
     moment = "in a save" if was_saving else "between saves"
     return f"{size} ranks: {'killed ' + moment if was_killed else 'was done first'}"
 
@@ -141,7 +142,8 @@ def main() -> None:
     for number in range(options.seed, options.seed + options.cases):
         size = options.ranks[number % len(options.ranks)]
         with tempfile.TemporaryDirectory() as folder:
-            counts[run_case(number, size, Path(folder))] += 1
+            counts[outcome := run_case(number, size, Path(folder))] += 1
+        print(f"case {number}: {outcome}", flush=True)
     for name, count in sorted(counts.items()):
         print(f"{count:5} {name}")
     print(f"{counts.total()} cases: none lost, all resumed bit for bit")
