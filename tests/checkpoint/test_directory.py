@@ -230,8 +230,24 @@ def test_folder_of_an_earlier_version_loads_and_is_continued(marked: bool, tmp_p
     assert sorted(os.listdir(tmp_path)) == left
 
 
-def test_odd_link_of_an_earlier_version_raises(tmp_path: Path) -> None:
-    (tmp_path / "latest").symlink_to("save-000003")
+@pytest.mark.parametrize("marked", [True, False])
+def test_killed_save_of_an_earlier_version_is_not_loaded(marked: bool, tmp_path: Path) -> None:
+    """The link was moved last, so a save that it does not name was not complete."""
+    save_steps(tmp_path, 2)
+    make_old(tmp_path, 2, marked)
+    make_old(tmp_path, 1, marked)
+    assert saved(tmp_path) == tmp_path / "save-000001"
+    pipe = make_pipe()
+    assert pipe.load(tmp_path) == 1
+    pipe.save(tmp_path, extra=3)
+    assert make_pipe().load(tmp_path) == 3
+
+
+@pytest.mark.parametrize("lost", ["everything", ".metadata"])
+def test_odd_link_of_an_earlier_version_raises(lost: str, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    path = make_old(tmp_path, 1)
+    shutil.rmtree(path) if lost == "everything" else (path / lost).unlink()
     with pytest.raises(CheckpointError, match="which is not a checkpoint"):
         saved(tmp_path)
 

@@ -177,12 +177,15 @@ def _examine(path: Path, number: int) -> SaveEntry | None:
         return SaveEntry(path, number, "damaged", manifest, problem)
     if is_being_written:
         return SaveEntry(path, number, "unfinished")
-    linked, has_metadata = _read_old_link(path.parent), (path / METADATA_FILE).exists()
-    if has_metadata and not (path / _SIGN_FILE).exists():
-        is_old = (path / EXTRA_FILE).exists() and (linked is None or not linked.exists())
-        if is_old or linked == path:
-            return SaveEntry(path, number, "old")
-    if has_metadata or (path / _SIGN_FILE).exists():
+    has_metadata, has_sign = (path / METADATA_FILE).exists(), (path / _SIGN_FILE).exists()
+    linked = _read_old_link(path.parent)
+    if has_metadata and not has_sign and (linked is None or not linked.exists()):
+        is_old = (path / EXTRA_FILE).exists()
+    else:
+        is_old = has_metadata and linked == path
+    if is_old:
+        return SaveEntry(path, number, "old")
+    if has_sign or (has_metadata and linked is None):
         return SaveEntry(path, number, "damaged", problem=_describe_lost_manifest(path))
     if not path.exists():
         raise _Vanished
@@ -196,7 +199,7 @@ def _examine_old_link(folder: Path, found: list[SaveEntry]) -> list[SaveEntry]:
         # A tool that follows links has made it a copy of the newest save.
         is_copy = (link / METADATA_FILE).exists() and (link / EXTRA_FILE).exists()
         return [SaveEntry(link, -1, "old")] if is_copy else []
-    if any(entry.path == target for entry in found):
+    if any(entry.path == target and entry.is_loadable for entry in found):
         return []
     if (target / METADATA_FILE).exists():
         return [SaveEntry(target, -1, "old")]
