@@ -54,6 +54,8 @@ busy: $(READY)
 
 soak: export PENSTOCK_SOAK := 1
 soak: $(READY)
+	$(BIN)/python -m tests.checkpoint.corrupt --cases 500
+	$(BIN)/python -m tests.checkpoint.two_writers --seconds 60
 	$(BIN)/pytest -n auto --dist worksteal tests/distributed tests/faults
 
 surroundings: export PENSTOCK_SURROUNDINGS := 1

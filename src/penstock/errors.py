@@ -8,6 +8,7 @@
     │   ├── CutError                            a model's forward cannot be cut into these stages
     │   ├── AuditError                          a step and the unsplit model compute other numbers
     │   ├── CaptureError                        a step cannot be captured as a CUDA graph
+    │   ├── CheckpointError                     a checkpoint is damaged, unsafe or in use
     │   └── RemoteError                         a rank failed; every rank raises the same error
     ├── FormatError            (ValueError)     a text is not a schedule
     ├── InvalidScheduleError   (ValueError)     a schedule must not run; lists every problem
@@ -19,7 +20,8 @@
 Each class also inherits from the built-in error in brackets, so `except ValueError` works, too.
 
 `CaptureError` is defined in `runtime/cuda_graph/capture_guard.py`, `Mismatch` in
-`checker/report.py` and `Deadlock` in `schedules/simulator.py`, next to the code that raises them.
+`checker/report.py`, `Deadlock` in `schedules/simulator.py` and `UnknownFormatError`, a
+`CheckpointError`, in `checkpoint/manifest.py`, next to the code that raises them.
 """
 
 from __future__ import annotations
@@ -62,6 +64,13 @@ class AuditError(RunError):
     """Raised if the audit of a step finds that the pipe and the unsplit model differ.
 
     The optimizer has not stepped yet.
+    """
+
+
+class CheckpointError(RunError):
+    """Raised if a checkpoint is damaged, could run code, or belongs to another writer.
+
+    The model and its optimizers are as they were before the call.
     """
 
 

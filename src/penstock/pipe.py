@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.checkpoint.saver import PendingSave, SaveHandle
+from penstock.checkpoint.saver import SaveHandle, SaveHistory
 from penstock.config import check_audit, check_choices, check_chunks, check_loss_fn
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
@@ -227,7 +227,7 @@ class Pipe(nn.Module):
                 sync_initial_state(groups, self._placed_partition.tied_tensors, self._replicas)
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
-        self._pending_saves = PendingSave()
+        self._save_history = SaveHistory()
         self.training = module.training
         # The children of the pipe are the model's own, under the model's names. A child may be
         # called "chunks" or "training", so no attribute is set from here on: it would replace it.
@@ -530,11 +530,12 @@ class Pipe(nn.Module):
         optimizer: OptimizerArgument = None,
         extra: Any = None,
         background: bool = False,
+        keep: int = 2,
     ) -> SaveHandle:
         """Write a checkpoint that any pipe of the same model can load, however it is split.
 
         It has parameters, buffers and optimizer states under the names of the unsplit model, and
-        the state of the random generator. The new checkpoint replaces the last one only when it is
+        the state of the random generator. Older checkpoints are removed only when the new one is
         complete. With processes, every rank calls this.
 
         Args:
@@ -543,12 +544,14 @@ class Pipe(nn.Module):
             extra: Numbers, strings, tensors, and lists and dicts of them, which `load` returns.
             background: Write in a background thread, so that training can go on at once. The next
                 save waits for it.
+            keep: How many checkpoints the folder keeps, with the new one.
 
         Returns:
             A handle whose `wait()` waits until the checkpoint is written.
 
         Raises:
             ArgumentError: If an optimizer has parameters that are not the pipe's.
+            CheckpointError: If another run saves to the folder, too.
             PenstockTypeError: If `optimizer` or `extra` has the wrong type.
             RemoteError: If a rank fails to write.
 
@@ -561,29 +564,35 @@ class Pipe(nn.Module):
         {'epoch': 3}
         """
         with self._engine.guarded_slow_call(
-            "saving", folder=Path(folder).absolute(), background=background
+            "saving", folder=Path(folder).absolute(), background=background, keep=keep
         ):
-            return self._build_saver().save(folder, optimizer, extra, background)
+            return self._build_saver().save(folder, optimizer, extra, background, keep)
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument = None) -> Any:
+    def load(self, path: PathLike, optimizer: OptimizerArgument = None, trust: bool = False) -> Any:
         """Read a checkpoint, however the model was split when it was saved.
+
+        Everything is read and verified before anything is changed. After an error the model and
+        the optimizers are as they were.
 
         Args:
             path: A folder of `save`, `save_pretrained` or torch.distributed.checkpoint, a
                 .safetensors file, or the index of several.
             optimizer: An optimizer, or several, whose state is read. The state of the random
                 generator is then restored, too.
+            trust: Also load values that can only be read by running code from the file. Pass True
+                only if you trust whoever wrote the checkpoint as you trust your own code.
 
         Returns:
             The `extra` that was given to `save`, or None.
 
         Raises:
             ArgumentError: If the checkpoint does not exist or belongs to another model.
+            CheckpointError: If a file is damaged, or could run code. The message names the file.
 
         See `save` for an example.
         """
-        with self._engine.guarded_slow_call("loading", path=Path(path).absolute()):
-            return self._build_saver().load(path, optimizer)
+        with self._engine.guarded_slow_call("loading", path=Path(path).absolute(), trust=trust):
+            return self._build_saver().load(path, optimizer, trust)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file, under the model's names.
@@ -627,7 +636,7 @@ class Pipe(nn.Module):
         from penstock.checkpoint.saver import build_saver
 
         return build_saver(
-            self, self._placed_partition, self._engine.get_checkpoint_peers(), self._pending_saves
+            self, self._placed_partition, self._engine.get_checkpoint_peers(), self._save_history
         )
 
     # ---- nn.Module ------------------------------------------------------------------------

@@ -83,7 +83,10 @@ def main() -> None:
         save(folder, 3)
         last = saved(folder)
         assert last is not None
-        assert sorted(os.listdir(folder)) == ["latest", "model.safetensors", last.name]
+        *_, before, newest = sorted(os.listdir(folder))
+        assert newest == last.name
+        assert sorted(os.listdir(folder)) == ["model.safetensors", before, newest]
+        assert "writing.json" not in [*os.listdir(folder / before), *os.listdir(last)]
         print(number, "killed" if killed else "done", step, found(folder))
         if not killed:
             return

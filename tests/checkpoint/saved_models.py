@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
+from penstock import saved
 from penstock.checkpoint.local_state import LocalState
 from penstock.checkpoint.save_group import SaveGroup
-from penstock.checkpoint.saver import PendingSave, Saver
+from penstock.checkpoint.saver import SaveHistory, Saver
 from penstock.model.tied import find_tied_names
 from penstock.runtime.distributed.control_channel import ControlChannel
 
@@ -76,7 +77,7 @@ def saver_of(module: nn.Module, same: dict[str, str] | None = None) -> Saver:
     """Return a saver for all processes of the group, or for this one if there is no group."""
     if not distributed.is_initialized():
         return Saver(
-            LocalState(module, find_tied_names(module) if same is None else same), PendingSave()
+            LocalState(module, find_tied_names(module) if same is None else same), SaveHistory()
         )
     same = {"7.weight": "0.weight"} if same is None else same
     group = distributed.group.WORLD
@@ -84,13 +85,13 @@ def saver_of(module: nn.Module, same: dict[str, str] | None = None) -> Saver:
     first = distributed.get_rank() == 0
     return Saver(
         LocalState(module, same, SaveGroup(ControlChannel(group)), saves_rng_state=first),
-        PendingSave(),
+        SaveHistory(),
     )
 
 
 def alone(module: nn.Module) -> Saver:
     """Return a saver for this process only, whether or not there is a group."""
-    return Saver(LocalState(module, find_tied_names(module), SaveGroup()), PendingSave())
+    return Saver(LocalState(module, find_tied_names(module), SaveGroup()), SaveHistory())
 
 
 def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:
@@ -102,7 +103,7 @@ def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(state, checkpoint_id=folder / "latest")
+        load(state, checkpoint_id=saved(folder))
     set_state_dict(
         model,
         optimizer,

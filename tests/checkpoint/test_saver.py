@@ -194,7 +194,7 @@ def test_save_of_nested_optimizer_state_and_tensor_settings(tmp_path: Path) -> N
 
 def test_tied_weight_is_written_once_and_stored_under_every_name(tmp_path: Path) -> None:
     piped(build()).save(tmp_path)
-    with open(tmp_path / "latest" / ".metadata", "rb") as file:
+    with open(tmp_path / "save-000001" / ".metadata", "rb") as file:
         stored = {index.fqn: at for index, at in pickle.load(file).storage_data.items()}
     assert set(stored) == {f"model.{name}" for name in build().state_dict()} | {"random.0"}
     assert stored["model.0.weight"] == stored["model.7.weight"]
@@ -268,59 +268,6 @@ def test_load_into_another_dtype(tmp_path: Path) -> None:
 # ---- repeated and background saves --------------------------------------------------------
 
 
-def test_save_replaces_the_previous_checkpoint_and_keeps_other_files(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "run"
-    assert saved(folder) is None
-    pipe = piped(build())
-    pipe.save(folder, extra=1)
-    (folder / "notes.txt").write_text("mine")
-    (folder / "save-me").mkdir()
-    first = saved(folder)
-    pipe.save(str(folder), extra=2)
-    assert sorted(os.listdir(folder)) == ["latest", "notes.txt", "save-000002", "save-me"]
-    assert saved(folder) != first
-    assert pipe.load(folder) == 2
-    assert pipe.load(folder / "latest") == 2
-
-
-def test_save_never_removes_a_folder_of_the_user(tmp_path: Path) -> None:
-    """The first `pipe.save` deleted a user's folder named `save-20240101`, like our own saves."""
-    own = tmp_path / "save-20240101"
-    own.mkdir()
-    (own / "results.csv").write_text("mine")
-    pipe = piped(build())
-    for step in range(3):
-        pipe.save(tmp_path, extra=step)
-    assert (own / "results.csv").read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["latest", "save-20240101", "save-20240104"]
-    assert pipe.load(tmp_path) == 2
-
-
-def test_checkpoint_without_its_link_is_kept_until_the_next_save_completes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copy tools lose symbolic links. A save then removed the only good checkpoint before it had
-    written the next one, and a save that failed left no checkpoint at all."""
-    pipe = piped(build())
-    pipe.save(tmp_path, extra=1)
-    (tmp_path / "latest").unlink()
-    with monkeypatch.context() as broken:
-        broken.setattr(FileSystemWriter, "finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pipe.save(tmp_path, extra=2)
-    assert os.listdir(tmp_path) == ["save-000001"]
-    assert pipe.load(tmp_path / "save-000001") == 1
-
-
-def test_checkpoint_without_marker_file_is_replaced(tmp_path: Path) -> None:
-    pipe = piped(build())
-    pipe.save(tmp_path, extra=1)
-    (tmp_path / "save-000001" / ".penstock-save").unlink()
-    assert pipe.load(tmp_path) == 1
-    pipe.save(tmp_path, extra=2)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "save-000002"]
-
-
 def test_background_save_copies_state_before_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +306,7 @@ def test_failed_background_save_raises_in_wait_and_in_the_next_save(
     assert "a save in the background failed" in caplog.text
     with pytest.raises(ZeroDivisionError):
         pipe.save(tmp_path, extra=3)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "save-000001"]
+    assert os.listdir(tmp_path) == ["save-000001"]
     assert pipe.load(tmp_path) == 1
     pipe.save(tmp_path, extra=4)
     assert pipe.load(tmp_path) == 4
@@ -430,13 +377,6 @@ def test_extra_accepts_only_plain_values(tmp_path: Path) -> None:
     extra = {"step": 3, "best": (0.5, [torch.ones(2)]), "name": None}
     pipe.save(tmp_path, extra=extra)
     assert str(pipe.load(tmp_path)) == str(extra)
-
-
-def test_save_refuses_to_overwrite_a_file_named_latest(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("mine")
-    with pytest.raises(ArgumentError, match="is not a link created by a save"):
-        piped(build()).save(tmp_path)
-    assert (tmp_path / "latest").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

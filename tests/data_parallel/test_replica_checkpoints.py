@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
+import penstock
 from penstock import Pipe
 from tests.checkpoint.saved_models import state_of
 from tests.data_parallel.replicas import STAGE_FNS, mesh, model, whole
@@ -93,7 +94,8 @@ def unsplit(tied: bool) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
 
 
 def check_written_once(folder: Path) -> None:
-    latest = folder / "latest"
+    latest = penstock.saved(folder)
+    assert latest is not None
     metadata = FileSystemReader(latest).read_metadata()
     spans = {(i.relative_path, i.offset, i.length) for i in metadata.storage_data.values()}
     assert sum(length for _, _, length in spans) == sum(
@@ -139,12 +141,13 @@ def test_checkpoint_of_replicas_can_be_read_by_plain_pytorch(kind: str, tmp_path
     _, saved, _ = unsplit(tied=kind == "own")
     ranks(4).run(begun, tmp_path, 2, kind, False)
     check_written_once(tmp_path)
+    newest = penstock.saved(tmp_path)
     fresh = {
         name: torch.zeros_like(t) for name, t in model(tied=kind == "own").state_dict().items()
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load({"model": fresh}, checkpoint_id=tmp_path / "latest")
+        load({"model": fresh}, checkpoint_id=newest)
     exported = load_file(tmp_path / "model.safetensors")
     for name, value in fresh.items():
         torch.testing.assert_close(value, saved[name], rtol=0, atol=1e-10)

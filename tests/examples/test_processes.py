@@ -54,7 +54,7 @@ def test_example_resumes_after_a_killed_worker_and_as_two_replicas(tmp_path: Pat
     saving = ["--save", str(tmp_path / "run"), "--every", "1", "--check", "--meta"]
     two = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, *saving]
     process = start([*TORCHRUN, *two], environment(**ONE_THREAD))
-    wait_for(tmp_path / "run" / "latest", [process])
+    wait_for(tmp_path / "run" / "save-000001" / "manifest.json", [process])
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     (ended,) = end([process])
     assert re.search(r"rank \d  goes on after step \d", ended.out)
@@ -75,7 +75,7 @@ def test_example_on_two_hosts_continues_after_one_host_dies(tmp_path: Path) -> N
         # torchrun of torch 2.13 hangs if a host joins after the last call: imports must fit in it
         conf = "last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=3"
         started = start_on(hosts, [SCRIPT, *saving], environment(**ONE_THREAD), "1:2", conf)
-        wait_for(tmp_path / "run" / "latest", started)
+        wait_for(tmp_path / "run" / "save-000001" / "manifest.json", started)
         kill_all_on(hosts[1])
         first, second = end(started)
     assert second.code != 0

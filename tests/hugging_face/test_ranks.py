@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from penstock.checkpoint.local_state import LocalState
 from penstock.checkpoint.save_group import SaveGroup
-from penstock.checkpoint.saver import PendingSave, Saver
+from penstock.checkpoint.saver import SaveHistory, Saver
 from penstock.model.tied import find_tied_names
 from penstock.runtime.distributed.control_channel import ControlChannel
 from tests.distributed.ranks import ranks
@@ -48,7 +48,7 @@ def saver_here(zeros: bool) -> Saver:
     group: Any = distributed.group.WORLD
     return Saver(
         LocalState(mine, same, SaveGroup(ControlChannel(group)), pretrained_model=model),
-        PendingSave(),
+        SaveHistory(),
     )
 
 

@@ -203,10 +203,10 @@ def _allocate_entry(parameter: nn.Parameter, stored: Any) -> Any:
     return torch.empty(stored.size, dtype=dtype, device=device)
 
 
-def restore_optimizer_state(
+def build_optimizer_state_dicts(
     local_state: LocalState, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
-) -> None:
-    """Load the flat state that was read into the optimizers.
+) -> list[dict[str, Any]]:
+    """Return the flat state that was read as a state dict for each optimizer.
 
     `Optimizer.load_state_dict` expects parameters as consecutive numbers, in the order of the
     groups. Each name is translated back to the number that it has in this optimizer.
@@ -214,6 +214,7 @@ def restore_optimizer_state(
     names = local_state.parameter_names()
     states = _group_by_parameter(STATE_KEY, state, names.values())
     settings = _group_by_parameter(PARAM_GROUPS_KEY, state, names.values())
+    state_dicts = []
     for optimizer in optimizers:
         groups: list[dict[str, Any]] = []
         numbered: dict[int, Any] = {}
@@ -227,7 +228,8 @@ def restore_optimizer_state(
             for number, name in zip(numbers, group_names, strict=True):
                 if name in states:
                     numbered[number] = _unflatten(states[name])
-        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        state_dicts.append({"state": numbered, "param_groups": groups})
+    return state_dicts
 
 
 def _common_group_settings(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.checkpoint.directory import fsync_directory
+from penstock.checkpoint.manifest import fsync_directory
 from penstock.checkpoint.pretrained_names import (
     INDEX_FILE,
     WEIGHTS_FILE,

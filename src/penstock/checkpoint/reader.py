@@ -3,7 +3,8 @@
     find_checkpoint      the path that is meant: the last save in a folder, or a weights file
     open_checkpoint      read the headers: the name, shape and dtype of each entry
     check_stored_names   compare the stored names with those of the whole model
-    load_...             read the model, the optimizers, the random state, `extra`
+    read_...             read the model, the optimizers, the random state, `extra`
+    StagedLoad           everything that was read; only then is anything changed
 
 A checkpoint is one of these:
 
@@ -15,26 +16,39 @@ A checkpoint is one of these:
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from penstock.checkpoint import local_state as states
-from penstock.checkpoint.directory import saved
+from penstock.checkpoint.directory import (
+    EXTRA_FILE,
+    METADATA_FILE,
+    check_needs_no_manifest,
+    find_newest,
+    has_extra,
+)
 from penstock.checkpoint.local_state import LocalState
+from penstock.checkpoint.manifest import Manifest, check_file, read_manifest
 from penstock.checkpoint.pretrained_names import find_weights_file, split_at_base_model
 from penstock.checkpoint.safetensors_io import PretrainedReader, SafetensorsReader
-from penstock.checkpoint.writer import EXTRA_FILE
+from penstock.checkpoint.verified_reader import (
+    VerifiedLoadPlanner,
+    VerifiedReader,
+    load_extra_file,
+)
 from penstock.errors import ArgumentError
 
 MODEL_KEY, OPTIMIZER_KEY, RNG_KEY = "model", "optimizer", "random"
@@ -45,13 +59,15 @@ class CheckpointSource:
     """A checkpoint that is open for reading: the metadata of its entries, and their reader.
 
     `prefix` comes before the names of the model. A safetensors file has none, and a checkpoint
-    that another program wrote may have none.
+    that another program wrote may have none. `manifest` is that of a save of this library.
     """
 
     path: Path
     reader: StorageReader
     metadata: Metadata
     prefix: str
+    manifest: Manifest | None = None
+    trust: bool = False
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -66,9 +82,13 @@ class CheckpointSource:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the path of the checkpoint to load. In a folder of saves, that is the last one."""
-    if path.is_file() or (path / ".metadata").exists():
+    if path.is_file() or read_manifest(path) is not None:
         return path
-    last = saved(path) or find_weights_file(path)
+    if (path / METADATA_FILE).exists():
+        check_needs_no_manifest(path)
+        return path
+    newest = find_newest(path)
+    last = find_weights_file(path) if newest is None else newest.path
     if last is not None:
         return last
     problem = "does not exist" if not path.exists() else "contains no checkpoint yet"
@@ -80,7 +100,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(
-    path: Path, names: Collection[str], local_state: LocalState
+    path: Path, names: Collection[str], local_state: LocalState, trust: bool
 ) -> CheckpointSource:
     """Read the metadata of a checkpoint. `names` are the names of the whole model.
 
@@ -88,8 +108,14 @@ def open_checkpoint(
     a layer called "model".
     """
     reader: StorageReader
+    manifest = read_manifest(path)
     if path.is_dir():
-        reader = FileSystemReader(path)
+        if manifest is not None and local_state.save_group.rank == 0:
+            # Each rank verifies what it reads. A file that is missing or cut short, and damage in
+            # the small ones, is noticed even if no rank needs them.
+            for name, record in manifest.files.items():
+                check_file(path / name, record, all_bytes=not name.endswith(DEFAULT_SUFFIX))
+        reader = VerifiedReader(path, manifest, trust)
     elif local_state.pretrained_model is not None:
         # The reader needs the shapes of the tensors of this process. It converts no others.
         local_shapes = {
@@ -107,7 +133,8 @@ def open_checkpoint(
     has_prefix = may_have_prefix and any(
         f"{MODEL_KEY}.{name}" in metadata.state_dict_metadata for name in names
     )
-    return CheckpointSource(path, reader, metadata, f"{MODEL_KEY}." if has_prefix else "")
+    prefix = f"{MODEL_KEY}." if has_prefix else ""
+    return CheckpointSource(path, reader, metadata, prefix, manifest, trust)
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -186,8 +213,8 @@ def _is_below_known_name(name: str, known_names: set[str]) -> bool:
     return any(".".join(parts[:end]) in known_names for end in range(1, len(parts)))
 
 
-def load_model(local_state: LocalState, source: CheckpointSource) -> None:
-    """Read the parameters and buffers of this process and load them into its layers."""
+def read_model(local_state: LocalState, source: CheckpointSource) -> dict[str, Any]:
+    """Return what is stored of this process's parameters and buffers, by state_dict key."""
     stored = source.entries_under(source.prefix)
     state = local_state.unique_state()
     if isinstance(source.reader, PretrainedReader):
@@ -203,19 +230,26 @@ def load_model(local_state: LocalState, source: CheckpointSource) -> None:
         for name in state
     }
     _check_stored_shapes(state, source, stored_names)
-    tensors = {stored_names[name]: value for name, (_, value) in state.items()}
-    nested = {MODEL_KEY: tensors} if source.prefix else tensors
+    values = {stored_names[name]: _allocate_like(value) for name, (_, value) in state.items()}
+    nested = {MODEL_KEY: values} if source.prefix else values
     read_entries(source, nested)
     if isinstance(source.reader, PretrainedReader):
-        _check_tied_values(local_state, source, tensors)
-    # The tensors were read in place. `load_state_dict` still runs, for the values that are not
-    # tensors, such as extra state, and for the user's hooks.
-    local_state.module.load_state_dict(
-        {
-            **local_state.module.state_dict(),
-            **{k: tensors[stored_names[n]] for n, (k, _) in state.items()},
-        }
-    )
+        _check_tied_values(local_state, source, values)
+    return {key: values[stored_names[name]] for name, (key, _) in state.items()}
+
+
+def _allocate_like(value: Any) -> Any:
+    """Return a value to read a stored one into, so that the current one stays as it is.
+
+    It is on the CPU, where there is more memory. A DTensor keeps its device, which its mesh says.
+    """
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return torch.empty_like(value, device="cpu") if _is_plain(value) else torch.empty_like(value)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
 
 
 def _check_tied_values(
@@ -272,37 +306,37 @@ def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + more
 
 
-def load_optimizers(
+def read_optimizers(
     local_state: LocalState, source: CheckpointSource, optimizers: Sequence[Optimizer]
-) -> None:
-    """Read the state of this process's optimizers and load it into them."""
+) -> list[dict[str, Any]]:
+    """Return what is stored of these optimizers, as a state dict for each."""
     state = {
         OPTIMIZER_KEY: states.allocate_optimizer_state(
             local_state, optimizers, source.entries_under(f"{OPTIMIZER_KEY}.")
         )
     }
     read_entries(source, state)
-    states.restore_optimizer_state(local_state, optimizers, state[OPTIMIZER_KEY])
+    return states.build_optimizer_state_dicts(local_state, optimizers, state[OPTIMIZER_KEY])
 
 
-def load_rng_state(local_state: LocalState, source: CheckpointSource) -> None:
-    """Restore the state of PyTorch's CPU generator, if it was saved for this replica.
+def read_rng_state(local_state: LocalState, source: CheckpointSource) -> Tensor | None:
+    """Return the state of PyTorch's CPU generator, or None if it was not saved for this replica.
 
     The random numbers of a step depend on a seed that is drawn from this generator.
     """
     stored = source.entries_under(f"{RNG_KEY}.").get(str(local_state.replica))
-    if isinstance(stored, TensorStorageMetadata):
-        state = {RNG_KEY: {str(local_state.replica): torch.empty(stored.size, dtype=torch.uint8)}}
-        read_entries(source, state)
-        torch.set_rng_state(state[RNG_KEY][str(local_state.replica)])
-
-
-def load_extra(source: CheckpointSource) -> Any:
-    """Return the object that the user saved as `extra`, or None if the checkpoint has none."""
-    path = source.path / EXTRA_FILE
-    if not path.exists():
+    if not isinstance(stored, TensorStorageMetadata):
         return None
-    return torch.load(path, map_location="cpu", weights_only=True)
+    state = {RNG_KEY: {str(local_state.replica): torch.empty(stored.size, dtype=torch.uint8)}}
+    read_entries(source, state)
+    return state[RNG_KEY][str(local_state.replica)]
+
+
+def read_extra(source: CheckpointSource) -> Any:
+    """Return the object that the user saved as `extra`. Only other programs' folders have none."""
+    if not has_extra(source.path, source.manifest):
+        return None
+    return load_extra_file(source.path / EXTRA_FILE, source.manifest, source.trust)
 
 
 def read_entries(source: CheckpointSource, state: dict[str, Any]) -> None:
@@ -312,10 +346,88 @@ def read_entries(source: CheckpointSource, state: dict[str, Any]) -> None:
     `load`: each process plans for itself as the only rank, because each needs different names.
     """
     # `True` means "this is the coordinator": each process is the only rank of its own load.
-    planner = DefaultLoadPlanner()
+    planner = VerifiedLoadPlanner(source.trust)
     planner.set_up_planner(state, source.metadata, True)
     source.reader.set_up_storage_reader(source.metadata, True)
     plan = source.reader.prepare_local_plan(planner.create_local_plan())
     [plan] = planner.create_global_plan(source.reader.prepare_global_plan([plan]))
     with torch.no_grad():
         source.reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+# -------------------------------------------------------------------------------------------------
+# From what was read to the model. Until here nothing was changed, so an error while reading leaves
+# everything as it was. An error from here on, for example in a hook of the user, is undone.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StagedLoad:
+    """Everything that one process has read from a checkpoint, and not yet put into place.
+
+    model          values by state_dict key; `apply` swaps tensors, so that it then has the old ones
+    optimizers     each optimizer with the state dict to load into it
+    rng_state      the state of PyTorch's CPU generator, or None
+    extra          the object that the user saved
+    """
+
+    module: nn.Module
+    model: dict[str, Any]
+    optimizers: list[tuple[Optimizer, dict[str, Any]]]
+    rng_state: Tensor | None
+    extra: Any
+    _swapped: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _old_values: dict[str, Any] = field(default_factory=dict)
+    _old_optimizers: list[tuple[Optimizer, Any, Any]] = field(default_factory=list)
+    _old_rng_state: Tensor | None = None
+
+    def apply(self) -> None:
+        """Change the model, the optimizers and the random state."""
+        current = self.module.state_dict()
+        self._old_values = {
+            key: copy.deepcopy(current[key])
+            for key, value in self.model.items()
+            if not isinstance(value, Tensor)
+        }
+        for key, value in self.model.items():
+            if isinstance(value, Tensor):
+                _swap(current[key], value)
+                self._swapped.append((current[key], value))
+            else:
+                current[key] = value
+        # The tensors are in place. `load_state_dict` still runs, for the values that are not
+        # tensors, such as extra state, and for the user's hooks.
+        self.module.load_state_dict(current)
+        for optimizer, state_dict in self.optimizers:
+            # `load_state_dict` replaces both objects, and does not change them.
+            self._old_optimizers.append((optimizer, optimizer.state, optimizer.param_groups))
+            optimizer.load_state_dict(state_dict)
+        if self.rng_state is not None:
+            self._old_rng_state = torch.get_rng_state()
+            torch.set_rng_state(self.rng_state)
+
+    def undo(self) -> None:
+        """Restore what `apply` has changed, however far it came."""
+        for current, value in self._swapped:
+            _swap(current, value)
+        for optimizer, state, param_groups in self._old_optimizers:
+            optimizer.state, optimizer.param_groups = state, param_groups
+        if self._old_rng_state is not None:
+            torch.set_rng_state(self._old_rng_state)
+        if self._old_values:
+            # The error may come from the method that takes these values, and come again.
+            with suppress(Exception):
+                self.module.load_state_dict({**self.module.state_dict(), **self._old_values})
+
+
+def _swap(first: Tensor, second: Tensor) -> None:
+    """Exchange the values of two tensors, piece by piece if both are plain and on the CPU."""
+    pieces = [(first, second)]
+    if all(_is_plain(t) and t.is_cpu and t.is_contiguous() for t in (first, second)):
+        # A piece stays in the cache of the processor, and needs no memory of the size of a tensor.
+        pieces = list(zip(first.view(-1).split(2**18), second.view(-1).split(2**18), strict=True))
+    with torch.no_grad():
+        for one, other in pieces:
+            saved = one.clone()
+            one.copy_(other)
+            other.copy_(saved)

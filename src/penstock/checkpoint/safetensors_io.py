@@ -40,11 +40,12 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     TensorWriteData,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.directory import fsync_directory
+from penstock.checkpoint.manifest import fsync_directory
 from penstock.checkpoint.pretrained_names import PretrainedNameMap, map_stored_names
+from penstock.checkpoint.writer import RankWriter
 from penstock.errors import ArgumentError, MissingExtra
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ DTYPE_NAMES = {
 # -------------------------------------------------------------------------------------------------
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter(RankWriter):
     """A writer of one safetensors file that all ranks share.
 
     `tied_names` maps the further names of tied tensors to the names that they are saved under. They

@@ -9,30 +9,34 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from penstock.checkpoint import pretrained, reader
-from penstock.checkpoint.directory import create_save_directory, remove_incomplete_saves
+from penstock.checkpoint.directory import SaveId, SaveTransaction, begin_save, list_saves
 from penstock.checkpoint.local_state import (
     LocalState,
     OptimizerArgument,
     as_optimizer_list,
     flatten_optimizer_state,
 )
+from penstock.checkpoint.manifest import FileRecord
 from penstock.checkpoint.pretrained_names import is_pretrained
 from penstock.checkpoint.reader import MODEL_KEY, OPTIMIZER_KEY, RNG_KEY
 from penstock.checkpoint.safetensors_io import SafetensorsWriter
 from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
+from penstock.checkpoint.writer_lock import identify_writer
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.placement import PlacedPartition
 from penstock.model.tied import find_tied_names
@@ -84,11 +88,18 @@ class SaveHandle:
         return self.path
 
 
-class PendingSave:
-    """The last background save of one pipe, if it may still be running."""
+class SaveHistory:
+    """What a pipe remembers of its saves and loads.
+
+    handle    the last background save, if it may still be running
+    token     names this pipe as a writer
+    known     the newest save of each folder when this pipe last saved to it or loaded from it
+    """
 
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
+        self.token = uuid4().hex
+        self.known: dict[Path, SaveId] = {}
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raise if it failed."""
@@ -96,9 +107,9 @@ class PendingSave:
         if last is not None:
             last.wait()
 
-    # A copied or unpickled pipe starts without a pending save. A running thread cannot be pickled.
-    def __reduce__(self) -> tuple[type[PendingSave], tuple[()]]:
-        return PendingSave, ()
+    # A copied or unpickled pipe is another writer. A running thread cannot be pickled.
+    def __reduce__(self) -> tuple[type[SaveHistory], tuple[()]]:
+        return SaveHistory, ()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -109,7 +120,7 @@ PathLike = str | os.PathLike[str]
 
 
 def build_saver(
-    module: nn.Module, placed: PlacedPartition, peers: CheckpointPeers, pending: PendingSave
+    module: nn.Module, placed: PlacedPartition, peers: CheckpointPeers, history: SaveHistory
 ) -> Saver:
     """Return the saver of a pipe, which saves its part of the model together with its peers."""
     # Under torchrun the module has only the layers of this process. The partition then knows the
@@ -118,7 +129,7 @@ def build_saver(
     model = placed.partition.model if is_pretrained(placed.partition.model) else None
     group, has_first_stage = SaveGroup(peers.channel), 0 in placed.stage_devices
     local_state = LocalState(module, tied_names, group, peers.replica, has_first_stage, model)
-    return Saver(local_state, pending)
+    return Saver(local_state, history)
 
 
 @dataclass(frozen=True)
@@ -126,36 +137,53 @@ class Saver:
     """Saves and loads the state of one process. Each method first waits for the pending save."""
 
     local_state: LocalState
-    pending: PendingSave
+    history: SaveHistory
 
     def save(
-        self, folder: PathLike, optimizer: OptimizerArgument, extra: Any, background: bool
+        self,
+        folder: PathLike,
+        optimizer: OptimizerArgument,
+        extra: Any,
+        background: bool,
+        keep: int = 2,
     ) -> SaveHandle:
         """Write a checkpoint to a new directory in `folder`.
 
         The plan and, for a background save, the copy to the CPU are made before this returns. Only
         the writing moves to the background thread.
         """
-        self.pending.wait()
+        self.history.wait()
+        if type(keep) is not int or keep < 1:
+            raise ArgumentError(
+                f"keep={keep!r} is not a number of checkpoints. Pass 1 or more; the new one counts."
+            )
         local_state, save_group = self.local_state, self.local_state.save_group
         root = Path(folder).absolute()
         description = f"saving to '{root}'"
         state, extra_bytes = save_group.run_on_each_rank(
             description, lambda: (_full_state(local_state, optimizer), _serialize_extra(extra))
         )
-        save_directory = Path(
-            save_group.run_on_rank_zero(description, lambda: str(create_save_directory(root)))
-        )
         tied_keys = {
             f"{MODEL_KEY}.{alias}": f"{MODEL_KEY}.{saved_name}"
             for alias, saved_name in local_state.tied_names.items()
         }
-        writer = CheckpointWriter(save_directory, tied_keys, extra_bytes)
+        history, transactions = self.history, list[SaveTransaction]()  # one, on rank 0
 
-        def cleanup() -> None:
-            remove_incomplete_saves(save_directory.parent)
+        def begin() -> str:
+            writer = identify_writer(history.token)
+            transactions.append(begin_save(root, writer, history.known.get(root), keep))
+            return str(transactions[0].directory)
 
-        with save_group.clean_up_on_failure(cleanup):
+        def commit(files: Mapping[str, FileRecord]) -> None:
+            history.known[root] = transactions[0].commit(files)
+
+        def abort() -> None:
+            for transaction in transactions:
+                transaction.abort()
+
+        with save_group.clean_up_on_failure(abort):
+            directory = Path(save_group.run_on_rank_zero(description, begin))
+            writer = CheckpointWriter(directory, tied_keys, extra_bytes, commit)
             planned = plan_save(save_group, description, writer, state)
             if background:
                 save_group.run_on_each_rank(
@@ -163,43 +191,72 @@ class Saver:
                 )
 
         def write() -> None:
-            with save_group.clean_up_on_failure(cleanup):
+            with save_group.clean_up_on_failure(abort):
                 execute_save(save_group, description, writer, planned)
 
-        handle = SaveHandle(save_directory, write, background)
-        self.pending.handle = handle if background else None
+        handle = SaveHandle(directory, write, background)
+        self.history.handle = handle if background else None
         return handle
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument) -> Any:
-        """Read the tensors that this process needs. Return the object that was saved as `extra`."""
-        self.pending.wait()
+    def load(self, path: PathLike, optimizer: OptimizerArgument, trust: bool = False) -> Any:
+        """Read the tensors that this process needs. Return the object that was saved as `extra`.
+
+        First every rank reads and verifies everything that it needs. If all have succeeded, the
+        model and the optimizers are changed. So after an error they are as they were.
+        """
+        self.history.wait()
         local_state, save_group = self.local_state, self.local_state.save_group
         description = f"loading '{path}'"
-        # Rank 0 resolves the path: a save that ends meanwhile could move `latest` between ranks.
-        checkpoint = save_group.run_on_rank_zero(
-            description, lambda: str(reader.find_checkpoint(Path(path).absolute()))
-        )
         # One rank has only some of the names. To tell unknown names in the checkpoint from the
         # names of other ranks, every rank needs the names of all ranks.
         gathered = save_group.run_and_gather(description, lambda: list(local_state.unique_state()))
         names = [name for rank_names in gathered for name in rank_names]
+        optimizers = save_group.run_on_each_rank(description, lambda: as_optimizer_list(optimizer))
 
-        def work() -> Any:
-            source = reader.open_checkpoint(Path(checkpoint), names, local_state)
-            reader.check_stored_names(source, names, local_state.tied_names)
-            reader.load_model(local_state, source)
-            optimizers = as_optimizer_list(optimizer)
-            # Restoring the optimizer means resuming a run, so the random state comes with it.
-            if optimizers:
-                reader.load_optimizers(local_state, source, optimizers)
-                reader.load_rng_state(local_state, source)
-            return reader.load_extra(source)
+        # Rank 0 resolves the path: a save that ends meanwhile could change it between ranks.
+        def find() -> str:
+            return save_group.run_on_rank_zero(
+                description, lambda: str(reader.find_checkpoint(Path(path).absolute()))
+            )
 
-        return save_group.run_on_each_rank(description, work)
+        checkpoint = find()
+        while True:
+            try:
+                staged = save_group.run_on_each_rank(
+                    description,
+                    lambda: _read_all(local_state, Path(checkpoint), names, optimizers, trust),  # noqa: B023
+                )
+                break
+            except Exception as error:
+                # Another process may save to the folder meanwhile, and remove what is being read.
+                # Then there is a newer save.
+                previous, checkpoint = checkpoint, _find_again(find, error)
+                if checkpoint == previous:
+                    raise
+        try:
+            save_group.run_on_each_rank(description, staged.apply)
+        except BaseException:
+            staged.undo()
+            raise
+        self._remember(Path(checkpoint), is_newest=Path(checkpoint) != Path(path).absolute())
+        return staged.extra
+
+    def _remember(self, checkpoint: Path, is_newest: bool) -> None:
+        """Note the newest save of the folder, so that the next save there continues it.
+
+        A save that was loaded by its own path may be an older one: the run goes back to it.
+        """
+        if self.local_state.save_group.rank or not checkpoint.is_dir():
+            return
+        entries = list_saves(checkpoint.parent)
+        whole = [entry for entry in entries if entry.state == "whole"]
+        known = [entry for entry in whole if entry.path == checkpoint or not is_newest]
+        if known:
+            self.history.known[checkpoint.parent] = known[-1].save_id
 
     def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one safetensors file. Each rank writes its own bytes."""
-        self.pending.wait()
+        self.history.wait()
         path = Path(file).absolute()
         if path.suffix != ".safetensors":
             raise ArgumentError(
@@ -216,7 +273,7 @@ class Saver:
 
     def save_pretrained(self, folder: PathLike) -> Path:
         """Write the same folder as the model's own `save_pretrained`, and return its path."""
-        self.pending.wait()
+        self.history.wait()
         path = Path(folder).absolute()
         pretrained.write_pretrained(
             self.local_state.pretrained_model,
@@ -225,6 +282,40 @@ class Saver:
             path,
         )
         return path
+
+
+def _find_again(find: Callable[[], str], error: Exception) -> str:
+    """Resolve the path of a load again. If that fails, too, raise the first error."""
+    try:
+        return find()
+    except Exception:
+        raise error from None
+
+
+def _read_all(
+    local_state: LocalState,
+    checkpoint: Path,
+    names: list[str],
+    optimizers: list[Optimizer],
+    trust: bool,
+) -> reader.StagedLoad:
+    """Read everything that this process needs from a checkpoint, and change nothing."""
+    source = reader.open_checkpoint(checkpoint, names, local_state, trust)
+    reader.check_stored_names(source, names, local_state.tied_names)
+    model = reader.read_model(local_state, source)
+    optimizer_states = list[dict[str, Any]]()
+    rng_state = None
+    # Restoring the optimizer means resuming a run, so the random state comes with it.
+    if optimizers:
+        optimizer_states = reader.read_optimizers(local_state, source, optimizers)
+        rng_state = reader.read_rng_state(local_state, source)
+    return reader.StagedLoad(
+        local_state.module,
+        model,
+        list(zip(optimizers, optimizer_states, strict=True)),
+        rng_state,
+        reader.read_extra(source),
+    )
 
 
 def _model_state(local_state: LocalState) -> dict[str, Any]:

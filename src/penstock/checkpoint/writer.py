@@ -4,12 +4,14 @@
     rank 0        make the global plan: which rank writes which tensor, each tensor once
     every rank    take a snapshot of its tensors, if the save runs in the background
     every rank    write its tensors
-    rank 0        write the metadata and commit the save
+    rank 0        write the metadata, `extra.pt` and the manifest, which commits the save
 
 The plans, the files and their format are those of torch.distributed.checkpoint. This module calls
 its planner and its storage writer directly instead of `torch.distributed.checkpoint.save`, for two
 reasons. A background save copies only the tensors that this process will write, and a save of a
 single process does not need torch.distributed to be initialised.
+
+The ranks exchange their plans, and the digests of what they wrote, as JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from io import BytesIO
 from pathlib import Path
@@ -26,17 +29,16 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from penstock.checkpoint.directory import commit_save, write_file_synced
+from penstock.checkpoint.directory import EXTRA_FILE
+from penstock.checkpoint.manifest import DigestingFile, FileRecord, write_file_synced
 from penstock.checkpoint.save_group import SaveGroup
 from penstock.errors import RunError
 from penstock.torch_compat import silence_storage_warning
-
-EXTRA_FILE = "extra.pt"
 
 
 class SnapshotSavePlanner(DefaultSavePlanner):
@@ -93,18 +95,42 @@ def plan_save(
 
 
 def execute_save(
-    save_group: SaveGroup, description: str, writer: StorageWriter, save_plan: AgreedSavePlan
+    save_group: SaveGroup, description: str, writer: RankWriter, save_plan: AgreedSavePlan
 ) -> None:
     """Write on every rank. If all ranks succeeded, rank 0 commits the save."""
     silence_storage_warning()
     planner = save_plan.planner
-    results = save_group.run_and_gather(
-        description, lambda: encode_records(writer.write_data(save_plan.local_plan, planner).wait())
-    )
-    save_group.run_on_rank_zero(
-        description,
-        lambda: writer.finish(planner.metadata, [decode_records(text) for text in results]),
-    )
+
+    def write() -> tuple[str, dict[str, tuple[int, tuple[str, ...]]]]:
+        results = writer.write_data(save_plan.local_plan, planner).wait()
+        files = writer.get_written_files()
+        return encode_records(results), {n: (f.size, f.digests) for n, f in files.items()}
+
+    written = save_group.run_and_gather(description, write)
+
+    def commit() -> None:
+        results = [decode_records(text) for text, _ in written]
+        files = {n: FileRecord(*record) for _, files in written for n, record in files.items()}
+        writer.commit(planner.metadata, results, files)
+
+    save_group.run_on_rank_zero(description, commit)
+
+
+class RankWriter(StorageWriter):
+    """A storage writer that also tells which files its rank has written."""
+
+    def get_written_files(self) -> Mapping[str, FileRecord]:
+        """Return the sizes and digests of the files of this rank. By default none is known."""
+        return {}
+
+    def commit(
+        self,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+        files: Mapping[str, FileRecord],
+    ) -> None:
+        """Finish the save on rank 0. `files` are those of all ranks."""
+        self.finish(metadata, results)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -151,37 +177,85 @@ def _decode(encoded: Any) -> Any:
     if kind == "dict":
         return {_decode(key): _decode(value) for key, value in items}
     if kind == "torch":
-        return getattr(torch, items[0])
+        value = getattr(torch, items[0])
+        if not isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            raise TypeError(f"torch.{items[0]} in a save plan is not a dtype or layout")
+        return value
     if kind in ("enum", "record"):
         (module, name), content = items
-        record = getattr(importlib.import_module(_RECORD_PACKAGE + module), name)
+        record = _find_record(module, name)
         if kind == "enum":
             return record[content]
         return record(**{name: _decode(value) for name, value in content.items()})
     return {"list": list, "tuple": tuple, "Size": torch.Size}[kind](map(_decode, items))
 
 
-class CheckpointWriter(FileSystemWriter):
+def _find_record(module: str, name: str) -> Any:
+    """Return a record of torch.distributed.checkpoint. Raise for all else that its modules have."""
+    record = getattr(importlib.import_module(_RECORD_PACKAGE + module), name)
+    is_record = isinstance(record, type) and (is_dataclass(record) or issubclass(record, Enum))
+    if not is_record or not record.__module__.startswith(_RECORD_PACKAGE):
+        raise TypeError(f"{module}.{name} in a save plan is not a record")
+    return record
+
+
+class DigestingFileSystem(FileSystem):
+    """Opens files for writing. `files` has the size and digests of each that was closed."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a new file."""
+        with DigestingFile(Path(path)) as file:
+            yield file
+        self.files[Path(path).name] = file.record
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Rename a file."""
+        super().rename(path, new_path)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class CheckpointWriter(FileSystemWriter, RankWriter):
     """A writer of directories that torch.distributed.checkpoint can read, plus `extra.pt`.
 
     `tied_names` maps further names of saved tensors to the name that each is saved under. Both
-    names lead to the same bytes.
+    names lead to the same bytes. `commit_files` gets the sizes and digests of all files.
     """
 
-    def __init__(self, directory: Path, tied_names: Mapping[str, str], extra: bytes) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tied_names: Mapping[str, str],
+        extra: bytes,
+        commit_files: Callable[[Mapping[str, FileRecord]], object],
+    ) -> None:
         super().__init__(directory, overwrite=False)
         self._directory, self._tied_names, self._extra = directory, tied_names, extra
+        self._commit_files = commit_files
+        self.fs = self._digesting = DigestingFileSystem()
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and `extra.pt`, and commit the save. Rank 0 calls this last.
+    def get_written_files(self) -> Mapping[str, FileRecord]:
+        """Return the sizes and digests of the files of this rank."""
+        return self._digesting.files
 
-        The commit comes last, because it makes the save current and removes the one before.
+    def commit(
+        self,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+        files: Mapping[str, FileRecord],
+    ) -> None:
+        """Write the metadata, `extra.pt` and the manifest. Rank 0 calls this last.
+
+        The manifest comes last: it makes the save whole, and old ones are removed after it.
         """
         self._check_files_visible(results)
         self._add_tied_names(metadata, results)
-        super().finish(metadata, results)
-        write_file_synced(self._directory / EXTRA_FILE, self._extra)
-        commit_save(self._directory)
+        self.finish(metadata, results)
+        extra = write_file_synced(self._directory / EXTRA_FILE, self._extra)
+        self._commit_files({**files, **self._digesting.files, EXTRA_FILE: extra})
 
     def _check_files_visible(self, results: list[list[WriteResult]]) -> None:
         """Raise if rank 0 cannot see a file of another rank: they do not share a file system."""

@@ -1,4 +1,4 @@
-"""The command line: penstock show | compare | verify | check | doctor | gallery | demo.
+"""The command line: penstock show | compare | verify | check | saved | doctor | gallery | demo.
 
 Results go to stdout. An error gives one short message on stderr, without a traceback and without
 control characters. A command that takes long says on stderr that it still works.
@@ -347,6 +347,30 @@ def check_model(
 
     lists = schedules, checkpoints, runtimes
     if not run(CheckRequest(factory, stages, chunks, *lists, units, tolerance, quick, as_json)):
+        raise typer.Exit(1)
+
+
+# ---- saved --------------------------------------------------------------------------------
+
+
+@app.command("saved")
+def show_saves(
+    folder: Annotated[Path, typer.Argument(help="A folder that pipe.save writes to.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all files, and compare their digests.")
+    ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Set damaged saves aside, and write missing manifests."),
+    ] = False,
+) -> None:
+    """List the checkpoints of a folder, and verify or repair them.
+
+    Exit status: 0 if the newest one can be loaded and no damage was found, otherwise 1.
+    """
+    from penstock.cli.saved import run
+
+    if not run(folder, verify, repair):
         raise typer.Exit(1)
 
 
