@@ -41,6 +41,7 @@ from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
 from penstock.runtime.distributed.session import DistributedEngine
 from penstock.runtime.distributed.setup import (
+    DEFAULT_HEARTBEAT,
     build_process_context,
     check_same_pipe,
     describe_layers,
@@ -169,7 +170,7 @@ class Pipe(nn.Module):
         data: str = "all",
         outputs: str = "last",
         shapes: str = "learned",
-        heartbeat: float = 10.0,
+        heartbeat: float = DEFAULT_HEARTBEAT,
         audit: str | int = "first",
     ) -> None:
         super().__init__()

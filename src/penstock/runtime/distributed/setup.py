@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -28,12 +29,14 @@ from penstock.model.sequential import is_plain_sequential
 from penstock.model.tied import TiedTensor
 from penstock.runtime.distributed.call_setup import DataPolicy, collect_call_facts
 from penstock.runtime.distributed.control_channel import check_ranks_agree
-from penstock.runtime.distributed.links import find_link_backend
+from penstock.runtime.distributed.links import GLOO, find_link_backend
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
 from penstock.runtime.distributed.topology import Topology
 from penstock.runtime.request import Request
 from penstock.runtime.tied_gradients import broadcast_tied_weights
 from penstock.torch_compat import TORCH_VERSION
+
+DEFAULT_HEARTBEAT = 10.0  # seconds
 
 
 def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
@@ -56,13 +59,29 @@ def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
 def open_process_groups(
     topology: Topology, devices: Sequence[Any] | None, heartbeat: float
 ) -> ProcessGroups:
-    """Choose the device of this process and connect it to the other processes of the pipe."""
-    if not heartbeat > 0:
-        raise ArgumentError(f"heartbeat must be a number of seconds above 0, not {heartbeat!r}")
+    """Choose the device of this process and connect it to the other processes of the pipe.
+
+    An error in the arguments of one rank is raised on all of them, so that rank connects, too.
+    """
     group = topology.pipeline_group
-    device = choose_device(group, devices)
-    backend = find_link_backend(dist.get_backend_config(group), device.device.type)
+    try:
+        check_heartbeat(heartbeat)
+        device = choose_device(group, devices)
+        backend = find_link_backend(dist.get_backend_config(group), device.device.type)
+    except Exception:
+        groups = ProcessGroups(topology, resolve_device("cpu"), DEFAULT_HEARTBEAT, GLOO)
+        with groups.guarded_call("making the pipe"):
+            raise
     return ProcessGroups(topology, device, heartbeat, backend)
+
+
+def check_heartbeat(heartbeat: Any) -> None:
+    """Raise ArgumentError unless the heartbeat is a finite number of seconds."""
+    if not (isinstance(heartbeat, int | float) and 0 < heartbeat < math.inf):
+        raise ArgumentError(
+            f"heartbeat must be a number of seconds above 0, not {heartbeat!r}. With a debugger, "
+            f"pass a day: heartbeat=86400."
+        )
 
 
 def build_process_context(groups: ProcessGroups) -> ProcessContext:
