@@ -45,8 +45,10 @@ from penstock.runtime.distributed.setup import (
     DEFAULT_HEARTBEAT,
     build_process_context,
     check_same_pipe,
+    check_same_weights,
     describe_layers,
     open_process_groups,
+    sample_weights,
     sync_initial_state,
 )
 from penstock.runtime.distributed.topology import resolve_topology
@@ -207,6 +209,7 @@ class Pipe(nn.Module):
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
+            weights = {} if groups is None else sample_weights(module)
             placed_partition = place_model(
                 module,
                 split_request,
@@ -232,6 +235,7 @@ class Pipe(nn.Module):
                     self._placed_partition,
                     facts,
                 )
+                check_same_weights(groups, weights)
                 sync_initial_state(groups, self._placed_partition.tied_tensors, self._replicas)
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
