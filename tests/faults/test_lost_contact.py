@@ -133,26 +133,36 @@ def test_frozen_rank_that_hosts_the_store_is_named() -> None:
 
 
 def forges(context: RankContext, key: str, value: str) -> None:
-    pipe = pipe_of(no_fault)
-    assert isinstance(pipe._engine, DistributedEngine)
+    """Write to the store of the watchdogs while rank 0 waits for rank 1, then let rank 0 fail."""
+    injector = FaultInjector(context.rank, Fault(1, "forward", partial(time.sleep, 1.0)))
+    pipe = pipe_of(injector)
     x, target = batch(1)
     pipe.step(x, target=target)
+    assert isinstance(pipe._engine, DistributedEngine)
+    monitor = pipe._engine.groups.watchdog._monitor
+    ends = threading.Event()
+
+    def write() -> None:
+        while not ends.wait(0.02):
+            monitor._store.set(key, value)
+
     if context.rank == 0:
-        store = pipe._engine.groups.watchdog._monitor._store
-        store.set(key.replace("RANK", "1"), value)
-    time.sleep(1.0)
-    pipe.step(x, target=target, loss_fn=failing_loss)
-
-
-def failing_loss(y: Any, target: Any) -> Any:
-    burst()
+        threading.Thread(target=write, daemon=True).start()
+    injector.step = 1
+    try:
+        pipe.step(x, target=target)
+        assert all(thread.is_alive() for thread in monitor._threads)
+        injector.fault, injector.triggered = Fault(0, "forward", burst), False
+        pipe.step(x, target=target)
+    finally:
+        ends.set()
 
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("wake/RANK", "", "Burst: all wrong"),
-        ("heartbeat/RANK", "nonsense", "Burst: all wrong"),
+        ("wake/1", "", "rank 0 failed, in step (call 3)"),
+        ("heartbeat/1", "nonsense", "rank 0 failed, in step (call 3)"),
         ("failure", "nonsense", "Another program has written to the store"),
     ],
 )
