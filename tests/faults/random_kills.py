@@ -125,7 +125,8 @@ def run_case(seed: int, size: int, expected: list[dict[str, Any]], seconds: floa
             problem += f" rank {rank} could not resume: {outcome.written[-1500:]}"
         elif {key: outcome.facts[key] for key in right} != right:
             problem += f" rank {rank} has other numbers after {kill}"
-    return f"{kind}:{problem}"
+    was_over = kind != "handler" and all(outcome.code == 0 for outcome in first)
+    return f"{kind}{' after the end' if was_over else ''}:{problem}"
 
 
 def _find_problem(kill: Kill, outcomes: list[RankOutcome]) -> str:

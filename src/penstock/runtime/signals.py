@@ -125,7 +125,6 @@ class _Signals:
 
     def __init__(self) -> None:
         self.sentinel = Sentinel()
-        self.pid = os.getpid()
         self.sigterm_received = False
         # Seconds from SIGTERM to the end of the process, if a pipe saves on preemption.
         self.preemption_limit: float | None = None
@@ -277,21 +276,43 @@ def _clear_wakeup_fd(signals: _Signals) -> None:
         signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
 
 
-def _forget_in_child() -> None:
-    """Leave signals of a forked process alone, for example those of a worker of a DataLoader.
+# -------------------------------------------------------------------------------------------------
+# Forked processes, for example workers of a DataLoader
+#
+# A forked process inherits the handlers and the wakeup pipe, and its parent would take the child's
+# signals for its own. Signals are blocked until the child has let go of both.
+# -------------------------------------------------------------------------------------------------
 
-    It shares the wakeup pipe with its parent, which would take the child's signals for its own.
-    """
+_BLOCKED = (signal.SIGTERM, signal.SIGINT)
+_masks = threading.local()  # the signal mask of a thread that forks
+
+
+def _block_before_fork() -> None:
+    _masks.previous = None
+    if _signals is not None:
+        _masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+
+
+def _unblock_after_fork() -> None:
+    if _masks.previous is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.previous)
+
+
+def _forget_in_child() -> None:
     global _signals
-    if _signals is None:
-        return
-    if _is_main_thread():
-        _clear_wakeup_fd(_signals)
-        if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _exit_delayed):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _signals.sentinel.close_in_child()
-    _signals = None
+    if _signals is not None:
+        if _is_main_thread():
+            _clear_wakeup_fd(_signals)
+            if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _exit_delayed):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _signals.sentinel.close_in_child()
+        _signals = None
+    _unblock_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(
+        before=_block_before_fork,
+        after_in_parent=_unblock_after_fork,
+        after_in_child=_forget_in_child,
+    )

@@ -275,7 +275,7 @@ class HeartbeatMonitor:
 
     def _sleep_until_wakeup(self) -> None:
         """Sleep until the next interval, or until `wake` is called."""
-        is_urgent = self._signal_times or self.failure is not None
+        is_urgent = self._signal_times or self._connection_lost or self.failure is not None
         pause = min(0.05, self.timeouts.interval) if is_urgent else self.timeouts.interval
         select.select([self._wakeup_receiver], [], [], pause)
         with suppress(BlockingIOError):
@@ -447,10 +447,10 @@ class HeartbeatMonitor:
     def _is_overdue(self) -> bool:
         """Return whether the guarded thread should have returned by now.
 
-        A rank that is itself the cause, or that received SIGTERM, gets a short grace. Any
-        other rank gets one heartbeat, or no limit if it is outside a call and the store is there. A
-        thread that is about to raise the failure has returned; it may still wait for the other
-        ranks to read it.
+        A rank that is itself the cause, or that received SIGTERM, gets a short grace. Any other
+        rank gets one heartbeat. Outside a call there is no limit, or half a heartbeat if the store
+        is out of reach. A thread that is about to raise the failure has returned; it may still wait
+        for the other ranks to read it.
         """
         failure = self.failure
         if failure is None or self.is_raising or self._closing:
@@ -460,7 +460,7 @@ class HeartbeatMonitor:
         if not is_cause and not self._is_told_to_end:
             if not self.is_in_call and not self._contact_lost:
                 return False
-            grace = max(self.timeouts.heartbeat, _MAIN_THREAD_GRACE)
+            grace = max(self.timeouts.heartbeat / (1 if self.is_in_call else 2), grace)
         return time.monotonic() - self._failure_time > grace
 
     def _format_stack(self) -> str:
