@@ -4,7 +4,8 @@
 #                lines; SEED=7 and CASES=100 choose them, PROCESSES=1 runs the models over processes
 # make busy      the tests of processes while some are held up, as on a busy machine; five minutes
 # make soak      the tests of processes with every combination of faults, schedules and ranks, and
-#                with training runs of thousands of steps; half an hour
+#                with training runs of thousands of steps; then 200 kills at random moments, killed ranks
+#                with DataLoader workers, and lost hosts; three quarters of an hour
 # make surroundings  small programs in each odd surrounding: C locale, read-only folders, python -O, no
 #                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
@@ -57,6 +58,9 @@ soak: $(READY)
 	$(BIN)/python -m tests.checkpoint.corrupt --cases 500
 	$(BIN)/python -m tests.checkpoint.two_writers --seconds 60
 	$(BIN)/pytest -n auto --dist worksteal tests/distributed tests/faults
+	$(BIN)/python -m tests.faults.random_kills
+	$(BIN)/python -m tests.faults.loader_kills
+	$(BIN)/python -m tests.faults.cut_hosts
 
 surroundings: export PENSTOCK_SURROUNDINGS := 1
 surroundings: $(READY)

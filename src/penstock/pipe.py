@@ -7,7 +7,7 @@ process, `DistributedEngine` if each rank is a process.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,19 +37,29 @@ from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
 from penstock.model.traced.containers import HOOK_TABLES
 from penstock.model.traced.units import UnitSelector
+from penstock.runtime import signals
 from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
 from penstock.runtime.distributed.session import DistributedEngine
 from penstock.runtime.distributed.setup import (
+    DEFAULT_HEARTBEAT,
     build_process_context,
     check_same_pipe,
+    check_same_weights,
     describe_layers,
     open_process_groups,
+    sample_weights,
     sync_initial_state,
 )
 from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
+from penstock.runtime.preemption import (
+    PreemptionPlan,
+    PreemptionRequest,
+    has_unused_gradients,
+    report_saved,
+)
 from penstock.runtime.program_cache import ProgramCache
 from penstock.runtime.request import Request
 from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
@@ -169,7 +179,7 @@ class Pipe(nn.Module):
         data: str = "all",
         outputs: str = "last",
         shapes: str = "learned",
-        heartbeat: float = 10.0,
+        heartbeat: float = DEFAULT_HEARTBEAT,
         audit: str | int = "first",
     ) -> None:
         super().__init__()
@@ -199,6 +209,7 @@ class Pipe(nn.Module):
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
+            weights = {} if groups is None else sample_weights(module)
             placed_partition = place_model(
                 module,
                 split_request,
@@ -224,10 +235,12 @@ class Pipe(nn.Module):
                     self._placed_partition,
                     facts,
                 )
+                check_same_weights(groups, weights)
                 sync_initial_state(groups, self._placed_partition.tied_tensors, self._replicas)
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
         self._save_history = SaveHistory()
+        self._preemption = PreemptionPlan()
         self.training = module.training
         # The children of the pipe are the model's own, under the model's names. A child may be
         # called "chunks" or "training", so no attribute is set from here on: it would replace it.
@@ -320,6 +333,7 @@ class Pipe(nn.Module):
         >>> pipe[0].weight.grad.shape
         torch.Size([8, 4])
         """
+        self._save_if_preempted(training=False)
         request = self._build_request(inputs, keyword_inputs)
         return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
 
@@ -370,6 +384,7 @@ class Pipe(nn.Module):
         >>> result.loss.shape, pipe[0].weight.grad.shape
         (torch.Size([]), torch.Size([8, 4]))
         """
+        self._save_if_preempted(training=True)
         if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
             self._enclosing_ddp.check_step_allowed()
         request = self._build_step_request(
@@ -567,6 +582,77 @@ class Pipe(nn.Module):
             "saving", folder=Path(folder).absolute(), background=background, keep=keep
         ):
             return self._build_saver().save(folder, optimizer, extra, background, keep)
+
+    def save_on_preemption(
+        self,
+        folder: PathLike,
+        optimizer: OptimizerArgument = None,
+        extra: Callable[[], Any] | None = None,
+        within: float = 25.0,
+    ) -> None:
+        """Save and exit when SIGTERM arrives: the job is preempted, or its time is over.
+
+        The step that is under way is finished. At the next call of the pipe, before anything of it
+        is computed, all ranks write one checkpoint and raise `SystemExit(143)`. With processes,
+        every rank calls this; it is enough if one of them receives the signal. While gradients wait
+        for an optimizer, as between steps that accumulate them, the pipe goes on to the next call
+        without any.
+
+        Call it in the main thread, and only if the process has no SIGTERM handler of its own. With
+        one, the pipe leaves the signal to it.
+
+        Args:
+            folder: The folder of the checkpoints of a run, as for `save`.
+            optimizer: An optimizer, or several, whose state is saved.
+            extra: A function without arguments. What it returns at that moment is saved as the
+                `extra` of `save`.
+            within: Seconds from the signal to the end of the process. If they are over before the
+                checkpoint is complete, every rank ends, and the last checkpoint stays. Launchers
+                send SIGKILL after 30 seconds by default (torchrun, Slurm, Kubernetes).
+
+        Raises:
+            ArgumentError: If `within` is not a number above 0.
+            PenstockTypeError: If `extra` cannot be called.
+            RunError: If the process has a SIGTERM handler of its own, or this is not the main
+                thread.
+
+        >>> import signal, tempfile
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, stages=2, devices=["cpu", "cpu"], loss_fn=nn.MSELoss())
+        >>> folder = tempfile.mkdtemp()
+        >>> pipe.save_on_preemption(folder, extra=lambda: {"step": step})
+        >>> for step in range(100):
+        ...     _ = pipe.step(torch.ones(6, 4), target=torch.zeros(6, 2))
+        ...     pipe.zero_grad()
+        ...     if step == 2:
+        ...         signal.raise_signal(signal.SIGTERM)
+        Traceback (most recent call last):
+        SystemExit: 143
+        >>> pipe.load(folder)
+        {'step': 3}
+        """
+        request = PreemptionRequest(Path(folder).absolute(), optimizer, extra, within)
+        with self._engine.guarded_slow_call(
+            "preparing to save on preemption", folder=request.folder, within=within
+        ):
+            request.check()
+            signals.expect_preemption(within)
+        self._engine.expect_preemption()
+        self._preemption.request = request
+
+    def _save_if_preempted(self, training: bool) -> None:
+        """Save and exit if a rank was preempted, unless gradients would be lost."""
+        request = self._preemption.request
+        if request is None or not self._engine.is_preempted:
+            return
+        with self._engine.guarded_slow_call("saving on preemption", training=training):
+            if self._engine.is_true_on_any_rank(has_unused_gradients(self.parameters())):
+                return
+        extra = None if request.extra is None else request.extra()
+        self._preemption.request = None  # `extra` or a hook of the save may call the pipe
+        report_saved(self.save(request.folder, request.optimizer, extra).path)
+        signals.end_preemption()
+        raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 
     def load(self, path: PathLike, optimizer: OptimizerArgument = None, trust: bool = False) -> Any:
         """Read a checkpoint, however the model was split when it was saved.

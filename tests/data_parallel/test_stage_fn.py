@@ -297,7 +297,7 @@ def failed_steps(wrap: str) -> list[str]:
     broken.broken = False
     pipe.step(half(x), target=half(y))
     error = pytest.raises(ZeroDivisionError) if is_local() else pytest.raises(
-        RemoteError, match=r"rank 3 failed, in step \(call 3\) of replica 1, in st"
+        RemoteError, match=r"rank 3 failed, in step \(call 2\) of replica 1, in st"
     )  # fmt: skip
     broken.broken = is_local() or replica_here() == 1
     with error:

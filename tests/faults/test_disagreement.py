@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from penstock import Pipe, RemoteError
 from tests.distributed.ranks import ranks
@@ -157,6 +158,34 @@ def test_constructing_a_pipe_with_different_models_is_refused(rank: int) -> None
     found = ranks(2).run(makes, rank, other_model)
     assert {(error.kind, error.rank) for error in found} == {("disagreed", None)}
     assert "layer 6: " in str(found[0])
+
+
+def other_seed() -> Pipe:
+    model = model_of()
+    with torch.no_grad():
+        model[4].linear.weight.uniform_()  # type: ignore[union-attr,operator]
+    return Pipe(model, 3, schedule="1f1b", group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_first_weights_on_one_rank_are_refused(rank: int) -> None:
+    """Another seed: the ranks trained stages of different models in silence."""
+    found = ranks(2).run(makes, rank, other_seed)
+    assert {(error.kind, error.rank) for error in found} == {("disagreed", None)}
+    assert "1 of 12 parameters differ, the first one is '4.linear.weight'" in str(found[0])
+
+
+def builds_its_own_layers() -> None:
+    """Build only the layers of this rank, and the others on the meta device."""
+    model = model_of()
+    for index, layer in enumerate(model):
+        if (index < 3) == (dist.get_rank() == 1):
+            layer.to("meta")
+    check_right(Pipe(model, 3, stages=[3, 3], loss_fn=mse_loss, group=dist.group.WORLD))
+
+
+def test_layers_of_other_ranks_may_be_on_the_meta_device() -> None:
+    ranks(2).run(builds_its_own_layers)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -156,4 +156,4 @@ def test_invalid_batch_on_one_rank_is_raised_on_all_ranks(data: str) -> None:
     first, second = ranks(2).run(bad_data, data)
     assert [(e.kind, e.rank) for e in first] == [(e.kind, e.rank) for e in second]
     assert [(e.kind, e.rank) for e in first] == [("raised", at) for at in range(len(first))]
-    assert "in step (call 2), at its beginning: penstock.errors.BatchShapeError: " in str(first[0])
+    assert "in step (call 1), at its beginning: penstock.errors.BatchShapeError: " in str(first[0])

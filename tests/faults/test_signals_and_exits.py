@@ -111,10 +111,11 @@ def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) ->
     }
     found = run_cases(given)
     assert found["short"][1].code == -signal.SIGTERM
-    check_cause(found["short"], [0], "died", 1)
+    text = check_cause(found["short"], [0], "interrupted", 1)
+    assert text.startswith("rank 1 was terminated by SIGTERM, after step (call 2). ")
     assert found["long"][1].code == 1
     text = check_cause(found["long"], [0], "interrupted", 1)
-    assert text.startswith("rank 1 was terminated by SIGTERM, in step (call 4), at 1F1. ")
+    assert text.startswith("rank 1 was terminated by SIGTERM, in step (call 2), at 1F1. ")
     assert text in found["long"][1].written
     for name, outcomes in found.items():
         check_checkpoint(tmp_path / name, outcomes)
@@ -206,7 +207,7 @@ def one_step_less(context: RankContext, rank: int, pause: float) -> None:
 def test_rank_that_leaves_one_step_early(rank: int, pause: float) -> None:
     outcomes = run_ranks(2, one_step_less, rank, pause)
     text = check_cause(outcomes, [1 - rank], "left", rank)
-    assert text.startswith(f"rank {rank} has left, after step (call 2): its program ended, or its")
+    assert text.startswith(f"rank {rank} has left, after step (call 1): its program ended, or its")
     assert "Call the pipe equally often on every rank." in text
     assert outcomes[rank].code == 0
 

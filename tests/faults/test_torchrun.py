@@ -28,7 +28,7 @@ def test_every_rank_reports_the_failed_rank_under_torchrun(tmp_path: Path) -> No
         (log,) = (tmp_path / "logs").rglob(f"attempt_{attempt}/{rank}/stderr.log")
         return log.read_text()
 
-    failed = r"rank 1 failed, in step \(call 3\), in stage 1 .*Burst"
+    failed = r"rank 1 failed, in step \(call 2\), in stage 1 .*Burst"
     assert re.search(failed, written(0, 0)), written(0, 0)
     assert "Burst: all wrong" in written(0, 1)
     assert "rank 1 died: no heartbeat" in written(1, 0), written(1, 0)

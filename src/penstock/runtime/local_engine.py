@@ -31,6 +31,7 @@ from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
 from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
+from penstock.runtime import signals
 from penstock.runtime.autograd_call import AutogradCall
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
 from penstock.runtime.cuda_graph.graph_cache import GraphCache
@@ -229,6 +230,18 @@ class LocalEngine:
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return a record that says that this process saves alone."""
         return CheckpointPeers()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether SIGTERM has arrived, in a process that saves on preemption."""
+        return signals.is_preempted()
+
+    def expect_preemption(self) -> None:
+        """Do nothing: there are no other processes to tell."""
+
+    def is_true_on_any_rank(self, value: bool) -> bool:
+        """Return the value."""
+        return value
 
     def forecast(self, request: Request, cost: Cost | None) -> Timeline:
         """Return the simulated timeline of a step, by default with the costs of the last step."""

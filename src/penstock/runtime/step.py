@@ -315,6 +315,16 @@ class Engine(Protocol):
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return the processes that this process saves checkpoints with."""
 
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a rank has received SIGTERM. All ranks have the same answer."""
+
+    def expect_preemption(self) -> None:
+        """Let `is_preempted` say from now on whether a rank has received SIGTERM."""
+
+    def is_true_on_any_rank(self, value: bool) -> bool:
+        """Return whether the value is true on any rank, inside a call that all ranks make."""
+
     def forecast(self, request: Request, cost: Cost | None) -> Timeline:
         """Return the simulated timeline of a training step."""
 

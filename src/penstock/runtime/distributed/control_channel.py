@@ -292,13 +292,13 @@ def sample_tensors(tensors: Sequence[Tensor]) -> RankFacts:
     with different seeds. Tensors on a GPU are left out: reading them would wait for the GPU.
     """
     return {
-        name: str(_sample_values(tensor.detach()))
+        name: str(sample_values(tensor.detach()))
         for name, tensor in zip(_SAMPLE_NAMES, tensors, strict=False)
         if tensor.device.type == "cpu" and tensor.numel() and tensor.layout is torch.strided
     }
 
 
-def _sample_values(tensor: Tensor) -> list[float]:
+def sample_values(tensor: Tensor) -> list[float]:
     """Return eight evenly spaced values, or all if there are fewer. Strides do not matter."""
     step = max(1, tensor.numel() // 8)
     if tensor.is_contiguous():

@@ -14,7 +14,7 @@ opens new groups under a new prefix of the store, and training goes on.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from penstock.errors import RunError
 from penstock.runtime.distributed.channels import CallCacheEntry
 from penstock.runtime.distributed.control_channel import ControlChannel
 from penstock.runtime.distributed.failure.watchdog import SubgroupWatchdog, Watchdog
+from penstock.runtime.distributed.inherited_sockets import close_sockets_in_children
 from penstock.runtime.distributed.links import GLOO, LinkBackend, Links, PairGroups
 from penstock.runtime.distributed.store import open_shared_store, wait_for_all_ranks
 from penstock.runtime.distributed.topology import Topology
@@ -134,7 +135,7 @@ class ProcessGroups:
         self._shared_store = open_shared_store(all_ranks, f"pipe{number}")
         self.device, self._heartbeat, self._link_backend = device, heartbeat, link_backend
         self._open_count = 0
-        self._call_count = 0
+        self._call_counts: Counter[str] = Counter()  # by operation, as the user counts them
         self._call_lock = threading.Lock()
         self._calling_thread: int | None = None
         self._linked_pairs: frozenset[tuple[int, int]] | None = None
@@ -166,13 +167,12 @@ class ProcessGroups:
         with self._call_lock:
             if self.watchdog.closed:
                 self._reopen()
-            self._call_count += 1
-            name = f"{operation} (call {self._call_count}){self._replica_suffix}"
+            self._call_counts[operation] += 1
+            name = f"{operation} (call {self._call_counts[operation]}){self._replica_suffix}"
             self._calling_thread = threading.get_ident()
             try:
                 with self.watchdog.guarded(name, timeout_factor):
                     yield name
-                self.watchdog.mark_outside_call()
             finally:
                 self._calling_thread = None
 
@@ -227,7 +227,6 @@ class ProcessGroups:
             store, rank, len(all_ranks), topology.pipeline_group if all_ranks == members else None
         )
         self._open_count += 1
-        self._call_count = 0
         self._call_cache.clear()
         self._abort_callbacks, self._save_process_group, self._pair_groups = [], None, {}
         self.watchdog = Watchdog(
@@ -248,10 +247,17 @@ class ProcessGroups:
                 self._open_group(GLOO, members, replica_store), self.pipeline_watchdog
             )
             self._open_replica_channels(store)
+            self._agree_on_call_counts()
             rank_pairs, self._linked_pairs = self._linked_pairs, None
             if rank_pairs is not None:  # after a fault: open the links that were there
                 self.open_links(rank_pairs)
-        self.watchdog.mark_outside_call()
+
+    def _agree_on_call_counts(self) -> None:
+        """Take the largest counts of all ranks: after a failure they may differ by one."""
+        for counts in self.pipeline_channel.all_gather_value(
+            dict(self._call_counts), "the numbers of calls"
+        ):
+            self._call_counts |= Counter(counts)
 
     def open_links(self, rank_pairs: frozenset[tuple[int, int]]) -> None:
         """Open links for these pairs of ranks (sender, receiver). Open ones stay open.
@@ -301,13 +307,14 @@ class ProcessGroups:
 
     def _open_group(self, backend: LinkBackend, ranks: Sequence[int], store: Store) -> Any:
         """Return a new group that is connected and that the watchdog can abort."""
-        group = backend.open_group(
-            PrefixStore(backend.name, store),
-            ranks.index(dist.get_rank()),
-            len(ranks),
-            self.device.device,
-            _GROUP_TIMEOUT,
-        )
+        with close_sockets_in_children():
+            group = backend.open_group(
+                PrefixStore(backend.name, store),
+                ranks.index(dist.get_rank()),
+                len(ranks),
+                self.device.device,
+                _GROUP_TIMEOUT,
+            )
         self._abort_callbacks.append(partial(backend.abort_group, group))
         return group
 

@@ -39,6 +39,7 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
+from penstock.runtime import signals
 from penstock.runtime.distributed.call_setup import (
     AgreedCall,
     CallSetup,
@@ -201,6 +202,8 @@ class DistributedEngine:
         groups.open_links(self.placed_partition.communicating_ranks)
         self.call_setup = CallSetup(groups, self.placed_partition, data_policy)
         self.last_step: HasTimeline | None = None
+        self._saves_on_preemption = False
+        self.is_preempted = False  # all ranks have agreed that one of them has received SIGTERM
 
     @property
     def has_replicated_stages(self) -> bool:
@@ -262,6 +265,25 @@ class DistributedEngine:
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return the process group for checkpoints, over all replicas, and this replica's index."""
         return CheckpointPeers(self.groups.get_save_channel(), self.groups.topology.replica_index)
+
+    def expect_preemption(self) -> None:
+        """Let the ranks tell each other from now on, at the end of each step, about SIGTERM."""
+        self._saves_on_preemption = True
+
+    def check_preemption(self) -> bool:
+        """Return whether this rank has received SIGTERM, or the same rank of another replica."""
+        if not self._saves_on_preemption:
+            return False
+        is_preempted, channel = signals.is_preempted(), self.groups.replica_channel
+        if channel is None:
+            return is_preempted
+        flags = channel.all_gather(torch.tensor([is_preempted]), "the end of its step")
+        return any(map(bool, flags))
+
+    def is_true_on_any_rank(self, value: bool) -> bool:
+        """Return whether the value is true on any rank, inside a call that all ranks make."""
+        channel = self.groups.get_save_channel()
+        return any(channel.all_gather_value(value, "a decision of all ranks"))
 
     def forecast(self, request: Request, cost: Cost | None) -> Timeline:
         """Simulate a step with the given cost, or with the measured costs of the last step."""
@@ -421,6 +443,7 @@ class DistributedCall:
             execution,
             rank_result,
             1 if averaging_channel is None else averaging_channel.size,
+            self._engine.check_preemption(),
         )
         # The collectives of DDP and FSDP run in the user's process groups, which the watchdog
         # cannot abort. A failure before this point is found in a wait of ours instead of a
@@ -444,6 +467,7 @@ class DistributedCall:
         All ranks advance the RNG if any rank drew random numbers, so that their generators stay
         equal. The entry is complete only here, after all ranks have reported success.
         """
+        self._engine.is_preempted |= totals.is_preempted
         if totals.used_rng:
             advance_caller_rng()
         self._groups.pipeline_channel.flush()
@@ -483,6 +507,8 @@ class DistributedCall:
             program,
             execution,
             RankResult(used_rng=execution.used_rng),
+            # Some replicas may not make this call, so they could not agree on anything in it.
+            is_preempted=self._groups.replica_channel is None and self._engine.check_preemption(),
         )
         self._finish(totals)
         is_shared = self._engine.data_policy.outputs == "all"

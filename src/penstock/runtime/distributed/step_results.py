@@ -47,7 +47,7 @@ _LOSS_DTYPES = (
 )
 # The first entries of the row that a rank sends: loss, index of its dtype in _LOSS_DTYPES, rescale
 # factor, used_rng, has_outputs. The start and end of each action follow. nan: not known here.
-_HEADER_LENGTH = 5
+_HEADER_LENGTH = 6
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class GlobalResult:
     has_outputs: bool
     timings: GatheredTimings
     averaged_replicas: int = 1  # how many replicas the pipe averages gradients over
+    is_preempted: bool = False  # a rank has received SIGTERM, and the pipe saves on preemption
 
     @property
     def input_gradient_factor(self) -> Tensor | None:
@@ -115,6 +116,7 @@ def all_gather_results(
     execution: Execution,
     rank_result: RankResult,
     averaged_replicas: int = 1,
+    is_preempted: bool = False,
 ) -> GlobalResult:
     """Send the results of this rank to all ranks of the pipeline, and return those of all.
 
@@ -128,6 +130,7 @@ def all_gather_results(
     if rank_result.rescale_factor is not None:
         own_row[2] = float(rank_result.rescale_factor)
     own_row[3], own_row[4] = rank_result.used_rng, rank_result.has_outputs
+    own_row[5] = is_preempted
     (worker,), (origin,) = execution.workers, execution.time_origins
     for bound_action, start, end in worker.timed_actions:
         offset = _HEADER_LENGTH + 2 * bound_action.lane_index
@@ -143,6 +146,7 @@ def all_gather_results(
         bool(last_row[4]),
         GatheredTimings(program, [row[_HEADER_LENGTH:] for row in rows]),
         averaged_replicas,
+        any(row[5] for row in rows),
     )
 
 

@@ -70,6 +70,8 @@ def diagnosed(*statuses: PeerStatus, suspicious: bool = False, me: int = 0) -> s
         ([waits("the end", (0, 1)), at("1F0"), outside(still=LONG)], "nobody"),
         ([waits("the end", (0, 2)), at("1F0", still=LONG), outside(still=LONG)], "2 stalled"),
         ([waits("the end", (0, 1)), waits("the end", (0, 1)), outside(still=LONG)], "nobody"),
+        # A rank that has arrived, too, and falls silent then: its host is lost.
+        ([waits("step 4"), waits("step 4", quiet=LONG), outside()], "1 died"),
         # The most severe failure comes first.
         ([waits("step 4"), at("1F0", still=LONG), at("2F0", quiet=LONG, still=LONG)], "2 died"),
     ],

@@ -209,7 +209,6 @@ def comes_through(stage: Stage) -> None:
         if stage.rank == 1:
             time.sleep(0.5)
         watchdog.mark_computing("its end")
-    watchdog.mark_outside_call()
     stage.report(through=True)
     step(watchdog, stage, 1, At(0, "agreement", burst))
 

@@ -178,7 +178,10 @@ def diagnose(
     awaited = _find_awaited(own_status.heartbeat, others)
     waiter = f"rank {own_rank} was {own_status.heartbeat}"
     is_computing = own_status.heartbeat.state is RankState.COMPUTING
-    suspects = others if has_symptom or (may_wait_on_device and is_computing) else awaited
+    # A rank that waits at the same point, and then falls silent, has died or is cut off.
+    suspects = _find_awaited(own_status.heartbeat, others, include_arrived=True)
+    if has_symptom or (may_wait_on_device and is_computing):
+        suspects = others
     # Died. The most silent rank comes first: on a busy machine the heartbeats of live ranks are
     # late as well.
     for rank, (beat, silent, _) in sorted(
@@ -207,10 +210,13 @@ def diagnose(
     return _find_deadlock(own_rank, statuses, timeouts)
 
 
-def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dict[int, PeerStatus]:
+def _find_awaited(
+    heartbeat: Heartbeat, others: Mapping[int, PeerStatus], include_arrived: bool = False
+) -> dict[int, PeerStatus]:
     """Return the statuses of the ranks that a rank waits for.
 
-    If it waits for several, those that wait at the same point are left out: they have arrived, too.
+    If it waits for several, those that wait at the same point are left out, unless
+    `include_arrived` is set: they have arrived, too.
     """
     if heartbeat.state is not RankState.WAITING:
         return {}
@@ -224,7 +230,8 @@ def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dic
     return {
         rank: status
         for rank, status in others.items()
-        if rank in awaited and get_position(status.heartbeat) != get_position(heartbeat)
+        if rank in awaited
+        and (include_arrived or get_position(status.heartbeat) != get_position(heartbeat))
     }
 
 

@@ -7,9 +7,11 @@ raise the same RemoteError from it. The functions below build the report of each
 |----------------------|-------------|-------------------------------------------------|
 | describe_exception   | raised      | raised an exception                             |
 |                      | interrupted | got KeyboardInterrupt or SystemExit             |
-| describe_signal      | interrupted | received SIGTERM or SIGINT while it waited in C |
+| describe_signal      | interrupted | received SIGTERM or SIGINT and cannot handle it |
 | describe_death       | died        | sends no heartbeats any more                    |
 | describe_lost_store  | died        | that hosts the store is gone                    |
+| describe_unreachable_store | died  | that hosts the store does not answer            |
+| describe_unreadable_report | raised | wrote a failure that is not one                 |
 | describe_stall       | stalled     | sends heartbeats but makes no progress          |
 | describe_deadlock    | stalled     | waits for another, which waits for this one     |
 | describe_departure   | left        | ended its program, or deleted its pipe          |
@@ -19,11 +21,17 @@ from __future__ import annotations
 
 import json
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import ErrorLocation, FailureKind, RemoteError
 
-_MAX_TRACEBACK_CHARS = 20_000  # the end of a traceback that goes into the store
+# What goes into the store of a traceback (its end) and of a message (its beginning). A store takes
+# 8 MB, and breaks the connection of a process that writes more.
+_MAX_TRACEBACK_CHARS = 20_000
+_MAX_MESSAGE_CHARS = 20_000
+_MAX_ERROR_LINE_CHARS = 2_000
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,13 @@ class Failure:
     def to_json(self) -> str:
         """Return the failure as JSON text."""
         return json.dumps(asdict(self))
+
+    def shorten(self) -> Failure:
+        """Return the failure with a message and a traceback that fit into a store."""
+        message, omitted = self.message, len(self.message) - _MAX_MESSAGE_CHARS
+        if omitted > 0:
+            message = f"{message[:_MAX_MESSAGE_CHARS]} ... ({omitted} more characters)"
+        return replace(self, message=message, traceback=self.traceback[-_MAX_TRACEBACK_CHARS:])
 
     @staticmethod
     def from_json(text: str | bytes) -> Failure:
@@ -79,6 +94,8 @@ def describe_exception(
     where = getattr(error, "whereabouts", None)
     location = doing if where is None else f"in {call_name}, {where}"
     error_line = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
+    if len(error_line) > _MAX_ERROR_LINE_CHARS:
+        error_line = f"{error_line[:_MAX_ERROR_LINE_CHARS]} ..."
     message = (
         f"rank {rank} failed, {location}: {error_line}\n"
         f"Every rank of the pipe stopped. Fix the error on rank {rank}, or catch RemoteError on "
@@ -128,11 +145,18 @@ def describe_departure(rank: int, doing: str, waiter_status: str) -> Failure:
     return Failure(message, "left", rank, doing)
 
 
-def describe_signal(rank: int, doing: str, signal_name: str) -> Failure:
+def describe_signal(
+    rank: int, doing: str, signal_name: str, preemption_limit: float | None = None
+) -> Failure:
     """Return the report of a signal that ends this process and that no other handler caught."""
     message = (
         f"rank {rank} was terminated by {signal_name}, {doing}. Every rank of the pipe stopped."
     )
+    if preemption_limit is not None:
+        message += (
+            f" It could not end its step and save within {preemption_limit:g} s. Save more often, "
+            f"or call save_on_preemption with a larger within=, if the launcher waits so long."
+        )
     return Failure(message, "interrupted", rank, doing)
 
 
@@ -148,3 +172,30 @@ def describe_lost_store(host_rank: int | None) -> Failure:
         f"ended. Its output may say why. Restart all ranks from the last checkpoint."
     )
     return Failure(message, "died", host_rank)
+
+
+def describe_unreachable_store(host: str, host_rank: int | None, seconds: float) -> Failure:
+    """Return the report of a store that does not answer. Each rank builds it alone."""
+    message = (
+        f"lost contact with {host}, which holds the store that the ranks share: no answer for "
+        f"{seconds:.1f} s. That host is down, frozen, or cut off from the network. Restart all "
+        f"ranks from the last checkpoint."
+    )
+    return Failure(message, "died", host_rank)
+
+
+def describe_store_host(store: Store, host_rank: int | None) -> str:
+    """Return the host of a store in words."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    name = f"host {getattr(store, 'host', 'unknown')}"
+    return name if host_rank is None else f"{name} (rank {host_rank})"
+
+
+def describe_unreadable_report(text: bytes) -> Failure:
+    """Return the report of a text in the place of a failure that no rank has written."""
+    message = (
+        f"the store that the ranks share says that a rank has failed, but not how: {text[:80]!r}. "
+        f"Another program has written to the store. Keep its port closed to others."
+    )
+    return Failure(message, "raised", None)

@@ -3,7 +3,7 @@
     rank 0   at 0F0   at 0F1   waiting for 1>0:0 from rank 1 ────────────────┐
     rank 1   waiting  at 1F0 ╳ exception: written to the store, all wake up ◄┘ RemoteError on both
 
-Each process has three threads that matter here:
+Each process has four threads that matter here:
 
 | thread   | does                                                                                 |
 |----------|--------------------------------------------------------------------------------------|
@@ -13,6 +13,8 @@ Each process has three threads that matter here:
 |          | the guarded thread waits; publishes a failure                                        |
 | listener | blocks in the store until any rank publishes a failure, then aborts the groups so    |
 |          | that the guarded thread wakes up                                                     |
+| sentinel | does no I/O: finds that the store does not answer the monitor, and ends |
+|          | the process if the guarded thread does not return after a failure                    |
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, RemoteError, RunError
+from penstock.runtime import signals
 from penstock.runtime.distributed.failure import report as causes
 from penstock.runtime.distributed.failure.detector import (
     AwaitedRanks,
@@ -46,7 +49,6 @@ from penstock.runtime.distributed.failure.detector import (
     diagnose,
 )
 from penstock.runtime.distributed.failure.report import Failure
-from penstock.runtime.distributed.failure.signals import SignalHandler
 from penstock.runtime.distributed.links import LINK_BACKENDS
 
 # -------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ from penstock.runtime.distributed.links import LINK_BACKENDS
 #
 #     failure       the failure as JSON; compare_set, so the first writer wins
 #     wake/2        set when rank 2 should read `failure`, or when its listener may end
-#     seen/2        rank 2 has read the failure
+#     seen/2        rank 2 has read the failure, or has left
 #     heartbeat/2   the last heartbeat of rank 2
 # -------------------------------------------------------------------------------------------------
 
@@ -69,6 +71,7 @@ _SIGINT_DELAY = 0.2
 # `Timeouts.after_lost_connection`), which explains more than the signal. Both are in observed time
 # (see `HeartbeatTracker`): on a busy machine a delay in real time would be over first.
 _SIGTERM_DELAY = 2.0
+_SIGTERM_DELAY_BETWEEN_CALLS = 1.5  # the same between calls, where no step has to end
 # The host of the store stays this long, so that the other ranks can read the failure.
 _ACKNOWLEDGE_TIMEOUT = 10.0
 
@@ -103,20 +106,21 @@ class HeartbeatMonitor:
         self.failure_known, self._failure_acknowledged = threading.Event(), threading.Event()
         self._local_failure: Failure | None = None  # the monitor publishes it at its next tick
         self._connection_lost = self._closing = False
-        self.is_raising = False  # the guarded thread has stopped, and is about to raise the failure
+        self._contact_lost = False  # the store has not answered for a heartbeat
+        self._tick_count, self._is_in_tick = 0, False
+        self._pending_tick, self._tick_seconds = 0, 0.0  # the sentinel's own notes about ticks
+        self.is_raising = False  # the main thread has stopped, and is about to report the failure
         self._started_ranks: set[int] = set()  # ranks that have sent a heartbeat
+        self._heartbeats: dict[int, Heartbeat] = {}  # the last one of each of them
         self._signal_times: dict[int, float] = {}  # by signal number, see `_read_clock`
         self._failure_lock, self._failure_time = threading.Lock(), 0.0
         self._tracker = HeartbeatTracker(max_gap=2 * timeouts.interval)
         self._heartbeat_count, self._abort_groups = 0, abort_groups
         self._store = store  # on the host this object is the server: keep it alive
-        # A socket and not an Event: signals can write to it while the main thread is in C.
-        self._wakeup_receiver, self.wakeup_sender = socket.socketpair()
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
-        self.wakeup_sender.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
-        # The monitor must notice a store that hangs. The listener waits as long as it takes.
-        stores[0].set_timeout(timedelta(seconds=max(timeouts.heartbeat, 1)))
         targets = {"monitor": self._run_monitor, "listener": self._run_listener}
         self._threads = [
             threading.Thread(target=target, args=(client,), name=f"penstock-{name}", daemon=True)
@@ -124,6 +128,17 @@ class HeartbeatMonitor:
         ]
         for thread in self._threads:
             thread.start()
+        signals.watch(self)
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a thread is inside a call of the pipe."""
+        return self.guarded_thread is not None
+
+    @property
+    def _is_told_to_end(self) -> bool:
+        """Whether SIGTERM has arrived and ends this process. After a preemption it saves first."""
+        return signal.SIGTERM in self._signal_times and signals.get_preemption_limit() is None
 
     # ---- called by the guarded thread ------------------------------------------------------
 
@@ -140,7 +155,7 @@ class HeartbeatMonitor:
         """
         self._local_failure = failure = causes.describe_exception(
             error, self.rank, self.call_name, doing, self.call_count
-        )
+        ).shorten()
         self.wake()
         self.failure_known.wait(self.timeouts.failure_wait)
         return self.failure or failure
@@ -150,7 +165,8 @@ class HeartbeatMonitor:
         self._connection_lost = True
         self.wake()
         # The deadline is in observed time: while this process is suspended it cannot see which
-        # ranks are silent. The second deadline, in real time, is a backstop.
+        # ranks are silent. The second deadline, in real time, is a backstop. It is longer than the
+        # time after which a store that does not answer is given up (see `check_deadlines`).
         observed_deadline = self._tracker.observed_seconds + self.timeouts.failure_wait
         deadline = time.monotonic() + 4 * self.timeouts.failure_wait
         while self._tracker.observed_seconds < observed_deadline and time.monotonic() < deadline:
@@ -160,55 +176,69 @@ class HeartbeatMonitor:
 
     def wait_for_acknowledgement(self) -> None:
         """Wait until the other ranks have read the failure, if this process hosts the store."""
-        self._failure_acknowledged.wait(_ACKNOWLEDGE_TIMEOUT + 0.5)
+        if self.failure is not None:
+            self._failure_acknowledged.wait(_ACKNOWLEDGE_TIMEOUT + 0.5)
+
+    def forget_sigint(self) -> None:
+        """Forget a SIGINT that the user's own handler has dealt with in a call."""
+        self._signal_times.pop(signal.SIGINT, None)
 
     def wake(self) -> None:
         """Wake the monitor thread, so that it acts now instead of at the next interval."""
         with suppress(OSError):
-            self.wakeup_sender.send(b"\0")
+            self._wakeup_sender.send(b"\0")
 
     def close(self) -> None:
         """Announce that this rank leaves, and end both threads."""
         self._closing = True
         self.wake()
+        signals.unwatch(self, failed=self.failure is not None)
+        # A thread that waits for a store out of reach does not end.
+        deadline = time.monotonic() + (0.1 if self._contact_lost else _MAIN_THREAD_GRACE)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout=_MAIN_THREAD_GRACE)
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     # ---- the monitor thread ----------------------------------------------------------------
 
     def _run_monitor(self, store: Store) -> None:
         try:
             while not self._closing and self.failure is None:
+                self._is_in_tick = True
                 self._tick(store)
+                self._is_in_tick = False
+                self._tick_count += 1
                 self._sleep_until_wakeup()
         except RuntimeError:
+            self._is_in_tick = False
             self._handle_lost_store()
-        # A failure is known. Stay until the guarded thread closes the watchdog, or end the process
-        # if it does not.
-        while not self._closing:
-            if self._is_overdue():
-                self._exit_process()
+        while not self._closing:  # a failure is known: the guarded thread closes the watchdog
             self._sleep_until_wakeup()
         with suppress(RuntimeError):
             if self.failure is None:
                 self.activity = RankState.LEFT, "", None, 1.0
                 self._publish_heartbeat(store)
+                store.set(f"seen/{self.rank}", "")  # nobody has to wait for this rank any more
             store.set(f"wake/{self.rank}", "")
         self._wakeup_receiver.close()
-        self.wakeup_sender.close()
+        self._wakeup_sender.close()
 
     def _tick(self, store: Store) -> None:
-        """Publish a heartbeat. Check the heartbeats of others if this rank waits, and signals."""
+        """Publish a heartbeat. Check the heartbeats of others if this rank waits, and signals.
+
+        Every tick asks the store for something. `set` alone has no answer, so it would not tell
+        whether the store is still there.
+        """
         self._publish_heartbeat(store)
-        failure = self._local_failure
+        # The writer may have died before it set the wake keys.
+        failure = _read_failure(store) if store.check(["failure"]) else self._local_failure
         state = self.activity[0]
         may_wait = state is RankState.WAITING or (
             self._may_wait_on_device and state is RankState.COMPUTING
         )
         # A lost connection and SIGTERM are symptoms: another rank may have died, even if this one
         # does not wait for it.
-        has_symptom = self._connection_lost or signal.SIGTERM in self._signal_times
+        has_symptom = self._connection_lost or self._is_told_to_end
         if failure is None and (may_wait or has_symptom):
             failure = self._check_peers(store, has_symptom)
         failure = failure or self._check_signals()
@@ -227,8 +257,6 @@ class HeartbeatMonitor:
 
     def _check_peers(self, store: Store, has_symptom: bool) -> Failure | None:
         """Read the heartbeats of the monitored ranks. Return a failure if there is one."""
-        if store.check(["failure"]):  # its writer may have died before it set the wake keys
-            return Failure.from_json(store.get("failure"))
         # `get` blocks until a key exists, so ask only for ranks that have sent a heartbeat.
         keys = {rank: f"heartbeat/{rank}" for rank in self._monitored_ranks}
         self._started_ranks |= {
@@ -237,43 +265,49 @@ class HeartbeatMonitor:
         heartbeats = dict.fromkeys(keys, Heartbeat(0, 0, RankState.NOT_STARTED))
         if self._started_ranks:
             texts = store.multi_get([keys[rank] for rank in self._started_ranks])
-            heartbeats.update(
-                zip(self._started_ranks, map(Heartbeat.from_json, texts), strict=True)
-            )
+            for rank, text in zip(self._started_ranks, texts, strict=True):
+                with suppress(ValueError, TypeError):  # another program has written to this key
+                    self._heartbeats[rank] = Heartbeat.from_json(text)
+            heartbeats.update(self._heartbeats)
         heartbeats[self.rank] = self.build_heartbeat()
         statuses = self._tracker.update(heartbeats, time.monotonic())
         return diagnose(self.rank, statuses, self.timeouts, has_symptom, self._may_wait_on_device)
 
     def _sleep_until_wakeup(self) -> None:
-        """Sleep until the next interval, or until a byte arrives on the wakeup socket.
-
-        Byte 0 comes from `wake`. Python's C-level handler writes other bytes: signal numbers.
-        """
-        is_urgent = self._signal_times or self.failure is not None
+        """Sleep until the next interval, or until `wake` is called."""
+        is_urgent = self._signal_times or self._connection_lost or self.failure is not None
         pause = min(0.05, self.timeouts.interval) if is_urgent else self.timeouts.interval
         select.select([self._wakeup_receiver], [], [], pause)
         with suppress(BlockingIOError):
-            for number in self._wakeup_receiver.recv(64):
-                if number:
-                    self._signal_times.setdefault(number, self._read_clock(number))
+            self._wakeup_receiver.recv(64)
 
     def _read_clock(self, signal_number: int) -> float:
         """Return the time that the delay of a signal is measured in."""
-        is_sigterm = signal_number == signal.SIGTERM
+        is_sigterm = signal_number == signal.SIGTERM and signals.get_preemption_limit() is None
         return self._tracker.observed_seconds if is_sigterm else time.monotonic()
 
     def _check_signals(self) -> Failure | None:
-        """Return the failure of a signal that the guarded thread cannot handle: it waits in C."""
-        if self.guarded_thread is None:
-            return None
-        for number, pause in ((signal.SIGINT, _SIGINT_DELAY), (signal.SIGTERM, _SIGTERM_DELAY)):
-            signal_time = self._signal_times.get(number)
-            if signal_time is None or self._read_clock(number) - signal_time < pause:
-                continue
-            # If the user has installed a SIGINT handler, it may want to continue after the signal.
-            if number == signal.SIGTERM or signal.getsignal(number) is signal.default_int_handler:
+        """Return the failure of a signal that the guarded thread cannot handle: it waits in C.
+
+        A handler of the user's own is respected: the rank may want to continue after the signal.
+        """
+        for number, signal_time in list(self._signal_times.items()):
+            seconds = self._read_clock(number) - signal_time
+            if number == signal.SIGINT:
+                is_due = (
+                    self.is_in_call
+                    and seconds > _SIGINT_DELAY
+                    and signal.getsignal(number) is signal.default_int_handler
+                )
+            else:
+                delay = _SIGTERM_DELAY if self.is_in_call else _SIGTERM_DELAY_BETWEEN_CALLS
+                limit = signals.get_preemption_limit()
+                is_due = seconds > (delay if limit is None else limit) and signals.owns_sigterm()
+            if is_due:
                 name = signal.Signals(number).name
-                return causes.describe_signal(self.rank, str(self.build_heartbeat()), name)
+                return causes.describe_signal(
+                    self.rank, str(self.build_heartbeat()), name, signals.get_preemption_limit()
+                )
         return None
 
     # ---- the listener thread ---------------------------------------------------------------
@@ -281,8 +315,11 @@ class HeartbeatMonitor:
     def _run_listener(self, store: Store) -> None:
         try:
             self._wait_for_wake_key(store)
-            if store.check(["failure"]):
-                failure = Failure.from_json(store.get("failure"))
+            # Without a failure this rank is closing, or another program has set the key.
+            while not (is_known := store.check(["failure"])) and not self._closing:
+                time.sleep(self.timeouts.interval)
+            if is_known:
+                failure = _read_failure(store)
                 self._wait_for_current_call(failure)
                 self._record_failure(failure)
                 store.set(f"seen/{self.rank}", "")
@@ -320,8 +357,8 @@ class HeartbeatMonitor:
         The store ends with the process of its host, and that may exit right after the error.
         """
         failure = self.failure
-        excluded = {self.rank}
-        if failure is not None and failure.kind != "raised" and failure.rank is not None:
+        excluded: set[int | None] = {self.rank}
+        if failure is not None and failure.kind not in ("raised", "stalled"):
             excluded.add(failure.rank)  # the failed rank cannot answer
         keys = [f"seen/{rank}" for rank in range(self.size) if rank not in excluded]
         deadline = time.monotonic() + _ACKNOWLEDGE_TIMEOUT
@@ -330,22 +367,70 @@ class HeartbeatMonitor:
                 return
             time.sleep(0.01)
 
-    # ---- both threads ----------------------------------------------------------------------
+    # ---- the sentinel ----------------------------------------------------------------------
+
+    def receive_signal(self, number: int) -> None:
+        """Note a signal that this process has received, unless the user's own code handles it."""
+        if (number == signal.SIGTERM and signals.owns_sigterm()) or (
+            number == signal.SIGINT and self.is_in_call
+        ):
+            self._signal_times.setdefault(number, self._read_clock(number))
+            self.wake()
+
+    def check_deadlines(self, seconds: float) -> None:
+        """Find out whether the store answers the monitor, and whether the guarded thread returns.
+
+        `seconds` have passed since the last look. This thread does no I/O: a store that does not
+        answer holds up every thread that asks it, for as long as the operating system likes.
+        """
+        if self._is_in_tick and self._pending_tick == self._tick_count:
+            self._tick_seconds += seconds
+        else:
+            self._pending_tick, self._tick_seconds = self._tick_count, 0.0
+        # After a lost connection something has failed already: the store may be a part of it.
+        limit = self.timeouts.silence
+        if self._connection_lost:
+            limit = min(limit, self.timeouts.failure_wait)
+        if self.failure is None and not self._contact_lost and self._tick_seconds > limit:
+            self._contact_lost = True
+            self._failure_acknowledged.set()
+            host = causes.describe_store_host(self._store, self.host_rank)
+            lost = causes.describe_unreachable_store(host, self.host_rank, self._tick_seconds)
+            # Aborting a group may block.
+            threading.Thread(
+                target=self._record_failure,
+                args=(self._local_failure or lost,),
+                name="penstock-abort",
+                daemon=True,
+            ).start()
+        elif self._is_overdue():
+            self._exit_process()
+
+    def wait_until_told(self, timeout: float) -> None:
+        """Wait until all ranks know why this process ends."""
+        self.is_raising = True
+        if not self._closing and self.failure_known.wait(timeout):
+            self.wait_for_acknowledgement()
+
+    # ---- all threads -----------------------------------------------------------------------
 
     def _record_failure(self, failure: Failure) -> None:
         """Store the failure, and abort the groups so that the guarded thread stops waiting."""
-        # Both threads may get here at once: the listener with a failure from the store, the
+        # Several threads may get here at once: the listener with a failure from the store, the
         # monitor with a lost store. The first one counts.
         with self._failure_lock:
             if self.failure is not None:
                 return
             self._failure_time = time.monotonic()
             self.failure = failure
+        # At once, and before the others exit: a launcher may then end this process, too.
+        if (failure.kind, failure.rank) == ("stalled", self.rank):
+            _write_stderr(f"penstock: rank {self.rank} is stuck here:\n{self._format_stack()}")
         self.failure_known.set()
         is_remote = failure.rank != self.rank and failure != causes.describe_lost_store(
             self.host_rank
         )
-        if self.guarded_thread is None and is_remote and not self._closing:
+        if not self.is_in_call and is_remote and not self._closing:
             # Between calls no thread is there to raise it. The next call does, but a launcher may
             # end this process before, so print it now.
             _write_stderr(
@@ -362,22 +447,27 @@ class HeartbeatMonitor:
     def _is_overdue(self) -> bool:
         """Return whether the guarded thread should have returned by now.
 
-        A rank that is itself the stalled one, or that received SIGTERM, gets a short grace. Any
-        other rank gets one heartbeat, or no limit if it is outside a call. A thread that is about
-        to raise the failure has returned; it may still wait for the other ranks to read it.
+        A rank that is itself the cause, or that received SIGTERM, gets a short grace. Any other
+        rank gets one heartbeat. Outside a call there is no limit, or half a heartbeat if the store
+        is out of reach. A thread that is about to raise the failure has returned; it may still wait
+        for the other ranks to read it.
         """
         failure = self.failure
-        if self.is_raising:
+        if failure is None or self.is_raising or self._closing:
             return False
-        is_stalled_rank = (
-            failure is not None and failure.kind == "stalled" and failure.rank == self.rank
-        )
+        is_cause = failure.kind in ("stalled", "interrupted") and failure.rank == self.rank
         grace = _MAIN_THREAD_GRACE
-        if not is_stalled_rank and signal.SIGTERM not in self._signal_times:
-            if self.guarded_thread is None:
+        if not is_cause and not self._is_told_to_end:
+            if not self.is_in_call and not self._contact_lost:
                 return False
-            grace = max(self.timeouts.heartbeat, _MAIN_THREAD_GRACE)
+            grace = max(self.timeouts.heartbeat / (1 if self.is_in_call else 2), grace)
         return time.monotonic() - self._failure_time > grace
+
+    def _format_stack(self) -> str:
+        """Return the stack of the guarded thread, or of the main thread between calls."""
+        thread = self.guarded_thread or threading.main_thread()
+        frame = sys._current_frames().get(thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _exit_process(self) -> None:
         """Print the stack of the stuck thread and end the process.
@@ -385,15 +475,21 @@ class HeartbeatMonitor:
         Python cannot interrupt a thread that is stuck in C, and `sys.exit` in this thread would end
         this thread only. So only `os._exit` is left.
         """
-        thread = self.guarded_thread or threading.main_thread()
-        frame = sys._current_frames().get(thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         assert self.failure is not None
         _write_stderr(
             f"penstock: rank {self.rank} exits, because its thread is stuck here:\n"
-            f"{stack}\n{self.failure.to_error()}"
+            f"{self._format_stack()}\n{self.failure.to_error()}"
         )
         os._exit(1)
+
+
+def _read_failure(store: Store) -> Failure:
+    """Return the failure in the store. It is known to be there."""
+    text = store.get("failure")
+    try:
+        return Failure.from_json(text)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return causes.describe_unreadable_report(text)
 
 
 def _write_stderr(text: str) -> None:
@@ -566,7 +662,6 @@ class FailureGuard:
     ) -> None:
         self._watchdog, self._monitor = watchdog, monitor
         self._call_name, self._timeout_factor = call_name, timeout_factor
-        self._signal_handler = SignalHandler(monitor.wakeup_sender.fileno())
         self._outer_thread = monitor.guarded_thread
 
     def __enter__(self) -> None:
@@ -582,7 +677,7 @@ class FailureGuard:
             raise monitor.failure.to_error()
         monitor.guarded_thread, monitor.call_name = threading.current_thread(), self._call_name
         monitor.call_count += self._outer_thread is None
-        self._signal_handler.install()
+        signals.install()
         monitor.progress += 1
         activity = RankState.COMPUTING, "its beginning", None, self._timeout_factor
         monitor.activity = monitor.compute_activity = activity
@@ -596,11 +691,13 @@ class FailureGuard:
         monitor = self._monitor
         if error is None:
             monitor.guarded_thread = self._outer_thread
-            self._signal_handler.uninstall(failed=False)
+            if self._outer_thread is None:
+                self._watchdog.mark_outside_call()
+                monitor.forget_sigint()
+                signals.deliver_held_sigterm()
             return
         # A guard inside this one has raised it and closed the watchdog.
         if isinstance(error, RemoteError) and self._watchdog.closed:
-            self._signal_handler.uninstall(failed=True)
             return
         activity, is_lost = str(monitor.build_heartbeat()), _is_connection_error(error, monitor)
         monitor.is_raising = True
@@ -613,7 +710,6 @@ class FailureGuard:
             error = interrupt
             failure = monitor.publish_exception(error, activity)
         monitor.guarded_thread = None
-        self._signal_handler.uninstall(failed=True)
         self._watchdog.close()
         if not isinstance(error, Exception):
             raise error
@@ -622,7 +718,20 @@ class FailureGuard:
         # A transport error explains nothing once the cause is known: do not chain it.
         if is_lost and (failure.kind, failure.rank) != ("raised", monitor.rank):
             raise remote from None
-        raise remote from (error.__cause__ if isinstance(error, RemoteError) else error)
+        raise remote from (error.__cause__ if isinstance(error, RemoteError) else _wrap_stop(error))
+
+
+def _wrap_stop(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError from it if it is a StopIteration.
+
+    Python's context managers drop a RuntimeError that has a StopIteration as its direct cause, and
+    raise the StopIteration in its place.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    wrapped = RuntimeError("a layer, the loss or a hook raised StopIteration")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _is_connection_error(error: BaseException, monitor: HeartbeatMonitor) -> bool:
