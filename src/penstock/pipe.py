@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.checkpoint.saver import SaveHandle, SaveHistory
+from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
 from penstock.config import check_audit, check_choices, check_chunks, check_loss_fn
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
@@ -589,6 +589,7 @@ class Pipe(nn.Module):
         optimizer: OptimizerArgument = None,
         extra: Callable[[], Any] | None = None,
         within: float = 25.0,
+        keep: int = 2,
     ) -> None:
         """Save and exit when SIGTERM arrives: the job is preempted, or its time is over.
 
@@ -609,9 +610,10 @@ class Pipe(nn.Module):
             within: Seconds from the signal to the end of the process. If they are over before the
                 checkpoint is complete, every rank ends, and the last checkpoint stays. Launchers
                 send SIGKILL after 30 seconds by default (torchrun, Slurm, Kubernetes).
+            keep: How many checkpoints the folder keeps, with the new one, as for `save`.
 
         Raises:
-            ArgumentError: If `within` is not a number above 0.
+            ArgumentError: If `within` is not a number above 0, or `keep` is not a number from 1 up.
             PenstockTypeError: If `extra` cannot be called.
             RunError: If the process has a SIGTERM handler of its own, or this is not the main
                 thread.
@@ -631,11 +633,12 @@ class Pipe(nn.Module):
         >>> pipe.load(folder)
         {'step': 3}
         """
-        request = PreemptionRequest(Path(folder).absolute(), optimizer, extra, within)
+        request = PreemptionRequest(Path(folder).absolute(), optimizer, extra, within, keep)
         with self._engine.guarded_slow_call(
-            "preparing to save on preemption", folder=request.folder, within=within
+            "preparing to save on preemption", folder=request.folder, within=within, keep=keep
         ):
             request.check()
+            check_keep(keep)
             signals.expect_preemption(within)
         self._engine.expect_preemption()
         self._preemption.request = request
@@ -650,7 +653,8 @@ class Pipe(nn.Module):
                 return
         extra = None if request.extra is None else request.extra()
         self._preemption.request = None  # `extra` or a hook of the save may call the pipe
-        report_saved(self.save(request.folder, request.optimizer, extra).path)
+        saved = self.save(request.folder, request.optimizer, extra, keep=request.keep)
+        report_saved(saved.path)
         signals.end_preemption()
         raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 

@@ -140,6 +140,8 @@ def test_save_on_preemption_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     pipe = local_pipe()
     with pytest.raises(ArgumentError, match="within must be a number of seconds above 0, not 0"):
         pipe.save_on_preemption(tmp_path, within=0)
+    with pytest.raises(ArgumentError, match="keep=0 is not a number of checkpoints"):
+        pipe.save_on_preemption(tmp_path, keep=0)
     with pytest.raises(PenstockTypeError, match="int cannot be called"):
         pipe.save_on_preemption(tmp_path, extra=3)  # type: ignore[arg-type]
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -132,6 +132,14 @@ def build_saver(
     return Saver(local_state, history)
 
 
+def check_keep(keep: int) -> None:
+    """Raise unless `keep` is a number of checkpoints that a folder can keep."""
+    if type(keep) is not int or keep < 1:
+        raise ArgumentError(
+            f"keep={keep!r} is not a number of checkpoints. Pass 1 or more; the new one counts."
+        )
+
+
 @dataclass(frozen=True)
 class Saver:
     """Saves and loads the state of one process. Each method first waits for the pending save."""
@@ -153,10 +161,7 @@ class Saver:
         the writing moves to the background thread.
         """
         self.history.wait()
-        if type(keep) is not int or keep < 1:
-            raise ArgumentError(
-                f"keep={keep!r} is not a number of checkpoints. Pass 1 or more; the new one counts."
-            )
+        check_keep(keep)
         local_state, save_group = self.local_state, self.local_state.save_group
         root = Path(folder).absolute()
         description = f"saving to '{root}'"

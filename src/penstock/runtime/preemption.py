@@ -29,6 +29,7 @@ class PreemptionRequest:
     optimizer: Any
     extra: Callable[[], Any] | None
     within: float
+    keep: int
 
     def check(self) -> None:
         """Raise unless the arguments are valid."""
