@@ -251,7 +251,9 @@ def take_rows(values: Any, rows: MicrobatchRows, *ranges: tuple[int, int]) -> An
             parts = [
                 tensor.narrow(dim, start * times, (stop - start) * times) for start, stop in ranges
             ]
-            pieces[id(tensor), dim] = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            # Without gradients, `narrow` keeps `requires_grad` and `cat` does not.
+            pieces[id(tensor), dim] = piece.requires_grad_(tensor.requires_grad)
         return pieces[id(tensor), dim]
 
     return pytree.tree_map(take_from, values)

@@ -572,11 +572,12 @@ class Audit:
         """Find out whether a loss with new terms is a mean over rows, after its step."""
         self._term_sizes = sizes
         try:
-            with self._reference.isolate(), torch.no_grad():
-                batch = self._reference.take_batch(self._find_rows(self.microbatch))
-                counted = self._get_counted_targets(self.microbatch)
-                forward = self._reference.run_forward(batch, self.microbatch, counted)
-            self._compare_parts(forward)
+            with torch.no_grad():
+                with self._reference.isolate():
+                    batch = self._reference.take_batch(self._find_rows(self.microbatch))
+                    counted = self._get_counted_targets(self.microbatch)
+                    forward = self._reference.run_forward(batch, self.microbatch, counted)
+                self._compare_parts(forward)
         except Exception as error:
             close_failed_checkpoints(error)
             self._failure = error
@@ -605,7 +606,8 @@ class Audit:
             middle = (start + stop) // 2
             ranges = [(start, middle), (middle, stop)]
         try:
-            with torch.no_grad():
+            # In the mode of the forward that they are compared with: x.requires_grad depends on it.
+            with torch.set_grad_enabled(not is_small and torch.is_grad_enabled()):
                 forwards = [self._run_rows([rows], needs_eval) for rows in ranges]
                 together = self._run_rows(ranges, needs_eval) if is_small else whole
                 if any(forward.has_drawn for forward in (*forwards, together)):

@@ -368,9 +368,10 @@ class StageRunner:
                 "recomputation needs its old value. Clone a tensor before you change it, and "
                 "change parameters only after the backward."
             )
-        # With retain_graph the cell may be recomputed again, so a stage that changes its inputs in
-        # place gets copies.
-        inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
+        # The cell may be recomputed again, so a stage that changes its inputs in place gets copies.
+        # Other stages get new leaves, without the hooks that a recomputation has put on the old.
+        copy_tensor = Tensor.clone if self._behavior.mutates_inputs else Tensor.detach
+        inputs = {source: p.map_tensors(copy_tensor) for source, p in saved.payloads.items()}
         state = restore_state(self._modules, self._training_flags, saved.written_buffers)
         with mark_recomputing, state, restore_attributes(saved.attributes):
             return self._build_graph(microbatch, inputs)

@@ -393,21 +393,21 @@ def _check_hooks(
 
 
 def _check_counting_units(trace: Trace, node_stages: Mapping[int, int]) -> None:
-    """Raise if a unit that counts its calls is called on several stages.
+    """Raise if a unit that counts its calls, or assigns a buffer, is called on several stages.
 
-    Each of them has a copy of the unit. A number that only the first call changes is a cache.
+    Each of them has a copy of the unit. A value that only the first call changes is a cache.
     """
     calls: dict[str, list[int]] = {}
     for node_index in trace.unit_call_indices:
         calls.setdefault(trace.nodes[node_index].func.unit, []).append(node_index)
     for unit, node_indices in calls.items():
         stages = sorted({node_stages[node_index] for node_index in node_indices})
-        changed = trace.nodes[node_indices[-1]].changed_numbers
+        changed = trace.nodes[node_indices[-1]].changed_attributes
         if len(stages) > 1 and changed:
             raise CutError(
                 f"unit '{unit}' changes {', '.join(changed)} in each of its calls, which are on "
                 f"stages {', '.join(map(str, stages))}. Each of them has a copy of the unit and "
-                "would count for itself. Pass the number to the unit as an argument, or cut with "
+                "would count for itself. Pass the value to the unit as an argument, or cut with "
                 "stages= so that its calls are on one stage."
             )
 
