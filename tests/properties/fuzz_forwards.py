@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from penstock import ArgumentError, AuditError, PenstockError, Pipe, schedules
@@ -286,8 +287,22 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         module.training = mode
 
 
+class NoHooksOnChangedViews(TorchFunctionMode):
+    """Refuses hooks on views that were changed in place, in which PyTorch 2.13 ends the process."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook and args[0]._is_view() and args[0]._version:
+            raise RuntimeError("a hook on a view that was changed in place")
+        return func(*args, **(kwargs or {}))
+
+
 def is_valid(case: Case) -> bool:
     """Return whether the unsplit model runs, with numbers of a moderate size."""
+    with NoHooksOnChangedViews():
+        return _is_valid(case)
+
+
+def _is_valid(case: Case) -> bool:
     try:
         example = make_batch(case, 0, case.example_rows)
         train_unsplit(case, case.forward.build(), example, None)

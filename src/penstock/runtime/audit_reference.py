@@ -142,9 +142,16 @@ class Reference:
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
 
+    def take_snapshot(self) -> StateSnapshot:
+        """Return a record of the modules as they are, in which a backward can run later."""
+        return StateSnapshot(self.modules, lambda _: False)
+
     @contextmanager
-    def isolate(self) -> Iterator[None]:
-        """Leave everything as it was, whatever the model and the loss do in this context."""
+    def isolate(self, state: StateSnapshot | None = None) -> Iterator[None]:
+        """Leave everything as it was, whatever the model and the loss do in this context.
+
+        With `state`, the modules are inside the context as they were when it was recorded.
+        """
         # State outside of the model: a loss may update a metric, a layer count in a closure.
         reached = find_reachable([*self.modules, self._request.loss_fn])
         own_modules = set(self.modules)
@@ -181,6 +188,8 @@ class Reference:
         ):
             running.is_running = True
             try:
+                if state is not None:
+                    state.restore()
                 yield
             finally:
                 running.is_running = was_running

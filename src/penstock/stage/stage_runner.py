@@ -379,11 +379,12 @@ class StageRunner:
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
 
-        A forward without a graph cannot tell them apart. If there are several outputs, the first
-        forward of each kind is followed by a recomputation whose graph is dropped at once.
+        A forward without a graph cannot tell them apart. If there are several outputs, or a frozen
+        stage that may need no backward at all, the first forward of each kind is followed by a
+        recomputation whose graph is dropped at once.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE}
-        if sum(map(sum, sent.values())) < 2:
+        if sum(map(sum, sent.values())) < 2 and not self._has_frozen_peer:
             return
         saved = self._recompute_inputs[microbatch]
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
@@ -406,6 +407,14 @@ class StageRunner:
         for dst, excluded in detached.items():
             flags = enumerate(sent[dst])
             payloads[dst].needs_grad = tuple([need and n not in excluded for n, need in flags])
+
+    @cached_property
+    def _has_frozen_peer(self) -> bool:
+        peers = (reference() for reference in self.peers)
+        return any(
+            peer is not None and not peer.parameters and any(m._parameters for m in peer._modules)
+            for peer in peers
+        )
 
     @cached_property
     def _trainable_ids(self) -> frozenset[int]:

@@ -17,7 +17,7 @@ computes it again, which costs less than sending it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,14 +203,19 @@ class _NodePlacer:
         A parameter whose stages are fixed counts as produced on the first of them that can be used.
         None means that no argument comes from a stage.
         """
-        producers = [self.trace.values[value].producer for value in node.inputs]
-        candidates = [
-            earliest_stages[p] for p in producers if p is not None and p in earliest_stages
-        ]
-        stages = [stage for stage in candidates if stage is not None]
+        stages = self._find_stages(node.inputs, earliest_stages)
+        # An input that is changed in place may share its memory with an output of a unit.
+        stages = stages or self._find_stages(node.mutations, earliest_stages)
         for _, owner_stages in self._find_owners(node):
             stages.append(min((s for s in owner_stages if s >= max(stages, default=0)), default=0))
         return max(stages) if stages else None
+
+    def _find_stages(
+        self, values: Iterable[int], earliest_stages: Mapping[int, int | None]
+    ) -> list[int]:
+        producers = (self.trace.values[value].producer for value in values)
+        stages = (earliest_stages.get(p) for p in producers if p is not None)
+        return [stage for stage in stages if stage is not None]
 
     def _find_owners(self, node: TraceNode) -> Iterator[tuple[str, list[int]]]:
         """Yield the parameters and written buffers of a node whose stages are fixed, with these."""

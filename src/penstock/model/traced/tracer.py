@@ -368,6 +368,8 @@ class Tracer(OpInterceptor):
             random numbers were drawn   one stage runs it and sends the result
             a parameter or buffer was   one stage runs it
             changed
+            an output of a unit was     one stage runs it
+            changed with the tensor
             no tensor came out          HOST_READ: Python reads contents, which becomes a guard
             the shape of the result     a guard on the shape
             depends on contents
@@ -394,6 +396,8 @@ class Tracer(OpInterceptor):
             return self._append_node(
                 replace(node, has_side_effect=True), result, function_call.tensors, mutated
             )
+        if any(map(self.value_table.shares_memory_with_units, mutated)):
+            return self._append_node(node, result, function_call.tensors, mutated)
         node = replace(node, input_only=True, arg_template=arg_template)
         if not mutated and not returns_tensor:
             self.nodes.append(
