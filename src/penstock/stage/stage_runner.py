@@ -437,30 +437,36 @@ class StageRunner:
             if p is not None
         ]
 
-    def _checksum_parameters(self) -> list[Tensor | None]:
+    def _note_parameters(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the memory of each parameter and a checksum of it."""
         return [
-            checksum(p)
+            (p.detach(), checksum(p))
             for module in self._static_modules
             for p in module._parameters.values()
             if p is not None
         ]
 
     def _find_parameter_write(
-        self, versions: list[tuple[int, int]], checksums: Sequence[Tensor | None] = ()
+        self,
+        versions: list[tuple[int, int]],
+        notes: Sequence[tuple[Tensor, Tensor | None]] = (),
     ) -> tuple[str, str] | None:
         """Return the class and the name of a parameter that a forward has changed, or None.
 
         A write through `.data` changes no version, so a forward that will be recomputed compares
-        checksums, too. An embedding with `max_norm` scales its rows, and a recomputation finds them
-        scaled already.
+        checksums, too. Two changes are the same in a recomputation: an embedding with `max_norm`
+        scales its rows, and a layer casts its weight to another dtype.
         """
-        before, sums_before = iter(versions), iter(checksums)
+        before, notes_before = iter(versions), iter(notes)
         for module in self._static_modules:
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                old_sum = next(sums_before, None)
-                is_written = next(before, None) != (parameter.data_ptr(), parameter._version) or (
+                old, old_sum = next(notes_before, (None, None))
+                has_moved = next(before, None) != (parameter.data_ptr(), parameter._version)
+                if old is not None and has_moved and _is_cast(old, parameter.detach()):
+                    continue
+                is_written = has_moved or (
                     old_sum is not None and bool(old_sum != checksum(parameter))
                 )
                 is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -480,7 +486,7 @@ class StageRunner:
         buffers = snapshot_buffers(self._modules_with_buffers)
         is_first = behavior.written_attributes is None  # it is not yet known what it sets
         watch = AttributeWatch(self._modules) if is_first else None
-        checksums = self._checksum_parameters() if is_first else []
+        notes = self._note_parameters() if is_first else []
         attributes = snapshot_attributes(behavior.written_attributes or ())
         parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
@@ -493,7 +499,7 @@ class StageRunner:
             behavior.written_attributes = watch.find_written()
             attributes = watch.select(behavior.written_attributes)
         if is_first or self._parameter_versions != parameter_versions:
-            write = self._find_parameter_write(parameter_versions, checksums)
+            write = self._find_parameter_write(parameter_versions, notes)
             if write is not None:
                 raise RunError(
                     f"the forward of {write[0]} changes its parameter '{write[1]}', and its "
@@ -812,6 +818,12 @@ class StageRunner:
         self._recompute_inputs.clear()
         self._pending_weight_grads.clear()
         self.collected_grads = None
+
+
+def _is_cast(old: Tensor, new: Tensor) -> bool:
+    """Return whether a tensor in other memory has the values of the old one, in its own dtype."""
+    is_alike = old.shape == new.shape and old.device == new.device
+    return is_alike and old.data_ptr() != new.data_ptr() and torch.equal(old.to(new.dtype), new)
 
 
 def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
