@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +209,37 @@ def test_recomputed_stage_whose_output_needs_no_gradient(layer: nn.Module, check
     loss = pipe.step(x, target=x, loss_fn=squares).loss
     assert abs(loss - squares(model(x), x)) < 1e-12
     assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+class Reversible(torch.autograd.Function):
+    """Scales by a number that the layer keeps for the backward, as reversible layers keep seeds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        layer.factor = 1.5 * len(x)
+        ctx.layer = layer
+        return x * layer.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.layer.factor, None
+
+
+class Holder(nn.Module):
+    factor = None
+
+
+class ReversibleModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Reversible.apply(super().forward(x), self.holder)
+        return result
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_that_reads_what_its_forward_has_left_on_a_module(checkpoint: str) -> None:
+    """Attributes of modules around the units got their old values back before the backward."""
+    _assert_equal(ReversibleModel(), checkpoint=checkpoint, audit="off")
