@@ -431,12 +431,17 @@ def gather(
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
     known_leaves = known_leaves or {}
-    leaves = [
-        known_leaves[index]
-        if index in known_leaves
-        else _join_outputs(column, rows, known_dims.get(index))
-        for index, column in enumerate(columns)
-    ]
+    leaves: list[Any] = []
+    joined: dict[tuple[int, ...], Any] = {}  # a tensor that a model returns twice stays one tensor
+    for index, column in enumerate(columns):
+        key = tuple(map(id, column))
+        if index in known_leaves:
+            leaves.append(known_leaves[index])
+        elif key in joined and isinstance(joined[key], Tensor):
+            leaves.append(joined[key])
+        else:
+            joined[key] = _join_outputs(column, rows, known_dims.get(index))
+            leaves.append(joined[key])
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
