@@ -218,7 +218,8 @@ class Reversible(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
         layer.factor = 1.5 * len(x)
         ctx.layer = layer
-        return x * layer.factor
+        result: Tensor = x * layer.factor
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -235,7 +236,8 @@ class ReversibleModel(Model):
         self.holder = Holder()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Reversible.apply(super().forward(x), self.holder)
+        apply: Any = Reversible.apply
+        result: Tensor = apply(super().forward(x), self.holder)
         return result
 
 
