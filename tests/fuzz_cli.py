@@ -93,6 +93,8 @@ COMMANDS = (
     "check {module:factories}:{factory:good} --tolerance {n:1e-10} --quick --stages 2",
     "check factories:{factory:good} --checkpoints {name:never} --runtimes {name:inline}",
     "check factories:{factory:good} --units {name:x} --stages 2 --schedules gpipe",
+    "saved {path:run} --verify",
+    "saved {path:pictures} --repair",
     "doctor --patience {n:1}",
     "doctor --json",
     "gallery --out {path:pictures} --ranks {n:2} --chunks {n:1}",

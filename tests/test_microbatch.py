@@ -243,6 +243,14 @@ def test_gather_joins_rows_and_lists_other_values(
     assert same(gather(pieces, MicrobatchRows(rows)), expected)
 
 
+def test_gather_keeps_a_tensor_that_is_returned_twice_one_tensor() -> None:
+    """A change in place of one of them did not change the other, as it does unsplit."""
+    pieces = [(torch.zeros(2), torch.zeros(2)), (torch.ones(1), torch.ones(1))]
+    left, right, other = gather([(a, a, b) for a, b in pieces], MicrobatchRows((2, 1)))
+    assert left is right
+    assert other is not left
+
+
 def test_gather_lists_multiples_if_the_batch_was_cut_on_another_dim() -> None:
     """The rows of such outputs may be in another order, for example with time steps first."""
     pieces = [torch.zeros(6, 1), torch.ones(6, 1)]

@@ -251,7 +251,9 @@ def take_rows(values: Any, rows: MicrobatchRows, *ranges: tuple[int, int]) -> An
             parts = [
                 tensor.narrow(dim, start * times, (stop - start) * times) for start, stop in ranges
             ]
-            pieces[id(tensor), dim] = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            # Without gradients, `narrow` keeps `requires_grad` and `cat` does not.
+            pieces[id(tensor), dim] = piece.requires_grad_(tensor.requires_grad)
         return pieces[id(tensor), dim]
 
     return pytree.tree_map(take_from, values)
@@ -429,12 +431,17 @@ def gather(
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
     known_leaves = known_leaves or {}
-    leaves = [
-        known_leaves[index]
-        if index in known_leaves
-        else _join_outputs(column, rows, known_dims.get(index))
-        for index, column in enumerate(columns)
-    ]
+    leaves: list[Any] = []
+    joined: dict[tuple[int, ...], Any] = {}  # a tensor that a model returns twice stays one tensor
+    for index, column in enumerate(columns):
+        key = tuple(map(id, column))
+        if index in known_leaves:
+            leaves.append(known_leaves[index])
+        elif key in joined and isinstance(joined[key], Tensor):
+            leaves.append(joined[key])
+        else:
+            joined[key] = _join_outputs(column, rows, known_dims.get(index))
+            leaves.append(joined[key])
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 

@@ -128,6 +128,24 @@ def test_recomputed_forward_that_changes_its_parameter_is_refused(door: str, how
         pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4))
 
 
+class Casting(nn.Linear):
+    """A layer that computes in another dtype, as the router of Switch Transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.to(torch.float32)
+        return super().forward(x.float()).double()
+
+
+def test_recomputed_forward_may_cast_its_weight() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Casting(4, 4)).double(), torch.randn(4, 4).double()
+    pipe = Pipe(copy.deepcopy(model), 2, "always", loss_fn=lambda y: y.square().mean())
+    loss, expected = pipe.step(x).loss, model(x).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    pairs = zip(pipe.parameters(), model.parameters(), strict=True)
+    assert all(torch.allclose(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
 @each_door
 @pytest.mark.parametrize("how", ["in place", "assigned", ".data"])
 def test_forward_that_changes_its_parameter_without_recomputation(door: str, how: str) -> None:

@@ -33,6 +33,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.errors import AuditError
 from penstock.microbatch import MicrobatchRows
+from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.nested_values import iter_hidden_tensors
@@ -247,6 +248,8 @@ class Audit:
         self._forward: ReferenceForward | None = None
         self._reference_grads: dict[int, Digest] = {}
         self._roots: list[Tensor] = []
+        # The modules after the forward of the reference: a backward may read their attributes.
+        self._state: StateSnapshot | None = None
         self._reference_seed = 1.0
         self._reference_loss: Digest | None = None
         self._reference_outputs: dict[str, Digest] = {}
@@ -337,7 +340,7 @@ class Audit:
         tensors, layout = flatten_values(values)
         if loss is None:
             self._reference_outputs = self._digest_by_path(values[0])
-            self._roots = tensors
+            self._roots, self._state = tensors, self._reference.take_snapshot()
             for leaf in () if layout is None else layout.leaves:
                 if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
                     self._split_problem = _describe_hidden_output(leaf)
@@ -472,7 +475,8 @@ class Audit:
         Args:
             output_gradients: The gradients of the outputs of the micro-batch.
         """
-        roots, self._roots = self._roots, []
+        roots, state = self._roots, self._state
+        self._roots, self._state = [], None
         if len(roots) != len(output_gradients):
             return  # it has run before, or the unsplit model returns more than a stage does
         pairs = [
@@ -480,10 +484,18 @@ class Audit:
             for root, gradient in zip(roots, output_gradients, strict=True)
             if gradient is not None and root.requires_grad
         ]
-        if pairs:
-            self._auditor.forget(self._kind)
-            self._check_gradients(self._reference.run_backward(*zip(*pairs, strict=True)), 1.0)
-            self._auditor.note_audited(self._kind, self._term_sizes)
+        if not pairs:
+            return
+        self._auditor.forget(self._kind)
+        try:
+            with self._reference.isolate(state):
+                gradients = self._reference.run_backward(*zip(*pairs, strict=True))
+        except Exception as error:
+            self._failure = error
+            self._has_reference()
+            return
+        self._check_gradients(gradients, 1.0)
+        self._auditor.note_audited(self._kind, self._term_sizes)
 
     def _check_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
         actual, names = self._record.gradients, self._name_parameters()
@@ -572,11 +584,12 @@ class Audit:
         """Find out whether a loss with new terms is a mean over rows, after its step."""
         self._term_sizes = sizes
         try:
-            with self._reference.isolate(), torch.no_grad():
-                batch = self._reference.take_batch(self._find_rows(self.microbatch))
-                counted = self._get_counted_targets(self.microbatch)
-                forward = self._reference.run_forward(batch, self.microbatch, counted)
-            self._compare_parts(forward)
+            with torch.no_grad():
+                with self._reference.isolate():
+                    batch = self._reference.take_batch(self._find_rows(self.microbatch))
+                    counted = self._get_counted_targets(self.microbatch)
+                    forward = self._reference.run_forward(batch, self.microbatch, counted)
+                self._compare_parts(forward)
         except Exception as error:
             close_failed_checkpoints(error)
             self._failure = error
@@ -605,7 +618,8 @@ class Audit:
             middle = (start + stop) // 2
             ranges = [(start, middle), (middle, stop)]
         try:
-            with torch.no_grad():
+            # In the mode of the forward that they are compared with: x.requires_grad depends on it.
+            with torch.set_grad_enabled(not is_small and torch.is_grad_enabled()):
                 forwards = [self._run_rows([rows], needs_eval) for rows in ranges]
                 together = self._run_rows(ranges, needs_eval) if is_small else whole
                 if any(forward.has_drawn for forward in (*forwards, together)):

@@ -142,6 +142,10 @@ class Reference:
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
 
+    def take_snapshot(self) -> StateSnapshot:
+        """Return a record of the modules as they are, in which a backward can run later."""
+        return StateSnapshot(self.modules, lambda _: False)
+
     @cached_property
     def _outside_state(self) -> tuple[ReachedState, list[nn.Module], list[Any]]:
         """The state outside of the model: a loss may update a metric, a layer count in a closure.
@@ -155,8 +159,11 @@ class Reference:
         return reached, other_modules, reached.list_containers()
 
     @contextmanager
-    def isolate(self) -> Iterator[None]:
-        """Leave everything as it was, whatever the model and the loss do in this context."""
+    def isolate(self, state: StateSnapshot | None = None) -> Iterator[None]:
+        """Leave everything as it was, whatever the model and the loss do in this context.
+
+        With `state`, the modules are inside the context as they were when it was recorded.
+        """
         reached, other_modules, containers = self._outside_state
         other_state = StateSnapshot(
             other_modules, lambda tensor: not isinstance(tensor, nn.Parameter)
@@ -190,6 +197,8 @@ class Reference:
         ):
             running.is_running = True
             try:
+                if state is not None:
+                    state.restore()
                 yield
             finally:
                 running.is_running = was_running

@@ -368,9 +368,10 @@ class StageRunner:
                 "recomputation needs its old value. Clone a tensor before you change it, and "
                 "change parameters only after the backward."
             )
-        # With retain_graph the cell may be recomputed again, so a stage that changes its inputs in
-        # place gets copies.
-        inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
+        # The cell may be recomputed again, so a stage that changes its inputs in place gets copies.
+        # Other stages get new leaves, without the hooks that a recomputation has put on the old.
+        copy_tensor = Tensor.clone if self._behavior.mutates_inputs else Tensor.detach
+        inputs = {source: p.map_tensors(copy_tensor) for source, p in saved.payloads.items()}
         state = restore_state(self._modules, self._training_flags, saved.written_buffers)
         with mark_recomputing, state, restore_attributes(saved.attributes):
             return self._build_graph(microbatch, inputs)
@@ -378,11 +379,12 @@ class StageRunner:
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
 
-        A forward without a graph cannot tell them apart. If there are several outputs, the first
-        forward of each kind is followed by a recomputation whose graph is dropped at once.
+        A forward without a graph cannot tell them apart. If there are several outputs, or a frozen
+        stage that may need no backward at all, the first forward of each kind is followed by a
+        recomputation whose graph is dropped at once.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE}
-        if sum(map(sum, sent.values())) < 2:
+        if sum(map(sum, sent.values())) < 2 and not self._has_frozen_peer:
             return
         saved = self._recompute_inputs[microbatch]
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
@@ -407,6 +409,14 @@ class StageRunner:
             payloads[dst].needs_grad = tuple([need and n not in excluded for n, need in flags])
 
     @cached_property
+    def _has_frozen_peer(self) -> bool:
+        peers = (reference() for reference in self.peers)
+        return any(
+            peer is not None and not peer.parameters and any(m._parameters for m in peer._modules)
+            for peer in peers
+        )
+
+    @cached_property
     def _trainable_ids(self) -> frozenset[int]:
         return frozenset(map(id, self.parameters))
 
@@ -427,30 +437,36 @@ class StageRunner:
             if p is not None
         ]
 
-    def _checksum_parameters(self) -> list[Tensor | None]:
+    def _note_parameters(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the memory of each parameter and a checksum of it."""
         return [
-            checksum(p)
+            (p.detach(), checksum(p))
             for module in self._static_modules
             for p in module._parameters.values()
             if p is not None
         ]
 
     def _find_parameter_write(
-        self, versions: list[tuple[int, int]], checksums: Sequence[Tensor | None] = ()
+        self,
+        versions: list[tuple[int, int]],
+        notes: Sequence[tuple[Tensor, Tensor | None]] = (),
     ) -> tuple[str, str] | None:
         """Return the class and the name of a parameter that a forward has changed, or None.
 
         A write through `.data` changes no version, so a forward that will be recomputed compares
-        checksums, too. An embedding with `max_norm` scales its rows, and a recomputation finds them
-        scaled already.
+        checksums, too. Two changes are the same in a recomputation: an embedding with `max_norm`
+        scales its rows, and a layer casts its weight to another dtype.
         """
-        before, sums_before = iter(versions), iter(checksums)
+        before, notes_before = iter(versions), iter(notes)
         for module in self._static_modules:
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                old_sum = next(sums_before, None)
-                is_written = next(before, None) != (parameter.data_ptr(), parameter._version) or (
+                old, old_sum = next(notes_before, (None, None))
+                has_moved = next(before, None) != (parameter.data_ptr(), parameter._version)
+                if old is not None and has_moved and _is_cast(old, parameter.detach()):
+                    continue
+                is_written = has_moved or (
                     old_sum is not None and bool(old_sum != checksum(parameter))
                 )
                 is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -470,7 +486,7 @@ class StageRunner:
         buffers = snapshot_buffers(self._modules_with_buffers)
         is_first = behavior.written_attributes is None  # it is not yet known what it sets
         watch = AttributeWatch(self._modules) if is_first else None
-        checksums = self._checksum_parameters() if is_first else []
+        notes = self._note_parameters() if is_first else []
         attributes = snapshot_attributes(behavior.written_attributes or ())
         parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
@@ -483,7 +499,7 @@ class StageRunner:
             behavior.written_attributes = watch.find_written()
             attributes = watch.select(behavior.written_attributes)
         if is_first or self._parameter_versions != parameter_versions:
-            write = self._find_parameter_write(parameter_versions, checksums)
+            write = self._find_parameter_write(parameter_versions, notes)
             if write is not None:
                 raise RunError(
                     f"the forward of {write[0]} changes its parameter '{write[1]}', and its "
@@ -802,6 +818,12 @@ class StageRunner:
         self._recompute_inputs.clear()
         self._pending_weight_grads.clear()
         self.collected_grads = None
+
+
+def _is_cast(old: Tensor, new: Tensor) -> bool:
+    """Return whether a tensor in other memory has the values of the old one, in its own dtype."""
+    is_alike = old.shape == new.shape and old.device == new.device
+    return is_alike and old.data_ptr() != new.data_ptr() and torch.equal(old.to(new.dtype), new)
 
 
 def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

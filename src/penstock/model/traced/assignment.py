@@ -17,7 +17,7 @@ computes it again, which costs less than sending it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,14 +203,19 @@ class _NodePlacer:
         A parameter whose stages are fixed counts as produced on the first of them that can be used.
         None means that no argument comes from a stage.
         """
-        producers = [self.trace.values[value].producer for value in node.inputs]
-        candidates = [
-            earliest_stages[p] for p in producers if p is not None and p in earliest_stages
-        ]
-        stages = [stage for stage in candidates if stage is not None]
+        stages = self._find_stages(node.inputs, earliest_stages)
+        # An input that is changed in place may share its memory with an output of a unit.
+        stages = stages or self._find_stages(node.mutations, earliest_stages)
         for _, owner_stages in self._find_owners(node):
             stages.append(min((s for s in owner_stages if s >= max(stages, default=0)), default=0))
         return max(stages) if stages else None
+
+    def _find_stages(
+        self, values: Iterable[int], earliest_stages: Mapping[int, int | None]
+    ) -> list[int]:
+        producers = (self.trace.values[value].producer for value in values)
+        stages = (earliest_stages.get(p) for p in producers if p is not None)
+        return [stage for stage in stages if stage is not None]
 
     def _find_owners(self, node: TraceNode) -> Iterator[tuple[str, list[int]]]:
         """Yield the parameters and written buffers of a node whose stages are fixed, with these."""
@@ -393,21 +398,21 @@ def _check_hooks(
 
 
 def _check_counting_units(trace: Trace, node_stages: Mapping[int, int]) -> None:
-    """Raise if a unit that counts its calls is called on several stages.
+    """Raise if a unit that counts its calls, or assigns a buffer, is called on several stages.
 
-    Each of them has a copy of the unit. A number that only the first call changes is a cache.
+    Each of them has a copy of the unit. A value that only the first call changes is a cache.
     """
     calls: dict[str, list[int]] = {}
     for node_index in trace.unit_call_indices:
         calls.setdefault(trace.nodes[node_index].func.unit, []).append(node_index)
     for unit, node_indices in calls.items():
         stages = sorted({node_stages[node_index] for node_index in node_indices})
-        changed = trace.nodes[node_indices[-1]].changed_numbers
+        changed = trace.nodes[node_indices[-1]].changed_attributes
         if len(stages) > 1 and changed:
             raise CutError(
                 f"unit '{unit}' changes {', '.join(changed)} in each of its calls, which are on "
                 f"stages {', '.join(map(str, stages))}. Each of them has a copy of the unit and "
-                "would count for itself. Pass the number to the unit as an argument, or cut with "
+                "would count for itself. Pass the value to the unit as an argument, or cut with "
                 "stages= so that its calls are on one stage."
             )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class FakeTensorFactory:
         if isinstance(tensor, FakeTensor) and tensor.device == self.device:
             return tensor
         if tensor.device == self.device:
-            if tensor.is_leaf:
+            if not tensor.requires_grad or _is_leaf(tensor):
                 return self.mode.from_tensor(tensor)
             # Without `detach`, PyTorch may warn that the `.grad` of a non-leaf is read.
             fake = self.mode.from_tensor(tensor.detach()).requires_grad_()
@@ -92,6 +92,17 @@ class FakeTensorFactory:
         return self._moved_fakes[id(tensor)][0]
 
 
+def _is_leaf(tensor: Tensor) -> bool:
+    """Return whether a tensor is a leaf of its graph.
+
+    PyTorch cannot tell for an output of `unbind` whose base was changed in place since.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 # The fake mode raises these where a result, or its shape, depends on tensor contents.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -103,6 +114,13 @@ _FAKE_TENSOR_ERRORS = (
     NotImplementedError,
     RuntimeError,
 )
+
+
+class Write(NamedTuple):
+    """A parameter or buffer that a unit changes: in place, or by assigning another tensor."""
+
+    tensor: Tensor
+    is_assigned: bool
 
 
 # ---- executing on fake tensors -----------------------------------------------------------------
@@ -150,11 +168,11 @@ def run_on_fakes(
     args: Any,
     kwargs: Any,
     known_tensors: Mapping[int, Tensor],
-    written: list[Tensor] | None = None,
+    written: list[Write] | None = None,
 ) -> tuple[Any, bool]:
     """Execute a unit or a function on fake arguments. Return its output, and whether it used RNG.
 
-    Parameters and buffers of the unit that it writes to are appended to `written`.
+    Parameters and buffers of the unit that it writes to are noted in `written`.
 
     `unit` is the name of the unit, or empty for a function between units. `known_tensors` are real
     tensors, by the id of the fake arguments for which they stand.
@@ -196,11 +214,11 @@ def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
 def _replace_module_tensors(
     modules: Sequence[nn.Module],
     transform: Callable[[Tensor], Tensor],
-    written: list[Tensor] | None = None,
+    written: list[Write] | None = None,
 ) -> Iterator[None]:
     """Replace the parameters and buffers of modules for the duration of the context.
 
-    Those whose replacement was written to, or replaced once more, are appended to `written`.
+    Those whose replacement was written to, or replaced once more, are noted in `written`.
     """
     # A ScriptModule keeps its tensors in C++ and has no such dicts.
     python_modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
@@ -220,9 +238,9 @@ def _replace_module_tensors(
         for index, (tensors, originals) in enumerate(zip(tensor_dicts, before, strict=True)):
             present = [(name, new) for name, new in replaced[index].items() if new is not None]
             for (name, new), version in zip(present, versions[index], strict=True):
-                is_changed = get_versions([new]) != [version] or tensors.get(name) is not new
-                if written is not None and is_changed:
-                    written.append(originals[name])
+                is_assigned = tensors.get(name) is not new
+                if written is not None and (is_assigned or get_versions([new]) != [version]):
+                    written.append(Write(originals[name], is_assigned))
             tensors.clear()
             tensors.update(originals)
 
@@ -247,7 +265,7 @@ def run_on_dummy_data(
     args: Any,
     kwargs: Any,
     known_tensors: Mapping[int, Tensor],
-    written: list[Tensor] | None = None,
+    written: list[Write] | None = None,
 ) -> Any:
     """Execute a unit or a function on real tensors, and return its output as fake tensors.
 
@@ -291,7 +309,7 @@ def run_on_dummy_data(
 
 
 def _run_on_real_tensors(
-    target: Any, real_args: Any, real_kwargs: Any, written: list[Tensor] | None
+    target: Any, real_args: Any, real_kwargs: Any, written: list[Write] | None
 ) -> Any:
     """Execute a unit or a function on real tensors; a unit computes with copies of its own."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []

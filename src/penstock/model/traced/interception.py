@@ -183,6 +183,14 @@ class EscapedTensor(Exception):
         self.problem = problem or f"the forward uses a tensor that {name} made but did not return"
 
 
+class StaleUnit(EscapedTensor):
+    """A unit reads an object that the forward has changed on a copy: it would see the old state."""
+
+    def __init__(self, unit: str, location: str) -> None:
+        problem = f"unit '{unit}' shares an object with the forward, which has changed it"
+        super().__init__(unit, location, problem)
+
+
 class NullHookHandle:
     """The return value of `register_hook` where the tensor is on another stage.
 

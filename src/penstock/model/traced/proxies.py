@@ -512,6 +512,24 @@ def copy_sharing_tensors(module: nn.Module) -> nn.Module:
     return copy_module_tree(module, lambda tensor: tensor)
 
 
+def copy_attribute_tree(module: nn.Module, copies: dict[int, tuple[nn.Module, nn.Module]]) -> Any:
+    """Return a copy of a module with attributes of its own, and the same tables of tensors.
+
+    Submodules that are not unit proxies are copied, too. `copies` gets each module and its copy.
+    """
+    if isinstance(module, UnitProxy):
+        return module
+    if id(module) not in copies:
+        module_copy: nn.Module = object.__new__(type(module))
+        copies[id(module)] = module, module_copy
+        module_copy.__dict__.update(module.__dict__)
+        module_copy.__dict__["_modules"] = {
+            name: None if child is None else copy_attribute_tree(child, copies)
+            for name, child in module._modules.items()
+        }
+    return copies[id(module)][1]
+
+
 def build_remote_tensor(tensor: Tensor, device: torch.device) -> RemoteTensor:
     """Return a placeholder for a parameter or buffer that another stage or process has."""
     remote_tensor = RemoteTensor.from_spec(TensorSpec.from_tensor(tensor), device, NO_VALUE)

@@ -38,7 +38,7 @@ from penstock.model.traced.interception import (
     get_source_location,
     without_interception,
 )
-from penstock.model.traced.proxies import ProxyModel, sync_attributes
+from penstock.model.traced.proxies import ProxyModel, copy_attribute_tree, sync_attributes
 from penstock.model.traced.remote_tensor import FORWARD_COUNTER, RemoteTensor
 from penstock.model.traced.settings import ModelSettings
 from penstock.model.traced.shared_state import SharedState
@@ -186,6 +186,23 @@ class StageInterpreter(OpInterceptor):
         if instruction.returns_argument:
             resolved = iter_tensors((resolved_args, resolved_kwargs))
             return _restore_arguments(result, iter_tensors((args, kwargs)), resolved)
+        return result
+
+    def handle_autograd_function(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> Any:
+        """Run a `torch.autograd.Function`; modules among its arguments are copies for this call.
+
+        The backward of reversible layers reads attributes that their forward has set on modules.
+        The parents get their old attributes back after each micro-batch, the copies keep them.
+        """
+        copies: dict[int, tuple[nn.Module, nn.Module]] = {}
+        own_args = tuple(
+            copy_attribute_tree(arg, copies) if isinstance(arg, nn.Module) else arg for arg in args
+        )
+        result = super().handle_autograd_function(function, own_args, kwargs, call)
+        for original, module_copy in copies.values():
+            sync_attributes(module_copy, original)
         return result
 
     def intercept_unit(

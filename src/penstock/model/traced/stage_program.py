@@ -169,7 +169,7 @@ def build_stage_program(
     metadata_dependent = {
         kind: _find_dependent_values(trace, values) for kind, values in trace.metadata_reads.items()
     }
-    mutated_values = {value for node in trace.nodes for value in node.mutations}
+    changes_in_place = [node.mutations for node in trace.nodes if node.mutations]
     guarded_arguments = _collect_guarded_arguments(trace, constants)
     instructions = []
     for node_index, node in enumerate(trace.nodes):
@@ -186,8 +186,7 @@ def build_stage_program(
                 guarded_arguments=guarded_arguments.get(node_index),
                 returns_argument=node.output is not None
                 and any(isinstance(leaf, ArgumentLeaf) for leaf in node.output.leaves),
-                must_not_alias=node.kind is NodeKind.UNIT
-                and not mutated_values.isdisjoint({*node.inputs, *node.produced_values}),
+                must_not_alias=_must_not_alias(node, changes_in_place),
                 watched_attributes=_find_watched_attributes(assignment, stage, node_index),
             )
         else:
@@ -332,6 +331,18 @@ def _build_expected_output(assignment: TraceAssignment, stage: int, node_index: 
     # Tuples are common, and need not be flattened to be compared.
     is_plain_tuple = node.output.tree_spec == pytree.tree_structure((0,) * len(leaves))
     return tuple(leaves) if is_plain_tuple else FlatOutput(leaves, node.output.tree_spec)
+
+
+def _must_not_alias(node: TraceNode, changes_in_place: Sequence[Mapping[int, int]]) -> bool:
+    """Return whether the results of a unit must not be in the memory of its arguments.
+
+    One of them is changed in place later, and the trace does not have the other change with it.
+    """
+    if node.kind is not NodeKind.UNIT:
+        return False
+    inputs, produced = set(node.inputs), node.produced_values
+    changed = [changes.keys() & (inputs | produced) for changes in changes_in_place]
+    return any(changed) and not any(both & inputs and both & produced for both in changed)
 
 
 def _find_original_values(nodes: Sequence[TraceNode]) -> dict[int, int]:

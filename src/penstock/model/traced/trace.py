@@ -122,7 +122,7 @@ class TraceNode:
     arg_template: Any = None
     call: Any = None  # runs the operation; see `OpInterceptor.intercept_op`
     hooked_values: tuple[int, ...] = ()  # those of its inputs on which it registers a hook
-    changed_numbers: tuple[str, ...] = ()  # attributes of a unit that its call has changed
+    changed_attributes: tuple[str, ...] = ()  # attributes of a unit that its call has changed
 
     @property
     def produced_values(self) -> set[int]:

@@ -34,6 +34,7 @@ from penstock.model.traced.interception import (
     HookSkipped,
     NullHookHandle,
     OpInterceptor,
+    StaleUnit,
     get_current_interceptor,
 )
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
@@ -305,7 +306,9 @@ def _trace_once(
     if lost:
         next_call = ProxyModel(model, proxies)
         next_call.take_state(proxy_model)
-        _check_lost_attributes(lost, trace, next_call, args, kwargs, fake_factory)
+        _check_lost_attributes(
+            lost, trace, next_call, tracer.unit_state, args, kwargs, fake_factory
+        )
     # A cache is filled in the first run only. Python values that follow from data may be the same
     # in a second run, because the data are.
     if changed and (is_rerun or any(node.is_guard for node in trace.nodes)):
@@ -385,23 +388,27 @@ def _check_lost_attributes(
     lost: Mapping[str, bool],
     trace: Trace,
     next_call: ProxyModel,
+    unit_state: UnitStateTracker,
     args: tuple[Any, ...],
     kwargs: Any,
     fake_factory: FakeTensorFactory,
 ) -> None:
     """Raise if the forward depends on what an earlier call has left; otherwise warn of numbers.
 
-    The forward is traced once more, in the state that the first call has left. What it computes
-    from the inputs alone may differ, because it may have cached that.
+    The forward is traced once more, in the state that the first call has left. Raises `StaleUnit`
+    if a unit may read what was left: what it computes is seen only once it is expanded.
     """
     tracer = Tracer([next_call.model], fake_factory)
+    tracer.unit_state = unit_state
     tracer.unit_hooks = next_call.unit_hooks
     tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     tracer.value_table.register_inputs(tensors)
     try:
         with tracer:
             next_call.model(*args, **kwargs)
-        is_same = _list_computations(tracer.nodes) == _list_computations(trace.nodes)
+        is_same = _is_same_path(tracer.nodes, trace.nodes)
+    except StaleUnit:
+        raise
     except EscapedTensor:
         is_same = False
     except Exception:  # code of the model that fails in this state says nothing about the path
@@ -423,13 +430,26 @@ def _check_lost_attributes(
         )
 
 
-def _list_computations(nodes: Sequence[TraceNode]) -> list[Any]:
-    """Return the functions, units and plain arguments of the nodes that are not input-only."""
-    return [
-        (str(node.func), node.literals, _list_plain_arguments(node))
-        for node in nodes
-        if not node.input_only and node.kind is not NodeKind.NON_TENSOR
-    ]
+def _is_same_path(nodes: Sequence[TraceNode], first_nodes: Sequence[TraceNode]) -> bool:
+    """Return whether a second call computes what the first one did.
+
+    It may leave out what the first call has computed from the inputs alone, and cached.
+    """
+    calls = [n for n in nodes if n.kind is not NodeKind.NON_TENSOR]
+    first_calls = [n for n in first_nodes if n.kind is not NodeKind.NON_TENSOR]
+    computed, first_computed = (
+        [_describe_computation(n) for n in group if not n.input_only]
+        for group in (calls, first_calls)
+    )
+    first_from_inputs = [_describe_computation(n) for n in first_calls if n.input_only]
+    return computed == first_computed and all(
+        _describe_computation(n) in first_from_inputs for n in calls if n.input_only
+    )
+
+
+def _describe_computation(node: TraceNode) -> Any:
+    """Return the function or unit of a node, and its plain arguments."""
+    return str(node.func), node.literals, _list_plain_arguments(node)
 
 
 def _list_plain_arguments(node: TraceNode) -> list[Any]:

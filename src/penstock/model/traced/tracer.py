@@ -36,6 +36,7 @@ from penstock.model.traced.dry_run import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorFactory,
     PackedSequenceLengths,
+    Write,
     find_mutated,
     get_rng_state,
     get_versions,
@@ -50,6 +51,7 @@ from penstock.model.traced.interception import (
     FunctionCall,
     NullHookHandle,
     OpInterceptor,
+    StaleUnit,
     get_source_location,
     without_interception,
 )
@@ -223,14 +225,20 @@ def check_not_nested(tensor: Tensor, location: str) -> None:
 # ---- the tracer --------------------------------------------------------------------------------
 
 
-def _read_numbers(unit: nn.Module) -> dict[str, int | float]:
-    """Return the numbers among the attributes of a unit and of its submodules, by name."""
+def _read_values(unit: nn.Module) -> dict[str, bool | int | float | str]:
+    """Return the plain values among the attributes of a unit and of its submodules, by name."""
     return {
         f"{path}.{key}".lstrip("."): value
         for path, module in unit.named_modules()
         for key, value in vars(module).items()
-        if type(value) in (int, float)
+        if type(value) in (bool, int, float, str)
     }
+
+
+def _find_assigned_buffers(unit: nn.Module, writes: Sequence[Write]) -> list[str]:
+    """Return the names of buffers that a call of a unit has assigned anew."""
+    assigned = {id(write.tensor) for write in writes if write.is_assigned}
+    return [name for name, buffer in unit.named_buffers() if id(buffer) in assigned]
 
 
 def _count_hooks(tensor: Tensor) -> int:
@@ -253,7 +261,7 @@ class Tracer(OpInterceptor):
         self._random_ranges, self._call_counts = dict[int, tuple[Any, Any]](), Counter[str]()
         self._packed_lengths = PackedSequenceLengths(fake_factory)
         self._unit_integer_inputs: dict[int, Tensor] = {}
-        self._written_in_units: list[Tensor] = []
+        self._written_in_units: list[Write] = []
 
     # ---- operations ---------------------------------------------------------------------------
 
@@ -360,6 +368,8 @@ class Tracer(OpInterceptor):
             random numbers were drawn   one stage runs it and sends the result
             a parameter or buffer was   one stage runs it
             changed
+            an output of a unit was     one stage runs it
+            changed with the tensor
             no tensor came out          HOST_READ: Python reads contents, which becomes a guard
             the shape of the result     a guard on the shape
             depends on contents
@@ -386,6 +396,8 @@ class Tracer(OpInterceptor):
             return self._append_node(
                 replace(node, has_side_effect=True), result, function_call.tensors, mutated
             )
+        if any(map(self.value_table.shares_memory_with_units, mutated)):
+            return self._append_node(node, result, function_call.tensors, mutated)
         node = replace(node, input_only=True, arg_template=arg_template)
         if not mutated and not returns_tensor:
             self.nodes.append(
@@ -561,8 +573,7 @@ class Tracer(OpInterceptor):
         # run, the list would stay empty.
         has_changed = track_container_changes(self.shared_containers.get(name, ()))
         if self.unit_state is not None and self.unit_state.is_stale(name):
-            problem = f"unit '{name}' shares an object with the forward, which has changed it"
-            raise EscapedTensor(name, get_source_location(), problem)
+            raise StaleUnit(name, get_source_location())
         with without_interception(self):
             output = self._trace_unit(name, target, args, kwargs)
         has_left_state = self.unit_state is not None and self.unit_state.has_left_state(name)
@@ -597,7 +608,7 @@ class Tracer(OpInterceptor):
         self._unit_integer_inputs |= {
             value: t for value, t in known_inputs if t is not None and not t.is_floating_point()
         }
-        numbers = _read_numbers(target)
+        values, write_count = _read_values(target), len(self._written_in_units)
         with self.unit_hooks.get(name, NO_REBOUND_HOOKS).install(target):
             fake_args, fake_kwargs = unflatten(fakes, spec)
             output, _ = run_on_fakes(
@@ -624,8 +635,9 @@ class Tracer(OpInterceptor):
         node = TraceNode(NodeKind.UNIT, call, inputs, None, location, arg_template=(refs, spec))
         pairs = zip(inputs, fake_tensors, hooks, strict=True)
         hooked = tuple(value for value, fake, count in pairs if _count_hooks(fake) != count)
-        changed = [key for key, n in _read_numbers(target).items() if n != numbers.get(key, n)]
-        node = replace(node, hooked_values=hooked, changed_numbers=tuple(changed))
+        changed = [key for key, v in _read_values(target).items() if v != values.get(key, v)]
+        changed += _find_assigned_buffers(target, self._written_in_units[write_count:])
+        node = replace(node, hooked_values=hooked, changed_attributes=tuple(changed))
         return apply_container_updates(
             self._append_node(node, output, tensors, mutated, fake_tensors), args, kwargs
         )
@@ -725,6 +737,6 @@ class Tracer(OpInterceptor):
             reassigned,
             reads,
             self._unit_integer_inputs,
-            self.value_table.find_buffer_names(self._written_in_units),
+            self.value_table.find_buffer_names([w.tensor for w in self._written_in_units]),
             attribute_reads,
         )

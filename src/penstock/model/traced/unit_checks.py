@@ -21,6 +21,7 @@ from penstock.model.traced.containers import copy_container, has_same_state
 from penstock.model.traced.stage_program import ANY_TENSOR, FlatOutput, Instruction
 from penstock.model.traced.trace import ArgumentLeaf
 from penstock.nested_values import flatten, unflatten
+from penstock.stage.payload import storage_addresses
 from penstock.torch_compat import pytree
 
 
@@ -139,17 +140,20 @@ def check_unit_tensors(instruction: Instruction, output: Any) -> None:
 
 
 def check_unit_aliases(instruction: Instruction, output: Any, arguments: Sequence[Tensor]) -> None:
-    """Raise if a unit returns an argument where it returned a new tensor in the trace, or not."""
+    """Raise if a unit returns an argument where it returned a new tensor in the trace, or not.
+
+    A view of an argument counts as well: a change in place of one of them also changes the other.
+    """
     assert instruction.node.output is not None
-    argument_ids = set(map(id, arguments))
+    memory = storage_addresses(arguments) if instruction.must_not_alias else set()
     leaves = [output] if isinstance(output, Tensor) else flatten(output)[0]
     for leaf, traced in zip(leaves, instruction.node.output.leaves, strict=True):
         if isinstance(traced, ArgumentLeaf):
             is_same = leaf is arguments[traced.argument_index]
         else:
-            is_same = not (instruction.must_not_alias and id(leaf) in argument_ids)
+            is_same = not (isinstance(leaf, Tensor) and storage_addresses([leaf]) & memory)
         if not is_same:
-            names = "one of its arguments", "a new tensor"
+            names = "one of its arguments or a view of it", "a new tensor"
             traced_name, name = names if isinstance(traced, ArgumentLeaf) else names[::-1]
             raise CutError(
                 f"unit '{instruction.node.func}' returned {name}, but the trace has {traced_name} "

@@ -127,6 +127,13 @@ class ValueTable:
         values = (self.values[self.value_of(t)] for t in (tensor, *self._iter_aliases(tensor)))
         return any(value.parameter_name or value.buffer_name for value in values)
 
+    def shares_memory_with_units(self, tensor: Tensor) -> bool:
+        """Return whether a tensor shares memory with one that is not input-only.
+
+        A unit may return a view of an input.
+        """
+        return not all(self.is_input_only(self.value_of(t)) for t in self._iter_aliases(tensor))
+
     def _check_not_kept(self, tensor: Tensor) -> None:
         """Raise if a tensor that is changed in place is an attribute of the model or a global.
 
@@ -221,10 +228,17 @@ class ValueTable:
         return mutations
 
     def _iter_aliases(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the tensors that share memory with a tensor or with its fake."""
-        fake = self._fake_by_value.get(self.value_of(tensor), tensor)
-        for storage_key in {_get_storage_key(tensor) or 0, _get_storage_key(fake) or 0} - {0}:
-            yield from self._tensors_by_storage.get(storage_key, ())
+        """Yield the tensors that share memory with a tensor, or with the fake of one of these."""
+        storage_keys, visited = [_get_storage_key(tensor) or 0], set[int]()
+        for storage_key in storage_keys:
+            if not storage_key or storage_key in visited:
+                continue
+            visited.add(storage_key)
+            aliases = list(self._tensors_by_storage.get(storage_key, ()))
+            for alias in (tensor, *aliases):
+                fake = self._fake_by_value.get(self.value_of(alias), alias)
+                storage_keys.append(_get_storage_key(fake) or 0)
+            yield from aliases
 
     def collect_constants(self) -> dict[int, Tensor]:
         """Return the constants, by value.
