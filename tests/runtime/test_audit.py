@@ -90,8 +90,14 @@ def contrast(output: Tensor) -> Tensor:
     return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
+def standardized(output: Tensor) -> Tensor:
+    """Return a loss that is nan for one row: its deviation is none."""
+    return ((output - output.mean(0)) / output.std(0)).clamp(min=-0.5).mean()
+
+
 @pytest.mark.parametrize(
-    "loss_fn", [contrast, lambda y: y.square().sum() / (8 * WIDTH), lambda y: y.sum()]
+    "loss_fn",
+    [contrast, lambda y: y.square().sum() / (8 * WIDTH), lambda y: y.sum(), standardized],
 )
 def test_loss_that_is_no_mean_over_rows_is_found(loss_fn: Callable[..., Tensor]) -> None:
     pipe = piped(linear(), loss_fn=loss_fn)
@@ -215,8 +221,11 @@ def test_loss_that_mixes_rows_is_found_behind_dropout_and_batch_norm(layer: nn.M
 
 @pytest.mark.parametrize("kind", [Does, Blocks])
 @pytest.mark.parametrize("door", ["step", "call"])
-def test_forward_that_mixes_rows_is_found(door: str, kind: type[nn.Module]) -> None:
-    pipe = piped(kind(lambda _, x: x - x.mean(0)))
+@pytest.mark.parametrize("change", [lambda x: x - x.mean(0), lambda x: x / x.std(0)])
+def test_forward_that_mixes_rows_is_found(
+    change: Callable[[Tensor], Tensor], door: str, kind: type[nn.Module]
+) -> None:
+    pipe = piped(kind(lambda _, x: change(x)))
     with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
         (pipe.step if door == "step" else pipe)(rows(16))
 

@@ -617,18 +617,37 @@ class Audit:
             stop = start + 2 if is_small else stop
             middle = (start + stop) // 2
             ranges = [(start, middle), (middle, stop)]
-        try:
-            # In the mode of the forward that they are compared with: x.requires_grad depends on it.
-            with torch.set_grad_enabled(not is_small and torch.is_grad_enabled()):
-                forwards = [self._run_rows([rows], needs_eval) for rows in ranges]
-                together = self._run_rows(ranges, needs_eval) if is_small else whole
-                if any(forward.has_drawn for forward in (*forwards, together)):
-                    return
-                counts = tuple([stop - start for start, stop in ranges])
-                part_rows = self._inputs.rows._replace(counts=counts)
-                self._split_problem = self._find_split_problem(forwards, together, part_rows)
-        except Exception as error:  # not every model runs on so few rows, or in eval mode
-            close_failed_checkpoints(error)
+        # Not every model runs on so few rows, and a row by itself has no deviation, say. The
+        # micro-batches of the pipe are large enough.
+        attempts = (ranges, None if is_small else whole), (self._find_two_microbatches(), None)
+        for parts, together in attempts:
+            try:
+                self._split_problem = self._try_split(parts, together, needs_eval)
+                return
+            except Exception as error:
+                close_failed_checkpoints(error)
+
+    def _find_two_microbatches(self) -> list[tuple[int, int]]:
+        """Return the rows of the audited micro-batch and of one beside it, in order."""
+        first = min(self.microbatch, self._inputs.chunks - 2)
+        return [self._find_rows(first), self._find_rows(first + 1)]
+
+    def _try_split(
+        self, ranges: Sequence[tuple[int, int]], whole: ReferenceForward | None, in_eval_mode: bool
+    ) -> str | None:
+        """Return how the results of some parts differ from that of all together, or None.
+
+        `whole` is the forward of all, if it has run already.
+        """
+        # In the mode of the forward that they are compared with: x.requires_grad depends on it.
+        with torch.set_grad_enabled(whole is not None and torch.is_grad_enabled()):
+            forwards = [self._run_rows([rows], in_eval_mode) for rows in ranges]
+            together = whole or self._run_rows(ranges, in_eval_mode)
+            if any(forward.has_drawn for forward in (*forwards, together)):
+                return None
+            counts = tuple([stop - start for start, stop in ranges])
+            part_rows = self._inputs.rows._replace(counts=counts)
+            return self._find_split_problem(forwards, together, part_rows)
 
     def _run_rows(self, ranges: Sequence[tuple[int, int]], in_eval_mode: bool) -> ReferenceForward:
         with self._reference.isolate():  # each forward begins with the same state
@@ -657,7 +676,10 @@ class Audit:
     def _find_split_problem(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
     ) -> str | None:
-        """Return how the combined results of the parts differ from that of both together."""
+        """Return how the combined results of the parts differ from that of both together.
+
+        Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
+        """
         if self._reduction is not None:
             if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
                 return None  # auxiliary losses share the weight of the loss, and not the rows
@@ -667,7 +689,9 @@ class Audit:
             distance = abs(float(combined - total))
             size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
             tolerance = _SPLIT_ROUNDING.get(total.dtype, 1e-8)
-            if not math.isfinite(distance) or distance <= tolerance * size:
+            if math.isfinite(total) and not math.isfinite(distance):
+                raise _NotFiniteError
+            if not math.isfinite(total) or distance <= tolerance * size:
                 return None
             return (
                 "the losses of two parts of the batch, "
@@ -693,6 +717,8 @@ class Audit:
             if not leaf.dim() and is_counted:
                 continue  # weighted by labels; not by the rows of the parts
             if leaf.shape == other.shape and _is_close(leaf, other):
+                if not torch.equal(leaf.isnan(), other.isnan()):
+                    raise _NotFiniteError
                 continue
             return (
                 f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
@@ -727,6 +753,10 @@ def _describe_hidden_output(leaf: Any) -> str:
         "pipe's outputs, so a backward from it would reach the last stage only. Return tuples, "
         "lists or dicts."
     )
+
+
+class _NotFiniteError(Exception):
+    """Parts of a batch have results that are not finite, and together they have."""
 
 
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
