@@ -87,7 +87,7 @@ class SaveEntry:
 
     @property
     def save_id(self) -> SaveId:
-        """What tells this save from one of another writer with the same number."""
+        """The number and the writer: another writer may use the same number."""
         return self.number, "" if self.manifest is None else self.manifest.writer.token
 
     @property

@@ -89,7 +89,7 @@ class SaveHandle:
 
 
 class SaveHistory:
-    """What a pipe remembers of its saves and loads.
+    """A pipe's memory of its saves and loads.
 
     handle    the last background save, if it may still be running
     token     names this pipe as a writer

@@ -1,4 +1,4 @@
-"""What the commands print: errors, signs of life, and timelines as text, JSON and tables."""
+"""The output of commands: errors, signs of life, and timelines as text, JSON and tables."""
 
 from __future__ import annotations
 

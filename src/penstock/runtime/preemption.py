@@ -1,4 +1,4 @@
-"""What a pipe does when its process is preempted: `Pipe.save_on_preemption`.
+"""Preemption: a pipe saves and exits, see `Pipe.save_on_preemption`.
 
     SIGTERM on some ranks ──► the end of the step: all ranks agree ──► the next call of step:
                                                                        save, exit with code 143

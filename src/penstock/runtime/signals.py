@@ -121,7 +121,7 @@ class Sentinel:
 
 
 class _Signals:
-    """What this process has done about signals, and which ones it has received."""
+    """The state of this process: its handlers, and the signals that it has received."""
 
     def __init__(self) -> None:
         self.sentinel = Sentinel()
