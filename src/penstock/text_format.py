@@ -114,13 +114,13 @@ def choose_time_unit(makespan: float) -> TimeUnit:
 
 
 def make_printable(text: str, max_length: int | None = None) -> str:
-    """Return text from elsewhere with control characters escaped, and cut to a length.
+    r"""Return text from elsewhere with control characters escaped, and cut to a length.
 
     A file name, a file or an error of a model may hold escape sequences, which would colour a
     terminal, rename its window or move its cursor. Line ends stay.
 
-    >>> make_printable("\x1b[31mred", 9), make_printable("abcdef", 5)
-    ('\\x1b[31...', 'ab...')
+    >>> print(make_printable("\x1b[31mred", 9), make_printable("abcdef", 5))
+    \x1b[3... ab...
     """
     if max_length is not None:
         text = text[: max_length + 1]  # the rest is cut off in any case

@@ -367,16 +367,16 @@ def test_gradients_stop_at_the_first_stage_that_needs_none(
     pipe = Pipe(
         copy.deepcopy(model), 2, checkpoint, stages=5, runtime=runtime, loss_fn=functional.mse_loss
     )
-    again.clear()
     x, target = real(4, 4), real(4, 4)
     for _ in range(2):
+        again.clear()  # the first call also finds out which outputs are detached
         if door == "step":
             pipe.step(x, target=target)
         else:
             functional.mse_loss(pipe(x), target).backward()
         functional.mse_loss(model(x), target).backward()
     assert sent == {(4, 3): 1, (3, 2): 1, (2, 1): 0, (1, 0): 0}
-    times = {"never": 0, "except_last": 2, "always": 4}[checkpoint]
+    times = {"never": 0, "except_last": 1, "always": 2}[checkpoint]
     assert sorted(again) == sorted([2, 3, 4] * times)
     assert same_gradients(pipe, model)
 
