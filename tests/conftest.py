@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from importlib import import_module
 from pathlib import Path
@@ -95,7 +96,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         for module in (torch.accelerator, torch.cuda):
             patch.setattr(module, "is_available", lambda: False)
             patch.setattr(module, "device_count", lambda: 0)
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            # PyTorch remembers that Triton does not work without a GPU.
+            triton = sys.modules.get("torch.utils._triton")
+            if triton is not None:
+                triton.has_triton.cache_clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
