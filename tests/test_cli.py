@@ -510,7 +510,12 @@ def test_a_long_command_says_that_it_works(run: Run, monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_ends_a_command_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "parse_costs", lambda text: os.kill(os.getpid(), signal.SIGINT))
-    assert run("show 1f1b -p 2 -m 2") == Answer(130, "", "penstock: interrupted\n")
+    # In the background of a shell without job control, SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run("show 1f1b -p 2 -m 2") == Answer(130, "", "penstock: interrupted\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_fuzzed_command_lines_end_well(tmp_path: Path) -> None:
