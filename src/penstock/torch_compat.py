@@ -24,11 +24,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import wraps
 from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributions
@@ -59,6 +60,8 @@ __all__ = [
 ]
 
 FunctionMode = TypeVar("FunctionMode", bound=TorchFunctionMode)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TORCH_VERSION: str = torch.__version__
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
@@ -278,6 +281,42 @@ def skip_compilation(functions: Iterable[FunctionType]) -> None:
 def mark_as_not_compilable(function: Any) -> None:
     """Keep the compiler from tracing into a function that is not wrapped by it yet."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010
+
+
+def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
+    """Mark a method so that the compiler does not trace into it, and return it.
+
+    It does its work in a function that `outside_compiler` returns.
+    """
+    mark_as_not_compilable(method)
+    return method
+
+
+# Functions, and the same functions with the compiler switched off.
+_disabled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs as written, even if its caller is compiled as a whole.
+
+    `torch.compiler.disable` does this, but it imports the compiler. So it is called only once the
+    compiler is loaded.
+    """
+    if not is_dynamo_loaded():
+        return function
+    if function not in _disabled_functions:
+        _disabled_functions[function] = torch.compiler.disable(function)
+    return _disabled_functions[function]
+
+
+def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method that runs as written, even if its caller is compiled as a whole."""
+
+    @wraps(method)
+    def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:
+        return outside_compiler(method)(*args, **kwargs)
+
+    return not_compiled(run_eagerly)
 
 
 def keep_fake_cuda_guard() -> None:

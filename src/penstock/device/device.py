@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.accelerator import (
+    get_default_generator,
     has_nvidia_driver,
     has_streams,
     is_captured,
@@ -474,3 +475,13 @@ def resolve_device(device: Any) -> Device:
         )
     named = resolve_index(named)
     return Gpu(named) if has_streams(named.type) else EagerAccelerator(named)
+
+
+# ---- default generators ------------------------------------------------------------------------
+
+
+def read_rng_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    """Return the states of the default generators of the CPU and of these devices."""
+    accelerators = sorted({str(device) for device in devices if device.type != "cpu"})
+    generators = [get_default_generator(torch.device(name)) for name in accelerators]
+    return [generator.get_state() for generator in (torch.default_generator, *generators)]
