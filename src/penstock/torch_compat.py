@@ -851,6 +851,16 @@ def _vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
     return handler.handle_vmap(func, args, kwargs, original)
 
 
+def _is_current_stream_capturing() -> bool:
+    """Return False to the code between the units of a traced forward, and the truth to other code.
+
+    The trace was made outside of a capture. Code that asks, such as the masks of transformers,
+    would take another path in a captured step than in its trace. What it reads from inputs on the
+    path of the trace is a guard, which is answered before the capture.
+    """
+    return _find_handler() is None and _originals["is_current_stream_capturing"]()
+
+
 # The generator behind `torch.utils.checkpoint` with use_reentrant=False. Since 2.14 it has another
 # name, and its options are keywords; up to 2.13 they are its first arguments.
 _CHECKPOINT_OPTIONS = [
@@ -895,6 +905,7 @@ _PATCHES = (
     _find_patch("torch.autograd.Function.apply", classmethod(_apply)),
     _find_patch("torch.jit.ScriptFunction.__call__", _call_script_function),
     _find_patch("torch._functorch.apis.vmap_impl", _vmap_impl, ["func"]),
+    _find_patch("torch.cuda.is_current_stream_capturing", _is_current_stream_capturing),
     _find_patch(
         f"torch.utils.checkpoint.{_CHECKPOINT_GENERATOR}",
         _checkpoint_generator,
