@@ -42,7 +42,7 @@ def test_ranks_see_the_calls_of_two_callers_in_the_same_order() -> None:
             second.start()
             second.join(timeout=0.5)  # it ends only if it did not wait for the first
 
-    pool._job_queues[0] = StartsTheSecondCaller()  # type: ignore[assignment]
+    pool._job_queues[0] = StartsTheSecondCaller()  # type: ignore[call-overload]
     run("first")
     second.join()
     assert calls[0] == calls[1] == ["first", "second"]

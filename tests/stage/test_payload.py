@@ -93,6 +93,8 @@ def test_stages_pass_nested_values_with_tensors(checkpoint: str) -> None:
 class RunningSum(nn.Module):
     """Returns a view of its buffer, which the forward of the next micro-batch changes."""
 
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(1))
