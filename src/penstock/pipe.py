@@ -807,7 +807,11 @@ class Pipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
+        """Raise a PenstockTypeError: the stages of a pipe stay on their devices.
+
+        Args:
+            device: Not used.
+        """
         raise build_move_error()
 
     def cpu(self) -> Pipe:

@@ -97,6 +97,9 @@ class Cost:
     def scaled(self, factors: Sequence[float]) -> Cost:
         """Return this cost with the seconds of each stage multiplied by its factor.
 
+        Args:
+            factors: One factor for each stage.
+
         >>> Cost.even((0, 1)).scaled([1, 1.5]).F
         (1.0, 1.5)
         """
@@ -107,7 +110,11 @@ class Cost:
         return replace(self, F=columns[0], I=columns[1], W=columns[2])
 
     def seconds(self, action: Compute) -> float:
-        """Return how long the action occupies its rank."""
+        """Return how long the action occupies its rank.
+
+        Args:
+            action: The action.
+        """
         return self._seconds_by_op[action.op][action.stage]
 
     @property
