@@ -19,16 +19,28 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
-from penstock.config import check_audit, check_choices, check_chunks, check_loss_fn
+from penstock.config import (
+    check_audit,
+    check_choices,
+    check_chunks,
+    check_loss_fn,
+    check_scale,
+    resolve_chunks,
+)
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
+from penstock.model.framework_attributes import (
+    MODEL_ATTRIBUTES,
+    ModelForward,
+    build_device_map,
+    find_base_model,
+    find_dtype,
+)
 from penstock.model.placement import (
     PlacedPartition,
     SplitRequest,
-    build_move_error,
     check_keeps_device,
-    check_no_device_argument,
     describe_placement,
     place_model,
 )
@@ -110,8 +122,9 @@ class Pipe(nn.Module):
             `stages` and `devices`, neighbouring layers on the same device form a stage.
         devices: One device for each rank. Without it, ranks use the GPUs of the machine, or the
             CPU if there are none.
-        schedule: The name of a schedule, such as "1f1b" or "zb-v", a `Schedule`, or the path of a
-            file with one. Defaults to "gpipe".
+        schedule: The name of a schedule, such as "1f1b" or "zb-v", in any case, a `Schedule`, or
+            the path of a file with one. PyTorch's names, such as "Interleaved1F1B" or
+            "ScheduleZBVZeroBubble", are understood. Defaults to "gpipe".
         loss_fn: The loss of `step`, called as `loss_fn(output, target)`.
         reduction: How the losses of the micro-batches are combined: "mean" or "sum". By default
             that of `loss_fn`, or "mean".
@@ -140,6 +153,19 @@ class Pipe(nn.Module):
             step, "off" none. If the numbers differ, the step raises an AuditError.
         heartbeat: With processes, the seconds without progress after which a rank is considered
             dead.
+        n_microbatches: The same as `chunks`, as torch.distributed.pipelining calls it.
+
+    Attributes:
+        stages: The number of stages.
+        devices: The devices of the ranks in this process.
+        schedule: The name of the schedule.
+        partition: The model cut into stages. `print` shows a table of them.
+        device: The device of the first stage in this process.
+        dtype: The dtype of the first parameter.
+        hf_device_map: The device of each unit by name, for transformers and accelerate.
+
+    A child, parameter or buffer of the model that has one of these names comes first. The `config`
+    of a Hugging Face model, and what else training frameworks read, is that of the model.
 
     Raises:
         ArgumentError: If an argument is invalid or arguments contradict each other.
@@ -181,6 +207,7 @@ class Pipe(nn.Module):
         shapes: str = "learned",
         heartbeat: float = DEFAULT_HEARTBEAT,
         audit: str | int = "first",
+        n_microbatches: int | None = None,
     ) -> None:
         super().__init__()
         topology = resolve_topology(mesh, group)
@@ -193,6 +220,7 @@ class Pipe(nn.Module):
             else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
         ):
             check_model(module)
+            chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)
             check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
@@ -305,6 +333,7 @@ class Pipe(nn.Module):
 
     # ---- training and inference -----------------------------------------------------------
 
+    @ModelForward
     @not_compiled
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
         """Return the output of the model for a batch. `loss.backward()` runs the backwards.
@@ -346,6 +375,7 @@ class Pipe(nn.Module):
         loss_fn: LossFn | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scale: float = 1.0,
         **keyword_inputs: Any,
     ) -> StepResult:
         """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
@@ -367,6 +397,8 @@ class Pipe(nn.Module):
             scaler: A GradScaler. It scales the gradients, not the loss of the result.
             optimizer: An optimizer whose `step()` is called after the backwards. With
                 `runtime="graph"` it becomes part of the captured step.
+            scale: A factor for the gradients, not for the loss of the result. To accumulate the
+                mean over 4 batches in `.grad`, use `scale=1 / 4`.
             **keyword_inputs: Inputs by name, as for `pipe(x)`.
 
         Returns:
@@ -374,7 +406,7 @@ class Pipe(nn.Module):
 
         Raises:
             BatchShapeError: If the inputs cannot be split into the same micro-batches.
-            ArgumentError: If `optimizer` cannot be used here.
+            ArgumentError: If `optimizer` or `scale` cannot be used here.
             RunError: If the pipe cannot run the step.
 
         >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -387,8 +419,9 @@ class Pipe(nn.Module):
         self._save_if_preempted(training=True)
         if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
             self._enclosing_ddp.check_step_allowed()
+        check_scale(scale)
         request = self._build_step_request(
-            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer
+            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
         )
         if optimizer is not None:
             request.check_optimizer()
@@ -403,6 +436,7 @@ class Pipe(nn.Module):
         outputs: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scale: float = 1.0,
     ) -> Request:
         if loss_fn is None:
             loss_fn = self.loss_fn
@@ -421,6 +455,7 @@ class Pipe(nn.Module):
             return_outputs=outputs,
             scaler=scaler,
             optimizer=optimizer,
+            scale=scale,
             uses_model_loss=loss_fn is None,
         )
 
@@ -731,12 +766,21 @@ class Pipe(nn.Module):
 
     # ---- nn.Module ------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+    def __getattr__(self, name: str) -> Any:
         # DistributedDataParallel reads this attribute of the module that it wraps. There is no
         # other way for a module to learn that it is being wrapped.
         if name == DDP_IGNORED_NAMES:
             self._enclosing_ddp.is_wrapped = True
-        return super().__getattr__(name)
+        # Children come first: a model may have one that is called "stages" or "config".
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            partition = self.__dict__.get("_placed_partition")
+            if partition is None or name not in MODEL_ATTRIBUTES | _PIPE_ATTRIBUTES.keys():
+                raise
+        if name in _PIPE_ATTRIBUTES:
+            return _PIPE_ATTRIBUTES[name](self)
+        return getattr(partition.partition.model, name)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -761,6 +805,11 @@ class Pipe(nn.Module):
         """
         return frozenset().union(*find_side_names_per_layer(self, first))
 
+    def _get_name(self) -> str:
+        # transformers.Trainer decides by this name whether label smoothing shifts the labels.
+        model = self._placed_partition.partition.model
+        return "Pipe" if model is None else type(find_base_model(model)).__name__
+
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
         head = f"Pipe({options}, schedule={self._schedule_choice.name!r},"
@@ -781,37 +830,21 @@ class Pipe(nn.Module):
             module.training = mode
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Cast parameters and buffers. The stages stay on their devices.
-
-        Args:
-            *args: The arguments of `nn.Module.to`, without a device.
-            **kwargs: The same by name.
-
-        Returns:
-            The pipe.
-
-        Raises:
-            PenstockTypeError: If a device is given.
-
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), devices=["cpu"])
-        >>> pipe.to(torch.float64)[0].weight.dtype
-        torch.float64
-        """
-        check_no_device_argument(args, kwargs)
-        return super().to(*args, **kwargs)
-
-    def cuda(self, device: Any = None) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
-        raise build_move_error()
-
-    def cpu(self) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
-        raise build_move_error()
-
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """Apply a conversion such as `half()`, of the pipe or of a module that contains it."""
         check_keeps_device(fn, self._placed_partition.devices.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._placed_partition.partition.refresh(fn)
         return self
+
+
+# The attributes of a pipe that give way to a child, parameter or buffer of the same name.
+_PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {
+    "stages": lambda pipe: len(pipe._placed_partition.partition.stages),
+    "devices": lambda pipe: tuple(d.device for d in pipe._placed_partition.devices.values()),
+    "schedule": lambda pipe: pipe._schedule_choice.name,
+    "partition": lambda pipe: pipe._placed_partition.partition,
+    "device": lambda pipe: next(iter(pipe._placed_partition.stage_devices.values())),
+    "dtype": find_dtype,
+    "hf_device_map": lambda pipe: build_device_map(pipe._placed_partition),
+}
