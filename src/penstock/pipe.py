@@ -210,7 +210,7 @@ class Pipe(nn.Module):
         n_microbatches: int | None = None,
     ) -> None:
         super().__init__()
-        topology = resolve_topology(mesh, group)
+        self._topology = topology = resolve_topology(mesh, group)
         groups = None if topology is None else open_process_groups(topology, devices, heartbeat)
         # Among processes, an error in the arguments of one rank must be raised on all of them, so
         # even the checks run inside the guard.
@@ -581,6 +581,7 @@ class Pipe(nn.Module):
         extra: Any = None,
         background: bool = False,
         keep: int = 2,
+        model: bool = True,
     ) -> SaveHandle:
         """Write a checkpoint that any pipe of the same model can load, however it is split.
 
@@ -595,6 +596,8 @@ class Pipe(nn.Module):
             background: Write in a background thread, so that training can go on at once. The next
                 save waits for it.
             keep: How many checkpoints the folder keeps, with the new one.
+            model: Whether parameters and buffers are saved. Without them, such as beside a
+                `save_pretrained`, use `load` with `model=False`, too.
 
         Returns:
             A handle whose `wait()` waits until the checkpoint is written.
@@ -614,9 +617,9 @@ class Pipe(nn.Module):
         {'epoch': 3}
         """
         with self._engine.guarded_slow_call(
-            "saving", folder=Path(folder).absolute(), background=background, keep=keep
+            "saving", folder=Path(folder).absolute(), background=background, keep=keep, model=model
         ):
-            return self._build_saver().save(folder, optimizer, extra, background, keep)
+            return self._build_saver().save(folder, optimizer, extra, background, keep, model)
 
     def save_on_preemption(
         self,
@@ -693,7 +696,13 @@ class Pipe(nn.Module):
         signals.end_preemption()
         raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument = None, trust: bool = False) -> Any:
+    def load(
+        self,
+        path: PathLike,
+        optimizer: OptimizerArgument = None,
+        trust: bool = False,
+        model: bool = True,
+    ) -> Any:
         """Read a checkpoint, however the model was split when it was saved.
 
         Everything is read and verified before anything is changed. After an error the model and
@@ -706,6 +715,7 @@ class Pipe(nn.Module):
                 generator is then restored, too.
             trust: Also load values that can only be read by running code from the file. Pass True
                 only if you trust whoever wrote the checkpoint as you trust your own code.
+            model: Whether parameters and buffers are read, or the optimizers alone.
 
         Returns:
             The `extra` that was given to `save`, or None.
@@ -716,8 +726,10 @@ class Pipe(nn.Module):
 
         See `save` for an example.
         """
-        with self._engine.guarded_slow_call("loading", path=Path(path).absolute(), trust=trust):
-            return self._build_saver().load(path, optimizer, trust)
+        with self._engine.guarded_slow_call(
+            "loading", path=Path(path).absolute(), trust=trust, model=model
+        ):
+            return self._build_saver().load(path, optimizer, trust, model)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file, under the model's names.
