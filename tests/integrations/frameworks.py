@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import Trainer, logging
@@ -27,8 +28,11 @@ from tests.integrations.processes import train_on_ranks
 from tests.integrations.sft import train_sft
 
 TOLERANCE = 1e-6
-SAVES = {"save_strategy": "steps", "save_steps": 5}
-EVEN = {"train_rows": 24, "eval_rows": 8}  # accelerate repeats rows where replicas get too few
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+EVEN: dict[str, Any] = {
+    "train_rows": 24,
+    "eval_rows": 8,
+}  # accelerate repeats rows where replicas get too few
 
 Row = tuple[str, Callable[[str], float]]
 
@@ -36,7 +40,7 @@ Row = tuple[str, Callable[[str], float]]
 @cache
 def train_unsplit(name: str, accumulation: int, even: bool = False) -> Curve:
     with tempfile.TemporaryDirectory() as folder:
-        rows = EVEN if even else {}
+        rows: dict[str, Any] = EVEN if even else {}
         return train(
             MODELS[name], folder, Trainer, gradient_accumulation_steps=accumulation, **rows
         )
@@ -50,10 +54,10 @@ def train_unsplit_sft(accumulation: int, lora: bool) -> Curve:
 
 def compare_trainer(name: str, trainer_class: type[Trainer], accumulation: int) -> Row:
     # A plain Trainer looks for labels in the forward of the class, which is that of all pipes.
-    labels = {} if trainer_class is PipeTrainer else {"label_names": ["labels"]}
+    labels: dict[str, Any] = {} if trainer_class is PipeTrainer else {"label_names": ["labels"]}
 
     def run(folder: str) -> float:
-        options = {"gradient_accumulation_steps": accumulation, **labels}
+        options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, **labels}
         curve = train(MODELS[name], folder, trainer_class, pipe_options={}, **options)
         return curve.compute_difference(train_unsplit(name, accumulation))
 
@@ -114,7 +118,7 @@ def compare_processes(name: str, size: int, replicas: int, accumulation: int) ->
             "per_device_train_batch_size": 4 // replicas,
             "per_device_eval_batch_size": 4 // replicas,
         }
-        curves = ranks(size).run(train_on_ranks, name, folder, replicas, options)
+        curves: list[Curve] = ranks(size).run(train_on_ranks, name, folder, replicas, options)
         expected = train_unsplit(name, accumulation, even=True)
         return max(curve.compute_difference(expected) for curve in curves)
 
@@ -124,8 +128,10 @@ def compare_processes(name: str, size: int, replicas: int, accumulation: int) ->
 
 def compare_resumed_processes(name: str) -> Row:
     def run(folder: str) -> float:
-        (curve, _) = ranks(2).run(train_on_ranks, name, folder, 1, {"max_steps": 10, **SAVES})
-        checkpoint = f"{folder}/checkpoint-10"
+        curves: list[Curve] = ranks(2).run(
+            train_on_ranks, name, folder, 1, {"max_steps": 10, **SAVES}
+        )
+        curve, checkpoint = curves[0], f"{folder}/checkpoint-10"
         del curve.evaluations[10]  # the evaluation at the end of the shorter run
         train(MODELS[name], folder, pipe_options={"stages": 3}, curve=curve, resume=checkpoint)
         return curve.compute_difference(train_unsplit(name, 1))

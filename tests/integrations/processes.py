@@ -25,13 +25,13 @@ def train_on_ranks(name: str, folder: str, replicas: int, options: dict[str, Any
     return train(MODELS[name], folder, pipe_options=choose_processes(replicas), **options)
 
 
-def predict_on_ranks(name: str, replicas: int, folder: str) -> Any:
+def predict_on_ranks(name: str, replicas: int, folder: str, outputs: str = "all") -> Any:
     """Return the predictions for all rows, which are gathered from the replicas."""
     from penstock.integrations.transformers import PipeTrainer
 
     set_seed(0)
     model, rows = MODELS[name].make(), MODELS[name].make_rows(7)
-    pipe = make_pipe(model, rows, outputs="all", **choose_processes(replicas))
+    pipe = make_pipe(model, rows, outputs=outputs, **choose_processes(replicas))
     arguments = make_arguments(folder, per_device_eval_batch_size=2)
     trainer = PipeTrainer(model=pipe, args=arguments, eval_dataset=rows)
     return torch.tensor(trainer.predict(rows).predictions)

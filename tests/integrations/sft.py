@@ -58,6 +58,7 @@ def train_sft(
     curve: Curve | None = None,
     callbacks: list[Any] | None = None,
     resume: str | None = None,
+    loss_type: str = "nll",
     **arguments: Any,
 ) -> Curve:
     """Train a Llama as `curves.train` does, with an SFTTrainer."""
@@ -70,7 +71,9 @@ def train_sft(
     names = {"learning_rate", *arguments, "max_steps", "logging_steps", "eval_strategy"}
     names |= {"eval_steps", "save_strategy", "report_to", "disable_tqdm", "use_cpu", "output_dir"}
     names |= {"per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_pin_memory"}
-    config = SFTConfig(bf16=False, **{name: getattr(defaults, name) for name in names})
+    config = SFTConfig(
+        bf16=False, loss_type=loss_type, **{name: getattr(defaults, name) for name in names}
+    )
     trainer = (SFTTrainer if pipe_options is None else PipeSFTTrainer)(
         model=model,
         args=config,
