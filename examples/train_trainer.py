@@ -5,14 +5,13 @@
     torchrun --nproc-per-node 2 examples/train_trainer.py             one process for each rank
     torchrun --nproc-per-node 4 examples/train_trainer.py --dp 2      two replicas of two ranks
 
-Everything but the five lines of `make_pipe` is what a script for the unsplit model has.
+Everything but `make_pipe` is what a script for the unsplit model has.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from typing import Any
 
 import torch
@@ -90,23 +89,25 @@ def train(trainer_class: type[Trainer], model: Any, folder: str, on_cpu: bool, r
 def main() -> None:
     """Parse the command line, train, and compare if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="also train the unsplit model")
+    parser.add_argument("--check", action="store_true", help="compare with the unsplit Trainer")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipe, under torchrun")
+    parser.add_argument("--out", default="out/trainer", help="the folder of the checkpoints")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        pipe = make_pipe(make_model(), options.dp)
-        on_cpu = pipe.device.type == "cpu"
-        log = train(PipeTrainer, pipe, folder, on_cpu, rows=8 // options.dp)
-        if options.check:
-            expected = train(Trainer, make_model(), folder, on_cpu, rows=8)
-            pairs = [
-                (entry[key], other[key])
-                for entry, other in zip(log, expected, strict=True)
-                for key in ("loss", "grad_norm", "eval_loss")
-                if key in entry
-            ]
-            difference = max(abs(a - b) for a, b in pairs)
-            print(f"largest difference from the unsplit Trainer: {difference:.1e}")
+    if options.check and "RANK" in os.environ:
+        parser.error("--check trains the unsplit model in one process: start it without torchrun")
+    pipe = make_pipe(make_model(), options.dp)
+    on_cpu = pipe.device.type == "cpu"
+    log = train(PipeTrainer, pipe, options.out, on_cpu, rows=8 // options.dp)
+    if options.check:
+        expected = train(Trainer, make_model(), f"{options.out}/unsplit", on_cpu, rows=8)
+        pairs = [
+            (entry[key], other[key])
+            for entry, other in zip(log, expected, strict=True)
+            for key in ("loss", "grad_norm", "eval_loss")
+            if key in entry
+        ]
+        difference = max(abs(a - b) for a, b in pairs)
+        print(f"largest difference from the unsplit Trainer: {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_sft_trainer_resumes_with_another_number_of_stages(tmp_path: Path) -> No
     kill = [KillAfterSave(4)]
     curve = train_sft(str(tmp_path), {"stages": 2}, lora=True, callbacks=kill, **options)
     assert max(curve.steps) == 4
-    again = {"lora": True, "curve": curve, "resume": f"{tmp_path}/checkpoint-4"}
+    again: dict[str, Any] = {"lora": True, "curve": curve, "resume": f"{tmp_path}/checkpoint-4"}
     train_sft(str(tmp_path), {"stages": 3}, **again, **options)
     assert curve.compute_difference(expected) < 1e-6
 
