@@ -24,6 +24,7 @@ from tests.integrations.curves import (
     MODELS,
     Curve,
     KillAfterSave,
+    ModelCase,
     make_arguments,
     make_pipe,
     train,
@@ -51,6 +52,23 @@ def test_pipe_trainer_has_the_curve_of_the_unsplit_model(
     curve = train(MODELS[name], str(tmp_path), PipeTrainer, pipe_options={}, **options)
     assert curve.compute_difference(expected) < 1e-6
     assert (len(expected.steps), len(expected.evaluations)) == (6, 2)
+
+
+def make_without_loss_kwargs(dropout: float) -> Any:
+    model = MODELS["Llama"].make(dropout)
+    model.accepts_loss_kwargs = False
+    return model
+
+
+@pytest.mark.parametrize("trainer_class", [PipeTrainer, Trainer])
+def test_mean_losses_are_averaged_over_accumulated_batches(
+    trainer_class: type[Trainer], tmp_path: Path
+) -> None:
+    case = ModelCase(make_without_loss_kwargs)
+    options = {**SHORT, **PLAIN, "gradient_accumulation_steps": 4}
+    expected = train(case, str(tmp_path), Trainer, **options)
+    curve = train(case, str(tmp_path), trainer_class, pipe_options={}, **options)
+    assert curve.compute_difference(expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama + LoRA"])

@@ -182,7 +182,7 @@ class TakesLabels(Returns):
 def test_mean_cross_entropy_may_ignore_num_items_in_batch(door: str) -> None:
     model = TakesLabels().double()
     labels = torch.tensor([0, -100, 1, 3, -100, 2])  # of two rows, micro-batches count 1, 2 and 1
-    inputs = {"x": torch.randn(6, 4).double(), "labels": labels}
+    inputs: dict[str, Any] = {"x": torch.randn(6, 4).double(), "labels": labels}
     expected = model(**inputs)
     inputs["num_items_in_batch"] = torch.tensor(17)
     pipe = Pipe(model, 3, stages=3, devices=["cpu"] * 3, example=inputs)
