@@ -792,12 +792,13 @@ class Pipe(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            partition = self.__dict__.get("_placed_partition")
-            if partition is None or name not in MODEL_ATTRIBUTES | _PIPE_ATTRIBUTES.keys():
-                raise
-        if name in _PIPE_ATTRIBUTES:
-            return _PIPE_ATTRIBUTES[name](self)
-        return getattr(partition.partition.model, name)
+            placed = self.__dict__.get("_placed_partition")  # None while the pipe is being made
+            if placed is not None and name in _PIPE_ATTRIBUTES:
+                return _PIPE_ATTRIBUTES[name](self)
+            model = None if placed is None else placed.partition.model
+            if name in MODEL_ATTRIBUTES and hasattr(model, name):
+                return getattr(model, name)
+            raise
 
     def __len__(self) -> int:
         return len(self._modules)

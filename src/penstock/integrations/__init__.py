@@ -2,5 +2,5 @@
 
 accelerate      `adapt`: an `Accelerator` that knows the ranks of a pipe
 transformers    `PipeTrainer`, and `PipeTrainerMixin` for TRL's `SFTTrainer`
-torchtitan      `PipeliningFunction`: a pipe behind torchtitan's `pipelining_fn`
+torchtitan      `make_pipelining_fn`: a pipe behind torchtitan's `pipelining_fn`
 """

@@ -64,7 +64,7 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # SFTTrainer replaces the forward of its model by one that would run the model unsplit.
         self.model.__dict__.pop("forward", None)
-        model = self.model.partition.model
+        model = self.model._placed_partition.partition.model
         if model is not None:  # the Trainer has looked at the class of the pipe
             base_class = type(find_base_model(model))
             self.can_return_loss = can_return_loss(base_class)
@@ -206,7 +206,7 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if is_pretrained(self.model.partition.model):
+        if is_pretrained(self.model._placed_partition.partition.model):
             self.model.save_pretrained(folder)
         else:
             self.model.export(folder / WEIGHTS_FILE)

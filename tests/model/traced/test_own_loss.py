@@ -173,7 +173,7 @@ class TakesLabels(Returns):
     def __init__(self) -> None:
         super().__init__(lambda x, _: x)
 
-    def forward(self, x: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+    def forward(self, x: Tensor, num_items_in_batch: Any = None, labels: Any = None) -> Any:
         x = super().forward(x)
         return x if labels is None else functional.cross_entropy(x, labels)
 
