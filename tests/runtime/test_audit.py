@@ -121,6 +121,65 @@ def test_loss_that_is_no_mean_over_rows_in_a_later_micro_batch_is_found(chunks: 
     pipe.step(rows(), target=torch.ones_like(mask))
 
 
+def each(output: Tensor) -> Tensor:
+    return output.square().mean(1)
+
+
+def trimmed(output: Tensor, weight: Tensor) -> Tensor:
+    losses = each(output).sort().values
+    count = len(losses) // 4
+    return losses[count : len(losses) - count].mean()
+
+
+def flooded(output: Tensor, weight: Tensor) -> Tensor:
+    loss = (each(output) * weight).mean()
+    return (loss - 0.5).abs() + 0.5
+
+
+def normalised(output: Tensor, weight: Tensor) -> Tensor:
+    return (each(output) * (weight / weight.sum())).sum()
+
+
+def of_numbers(output: Tensor, weight: Tensor) -> Tensor:
+    return (each(output) * weight.where(weight > 0, torch.nan)).nanmean()
+
+
+@pytest.mark.parametrize("loss_fn", [trimmed, flooded, normalised, of_numbers])
+def test_loss_that_depends_on_the_split_later_is_found(loss_fn: Callable[..., Tensor]) -> None:
+    """Of one or two rows they are means over rows, and of equal weights."""
+    pipe = piped(linear(), loss_fn=loss_fn)
+    equal = torch.full((8,), 40.0, dtype=torch.float64)
+    x = rows()
+    for _ in range(5):
+        if loss_fn is not trimmed:
+            pipe.step(x, target=equal)
+    weight = 10 * torch.arange(8, dtype=torch.float64)
+    with pytest.raises(AuditError, match="but the loss of the whole batch is"):
+        pipe.step(x, target=weight)
+    with pytest.raises(AuditError, match="depends on how it is split"):  # not only once
+        pipe.step(x, target=weight)
+
+
+def test_loss_that_is_not_proved_is_compared_without_a_trace() -> None:
+    """It is called once more in each step, and what it keeps does not see that call."""
+    seen = []
+
+    def loss_fn(output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return (each(output).sort().values + 0.1 * torch.rand(())).mean()
+
+    def deterministic(output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return each(output).sort().values.mean()
+
+    for function in (loss_fn, deterministic):
+        pipe = piped(linear(), loss_fn=function, checkpoint="never")
+        seen.clear()
+        for _ in range(3):
+            pipe.step(rows())
+        assert seen == [2] * 12
+
+
 class Switch:
     """A loss with a term that is no mean over rows, and that counts more later."""
 

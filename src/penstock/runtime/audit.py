@@ -11,6 +11,9 @@ Then it compares:
     Python numbers   that the forward changes, before and after a recomputation
     the split        the loss, or the outputs, of some rows with those of two parts of them
 
+If the operations of the loss function do not prove that it is a mean over rows (row_means.py), each
+step also compares its loss with that of the outputs of all micro-batches together.
+
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
 of one forward and backward, and at most one more forward for the parts.
 """
@@ -31,8 +34,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import is_dtensor
+from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import MicrobatchRows
+from penstock.microbatch import MicrobatchRows, gather
 from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -52,7 +56,7 @@ from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.loss import LossExtras, LossFn, LossReduction
-from penstock.stage.loss_terms import OTHER_TERMS, TermSizes
+from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -61,8 +65,10 @@ from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
+    get_eager_function,
     get_saved_tensor_hooks,
     pytree,
+    unwrap_compiled,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +97,7 @@ class Auditor:
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
-        kind = self._identify(request, inputs)
+        kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
         return kind if kind not in self._audited_kinds or is_due else None
 
@@ -106,13 +112,13 @@ class Auditor:
         if not sizes or request.audit == "off":
             return None
         self._add_age(sizes)
-        kind = self._identify(request, inputs)
+        kind = self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None or all(size <= 2 * audited.get(k, 0) for k, size in sizes.items()):
             return None
         return kind
 
-    def _identify(self, request: Request, inputs: StageInputs) -> Any:
+    def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
         batch = *request.inputs, *request.keyword_inputs.values(), *request.target
         return (
@@ -596,6 +602,32 @@ class Audit:
         self._has_reference()
         self._finish()
 
+    def check_whole_loss(
+        self, outputs: Mapping[int, tuple[Any, ...]], losses: LossAccumulator
+    ) -> None:
+        """Compare the loss of a step with that of all outputs together.
+
+        Args:
+            outputs: The arguments of `loss_fn` for each micro-batch.
+            losses: The losses of the micro-batches.
+        """
+        arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
+        joined = tuple(gather(column, self._inputs.rows) for column in zip(*arguments, strict=True))
+        whole = self._reference.compute_whole_loss(joined)
+        if whole is None:
+            return
+        total = losses.compute_loss()
+        numbers = [float(item.loss) for item in losses.microbatch_losses]
+        size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
+        distance = abs(float(total) - float(whole))
+        if distance <= _SPLIT_ROUNDING.get(total.dtype, 1e-8) * size or not math.isfinite(distance):
+            return
+        self._auditor.forget(self._kind)
+        self._fail(
+            f"the losses of the micro-batches combine to {float(total):.6g}, but the loss of the "
+            f"whole batch is {float(whole):.6g}. {_SPLIT_CURE}"
+        )
+
     # ---- parts of the micro-batch --------------------------------------------------------------
 
     def _compare_parts(self, whole: ReferenceForward) -> None:
@@ -696,11 +728,8 @@ class Audit:
             return (
                 "the losses of two parts of the batch, "
                 f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
-                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
-                "the loss of a batch depends on how it is split. It is not a mean over rows: it "
-                "mixes rows, divides by a number that is given, or does not count all targets. "
-                "Return penstock.Weighted(loss, weight) if it is a mean over something else, or "
-                "pass reduction='sum' if it is a sum. A loss that mixes rows needs chunks=1."
+                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
+                f"{_SPLIT_CURE}"
             )
         shares: Sequence[float] = rows.fractions() if self._inputs.loss_shares else ()
         if all(share == 1 for share in self._inputs.loss_shares):  # the losses are added
@@ -759,6 +788,13 @@ class _NotFiniteError(Exception):
     """Parts of a batch have results that are not finite, and together they have."""
 
 
+_SPLIT_CURE = (
+    "So the loss of a batch depends on how it is split. It is not a mean over rows: it mixes rows, "
+    "divides by a number that is given, or does not count all targets. Return "
+    "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
+    "if it is a sum. A loss that mixes rows needs chunks=1."
+)
+
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
 _SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
@@ -782,6 +818,7 @@ def _find_loss_order(program: Program, last_stage: int) -> list[int]:
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
     if not expected.is_floating_point():
         return True  # an index of a maximum may differ by rounding
+    actual, expected = actual.detach(), expected.detach()
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
     distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
     tolerance = _SPLIT_ROUNDING.get(expected.dtype, 1e-8)
@@ -826,6 +863,39 @@ def audit_new_terms(
     audit = _build_audit(pipe, call, execution, program, reduction, kind)
     if audit is not None:
         audit.check_new_terms(sizes)
+
+
+def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReduction) -> bool:
+    """Return whether the loss of a step can be compared with that of the whole batch."""
+    request = call.request
+    if request.loss_fn is None or request.audit == "off" or call.inputs.chunks < 2:
+        return False
+    # PyTorch's own classification losses are weighed by their targets, and mix no rows. The
+    # compiler would compile a function under the mode of a proof once more.
+    is_compiled = unwrap_compiled(request.loss_fn) is not request.loss_fn
+    if reduction.target_counter is not None or is_compiled or get_eager_function(request.loss_fn):
+        return False
+    is_capturing = any(map(is_captured, pipe.placed_partition.stage_devices.values()))
+    return call.is_local and not (running.is_running or is_inside_cell() or is_capturing)
+
+
+def check_whole_loss(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction,
+    comparison: TermComparison,
+) -> None:
+    """Raise if the loss of a step that has run is not that of its whole batch.
+
+    It is called for losses that are not known to be means over rows.
+    """
+    kind = pipe.auditor.identify(call.request, call.inputs)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    losses = execution.cell_io.loss
+    if audit is not None and isinstance(losses, LossAccumulator):
+        audit.check_whole_loss(comparison.kept_outputs, losses)
 
 
 def _build_audit(

@@ -260,6 +260,27 @@ class Reference:
         self._adds_losses = bool(losses.layer_count)
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
 
+    @torch.no_grad()
+    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> Tensor | None:
+        """Return the loss of the outputs of a whole batch.
+
+        None: it cannot be compared with the losses of micro-batches. It fails, draws random
+        numbers, or keeps state.
+        """
+        assert self._request.loss_fn is not None
+        cells = UnsplitCells(self._seed, 1, (), {})
+        with self.isolate():
+            state = self.digest_loss_state()
+            try:
+                with cells.emulate(0):
+                    result = self._request.loss_fn(*arguments)
+            except Exception:  # outputs without rows are a list, which the loss may not take
+                return None
+            has_changed = state != self.digest_loss_state()
+        value = result.get("loss") if isinstance(result, Mapping) else result
+        has_drawn = cells.has_drawn or bool(self._write_log.generators)
+        return value if isinstance(value, Tensor) and not has_drawn and not has_changed else None
+
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
 

@@ -163,8 +163,13 @@ class TermComparison:
     Numbers on a GPU are read once, at the end of the step.
     """
 
-    def __init__(self, row_shares: Sequence[float]) -> None:
+    def __init__(self, row_shares: Sequence[float], keeps_outputs: bool = False) -> None:
         self._row_shares = row_shares
+        # Whether outputs and targets are kept, so that the loss of the whole batch can be computed.
+        # A proof that the loss is a mean over rows sets it to False.
+        self.keeps_outputs = keeps_outputs
+        self.kept_outputs: dict[int, tuple[Any, ...]] = {}  # by micro-batch
+        self._latest_output: tuple[Any, ...] | None = None
         # Whether the numbers are known after the replay of a captured step only.
         self.is_deferred = False
         self._latest: LossTerms | None = None
@@ -172,13 +177,18 @@ class TermComparison:
         self._coefficients: dict[int, list[Coefficient]] = {}
         self._device_numbers: Tensor | None = None
 
-    def note(self, terms: LossTerms) -> None:
-        """Note the terms of the micro-batch that is running, for which `add` is called next."""
-        self._latest = terms
+    def note(self, terms: LossTerms | None, output: tuple[Any, ...] | None = None) -> None:
+        """Note the terms of the micro-batch that is running, for which `add` is called next.
+
+        `output` are the arguments of its loss function, if they are kept.
+        """
+        self._latest, self._latest_output = terms, output
 
     def add(self, microbatch: int) -> None:
         """Compare the terms of a micro-batch with those of others, at once if that is possible."""
         terms, self._latest = self._latest, None
+        if self._latest_output is not None:
+            self.kept_outputs[microbatch], self._latest_output = self._latest_output, None
         if terms is None:  # the loss has a weight, or is a sum
             return
         if terms.list_device_numbers():
