@@ -25,7 +25,6 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -55,7 +54,7 @@ from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
-from penstock.stage.loss import LossExtras, LossFn, LossReduction
+from penstock.stage.loss import LossExtras, LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
@@ -126,7 +125,7 @@ class Auditor:
             request.training,
             torch.is_grad_enabled(),
             request.checkpoint,
-            _identify_loss(request.loss_fn),
+            identify_loss(request.loss_fn),
             inputs.chunks > 1,
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
@@ -161,17 +160,6 @@ class Auditor:
                     "this note.)",
                     reason,
                 )
-
-
-def _identify_loss(loss_fn: LossFn | None) -> Any:
-    """Return what two losses of one kind share: their code, or their class.
-
-    The function itself would not do. Many scripts pass a new lambda in every step, and it may hold
-    large tensors.
-    """
-    if isinstance(loss_fn, partial):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def find_obstacle(

@@ -132,6 +132,17 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     return None
 
 
+def identify_loss(loss_fn: LossFn | None) -> Any:
+    """Return what two losses of one kind share: their code, or their class.
+
+    The function itself would not do. Many scripts pass a new lambda in every step, and it may hold
+    large tensors.
+    """
+    if isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__code__", type(loss_fn))
+
+
 class CrossEntropyRecorder(TorchFunctionMode):
     """Records the mean cross-entropies of a loss that has no graph, as terms of it."""
 
