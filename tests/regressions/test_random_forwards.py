@@ -111,6 +111,8 @@ def _assert_equal(
         ("", "self.config.times = 1 + 0.1 * len(x)", "x = x * self.config.times"),
         ("x = x * self.config.times", "self.config.times = 0.5", ""),
         ("x = x * self.config.times\nself.config.times = 1 + 0.1 * len(x)", "", ""),
+        # The next call multiplies by 0.5 twice. The first one does so once.
+        ("x = x * self.config.times * 0.5", "self.config.times = 0.5", ""),
     ],
 )
 def test_forward_that_leaves_a_value_for_its_next_call_is_refused(
