@@ -222,15 +222,12 @@ class Reference:
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
-        before, objects = self._digest_buffers(), collect_buffers(self._model_modules)
+        before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
         changed = any(before.get(key) != digest for key, digest in buffers.items())
-        # A pipe assigns new buffers when the micro-batch is done, and not in the forward.
-        current = collect_buffers(self._model_modules)
-        buffers = {k: digest for k, digest in buffers.items() if current[k] is objects.get(k)}
         now = read_plain_attributes(self._model_modules)
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
