@@ -39,6 +39,7 @@ class Does(nn.Module):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.linear, self.function = linear(), function
+        self.teacher = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.register_buffer("state", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,6 +179,46 @@ def test_loss_that_is_not_proved_is_compared_without_a_trace() -> None:
         for _ in range(3):
             pipe.step(rows())
         assert seen == [2] * 12
+
+
+def goes_on(layer: nn.Module, x: Tensor) -> Tensor:
+    """Go on from the hidden state of the last batch, row by row."""
+    x = x + 0.5 * vars(layer).get("hidden", torch.zeros_like(x))
+    layer.hidden = x.detach()
+    return x
+
+
+def warms_up(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.calls = vars(layer).get("calls", 0) + 1
+    return x * min(1.0, layer.calls / 10)  # type: ignore[operator]
+
+
+def follows(layer: nn.Module, x: Tensor) -> Tensor:
+    """Move a teacher towards its student, as BYOL does."""
+    with torch.no_grad():
+        layer.get_parameter("linear.bias").mul_(0.9)
+    return x
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Does(goes_on),
+        lambda: Does(warms_up),
+        lambda: Does(follows),
+        lambda: nn.utils.spectral_norm(linear()),
+    ],
+    ids=["hidden", "calls", "parameter", "spectral norm"],
+)
+def test_layer_that_computes_with_what_the_micro_batch_before_has_left_is_found(
+    build: Callable[[], nn.Module], door: str
+) -> None:
+    """The unsplit model changes its state once for the batch. Each micro-batch changed it again."""
+    pipe = piped(build(), checkpoint="never")
+    with pytest.raises(AuditError, match="and that of the next one computes with it"):
+        (pipe.step if door == "step" else pipe)(rows())
+    piped(build(), checkpoint="never", chunks=1).step(rows())
 
 
 class Switch:
@@ -374,7 +415,7 @@ def counts(layer: nn.Module, x: Tensor) -> Tensor:
 
 def writes(layer: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
-        layer.get_parameter("linear.bias").mul_(0.9)
+        layer.get_parameter("teacher").add_(1)
     return x
 
 

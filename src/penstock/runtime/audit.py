@@ -9,7 +9,8 @@ Then it compares:
     the gradients    that the micro-batch adds to each parameter
     the buffers      after the forward of the micro-batch
     Python numbers   that the forward changes, before and after a recomputation
-    the split        the loss, or the outputs, of some rows with those of two parts of them
+    the split        the loss, or the outputs, of some rows with those of two parts of them; and
+                     the next micro-batch with the state that the first one has left, and without
 
 If the operations of the loss function do not prove that it is a mean over rows (row_means.py), each
 step also compares its loss with that of the outputs of all micro-batches together.
@@ -267,8 +268,10 @@ class Audit:
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
-                if forward.changed_state and self.next_microbatch is not None:
-                    self._run_next_microbatch()
+                next_outputs: dict[str, Digest] = {}
+                has_next = self.next_microbatch is not None
+                if has_next and (forward.changed_state or forward.left_state):
+                    next_outputs = self._run_next_microbatch()
             if forward.changed_state and not self._is_first_everywhere:
                 self._auditor.note_audited(self._kind, self._term_sizes)
                 self._auditor.tell_once(
@@ -276,7 +279,11 @@ class Audit:
                     "orders"
                 )
                 return
+            if forward.changed_state:
+                self._next_outputs = next_outputs
             self._compare_parts(forward)
+            if next_outputs and forward.left_state:
+                self._check_left_state(forward, next_outputs)
             if keeps_state:
                 self._compare_loss_orders()
             self._forward = forward
@@ -284,8 +291,8 @@ class Audit:
             close_failed_checkpoints(error)
             self._failure = error
 
-    def _run_next_microbatch(self) -> None:
-        """Run the forward of the next micro-batch, with the state that the first one has left."""
+    def _run_next_microbatch(self) -> dict[str, Digest]:
+        """Return the outputs of the next micro-batch, in the state that the modules have now."""
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
@@ -294,7 +301,22 @@ class Audit:
                 self._get_counted_targets(self.next_microbatch),
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
-        self._next_outputs = self._digest_by_path(value)
+        return self._digest_by_path(value)
+
+    def _check_left_state(self, forward: ReferenceForward, outputs: Mapping[str, Digest]) -> None:
+        """Find out whether the next micro-batch computes with what the first one has left."""
+        with self._reference.isolate():
+            expected = self._run_next_microbatch()
+        if any(
+            digest.find_difference(expected.get(path, digest), self._rounding)
+            for path, digest in outputs.items()
+        ):
+            self._split_problem = (
+                f"the forward of a micro-batch changes {', '.join(forward.left_state[:4])}, and "
+                "that of the next one computes with it. The unsplit model changes it once for the "
+                "whole batch, after all rows have been computed. Change such state outside of the "
+                "forward, after each step, or use chunks=1."
+            )
 
     def _compare_loss_orders(self) -> None:
         """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""

@@ -33,6 +33,7 @@ from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
 from penstock.stage.loss import LossReduction, LossStageFunction
+from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.stage import OUTSIDE
 from penstock.state_copy import ReachedState, StructureCopier, find_reachable
 from penstock.torch_compat import (
@@ -67,6 +68,8 @@ class ReferenceForward(NamedTuple):
         buffers: The digests of the buffers after it.
         changed_state: Whether it changed a buffer.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
+        left_state: The names of buffers, attributes and parameters that it changed, except for the
+            running statistics of norms, which training does not read.
         adds_losses: Whether layers added auxiliary losses.
     """
 
@@ -75,6 +78,7 @@ class ReferenceForward(NamedTuple):
     buffers: dict[BufferKey, Digest]
     changed_state: bool
     changed_attributes: frozenset[AttributeKey]
+    left_state: tuple[str, ...]
     adds_losses: bool
 
 
@@ -224,6 +228,7 @@ class Reference:
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
         before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
+        values_before = _read_attributes(self._model_modules)
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
@@ -231,7 +236,16 @@ class Reference:
         now = read_plain_attributes(self._model_modules)
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
+        left = [key for key, digest in buffers.items() if before.get(key) != digest]
+        left = [key for key in left if not has_write_only_buffers(key[0])]
+        values_after = _read_attributes(self._model_modules).items()
+        left += [key for key, value in values_after if not _is_same(values_before.get(key), value)]
+        names = self._partition.names()
+        left_state = [f"{names.get(module, '')}.{name}".lstrip(".") for module, name in left]
+        left_state += ["a parameter"] * self._write_log.has_written
+        return ReferenceForward(
+            values, has_drawn, buffers, changed, counted, tuple(left_state), self._adds_losses
+        )
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -371,6 +385,30 @@ def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, An
     }
 
 
+def _read_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
+    """Return the attributes of modules that are not PyTorch's own."""
+    return {
+        (module, name): (value, _measure(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
+
+
+def _measure(value: Any) -> Any:
+    """Return a number that shows whether a value is changed in place: its version, or length."""
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    return len(value) if isinstance(value, list | dict | set | deque) else 0
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is None or before[1] != after[1]:
+        return False
+    is_plain = isinstance(after[0], int | float | str)
+    return before[0] is after[0] or (is_plain and bool(before[0] == after[0]))
+
+
 class _WriteLog(CompileFriendlyDispatchMode):
     """Restores parameters that an operation writes to, and generators that it draws from.
 
@@ -398,6 +436,11 @@ class _WriteLog(CompileFriendlyDispatchMode):
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 self._copy_before_write(tensor)
         return func(*args, **kwargs)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether an operation has written to a parameter."""
+        return bool(self._copies)
 
     def _copy_before_write(self, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):
