@@ -224,9 +224,9 @@ class Pipe(nn.Module):
             if groups is None
             else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
         ):
-            check_model(module)
             chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)
+            check_model(module, chunks)
             check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)

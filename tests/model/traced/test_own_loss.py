@@ -191,3 +191,32 @@ def test_mean_cross_entropy_may_ignore_num_items_in_batch(door: str) -> None:
     # Without labels there is no loss, which the number could divide.
     del inputs["labels"]
     assert closely(pipe(**inputs).detach(), model(inputs["x"]).detach())
+
+
+class WithPenalty(nn.Module):
+    """A model whose loss has a term that is computed from the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[0](x)
+        y = self.blocks[2](torch.tanh(self.blocks[1](hidden)))
+        loss: Tensor = functional.mse_loss(y, x) + 0.1 * hidden.square().sum(1).mean()
+        return loss
+
+
+@each_door
+def test_term_of_an_earlier_stage_beside_a_micro_batch_of_one_row(door: str) -> None:
+    """One row is cut elsewhere: its mean was on the last stage, and counted as one more term."""
+    model = WithPenalty().double()
+    unsplit, x = copy.deepcopy(model), torch.randn(7, 6).double()
+    pipe = Pipe(model, 4, stages=[1, 2], devices=["cpu"] * 2, example=x)
+    loss = pipe.step(x).loss if door == "step" else pipe(x)
+    expected = unsplit(x)
+    expected.backward()
+    if door != "step":
+        loss.backward()
+    assert closely(loss, expected)
+    assert same_gradients(model, unsplit)
