@@ -65,6 +65,7 @@ from penstock.runtime.request import Request
 from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
+from penstock.schedules.lowering import Recomputation, resolve_recomputation
 from penstock.schedules.notation import dumps
 from penstock.schedules.registry import (
     ScheduleLike,
@@ -103,7 +104,8 @@ class Pipe(nn.Module):
         module: The model. An `nn.Sequential`, or any other module together with `example`.
         chunks: The number of micro-batches that a batch is split into.
         checkpoint: Which micro-batches are recomputed in the backward instead of keeping their
-            activations: "always", "except_last" or "never".
+            activations: "always", "except_last" or "never"; a list with one of these, or a bool,
+            for each stage; or a function of (stage, micro-batch).
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of
             once per micro-batch.
         stages: The number of stages, or a list with the number of layers of each stage. Without
@@ -160,7 +162,7 @@ class Pipe(nn.Module):
         self,
         module: nn.Module,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Recomputation = "except_last",
         deferred_batch_norm: bool = False,
         *,
         stages: int | Sequence[int] | None = None,
@@ -194,7 +196,7 @@ class Pipe(nn.Module):
         ):
             check_model(module)
             check_chunks(chunks)
-            check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+            check_choices(runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
             check_audit(audit)
@@ -205,7 +207,9 @@ class Pipe(nn.Module):
             if deferred_batch_norm:
                 module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
             requested_schedule = resolve_schedule(schedule)
-            split_request = SplitRequest(stages, devices, balance, example, chunks, units, memory)
+            split_request = SplitRequest(
+                stages, devices, balance, example, chunks, units, memory, checkpoint
+            )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
@@ -295,7 +299,9 @@ class Pipe(nn.Module):
             inputs,
             keyword_inputs,
             chunks=self.chunks,
-            checkpoint=self.checkpoint,
+            checkpoint=resolve_recomputation(
+                self.checkpoint, len(self._placed_partition.placement), self.chunks
+            ),
             training=self.training,
             runtime=self.runtime,
             reduction=self.reduction,

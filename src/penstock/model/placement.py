@@ -59,6 +59,7 @@ from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.units import UnitSelector, parameter_bytes
 from penstock.schedules.balance import balance_costs, check_cut
 from penstock.schedules.ir import Schedule, StageGraph
+from penstock.schedules.lowering import Recomputation, resolve_recomputation
 from penstock.schedules.registry import choose_placement, default_stages_per_rank
 from penstock.stage.stage import Stage
 from penstock.torch_compat import parse_to_device
@@ -170,6 +171,7 @@ class SplitRequest:
     chunks: int
     units: UnitSelector = None
     memory: float | Sequence[float] | None = None
+    checkpoint: Recomputation = "never"
 
 
 def place_model(
@@ -195,7 +197,7 @@ def place_model(
                 "needed: the number of stages, and a batch to trace its forward with, as in "
                 "Pipe(model, stages=4, example=batch)"
             )
-        return _keep_user_placement(module)
+        return _keep_user_placement(module, request)
     return _place_as_requested(module, request, schedule)
 
 
@@ -226,12 +228,13 @@ def check_split_request(module: nn.Module, request: SplitRequest) -> None:
         raise ArgumentError("devices is empty. Pass at least one device, or leave it out.")
 
 
-def _keep_user_placement(module: nn.Sequential) -> PlacedPartition:
+def _keep_user_placement(module: nn.Sequential, request: SplitRequest) -> PlacedPartition:
     """Cut a Sequential where the device of its layers changes; each device is a rank."""
     counts, stage_devices = group_by_device(list(module))
     rank_devices = list(dict.fromkeys(stage_devices))
     devices = dict(enumerate(map(resolve_device, rank_devices)))
     placement = tuple(rank_devices.index(device) for device in stage_devices)
+    resolve_recomputation(request.checkpoint, len(placement), request.chunks)
     return PlacedPartition(cut_sequential(module, counts), devices, placement)
 
 
@@ -249,6 +252,7 @@ def _place_as_requested(
     ranks = -(-num_stages // per_rank)  # rounded up
     rank_devices = tuple(map(resolve_device, request.devices or _list_default_devices(ranks)))
     placement = choose_placement(schedule, len(rank_devices), num_stages)
+    resolve_recomputation(request.checkpoint, num_stages, request.chunks)
     devices = [rank_devices[rank].device for rank in placement]
     partition = partition_model(
         module, request, stages, [rank_devices[rank] for rank in placement], placement
@@ -316,6 +320,7 @@ def _place_across_processes(
         else request.stages
     )
     placement = choose_placement(schedule, process.ranks, count_stages(stages))
+    resolve_recomputation(request.checkpoint, len(placement), request.chunks)
     if not is_plain_sequential(module):
         return _place_traced_across_processes(module, request, stages, placement, process)
     counts = process.broadcast_from_first_rank(
