@@ -13,14 +13,15 @@ How bytes are attributed to ranks:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from os import PathLike
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -213,25 +214,33 @@ class HostStorageProbe(EagerDispatchMode):
 
     The mode sees every operation and keeps a weak reference to each storage that belongs to the
     output and not to the arguments: a storage that is shared with an argument is not new.
+
+    Each storage has an origin: the rank, the number of the context in which it was created, and how
+    many storages were created in that context before.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._current_rank: int | None = None
-        self._storages_by_rank: dict[int, WeakSet[torch.UntypedStorage]] = defaultdict(WeakSet)
+        self._current: tuple[int, int] | None = None  # the rank, and the number of the context
+        self._contexts, self._created = count(), 0
+        self._origins: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int, int]] = (
+            WeakKeyDictionary()
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self._current_rank is not None:
+        if self._current is not None:
             input_addresses = {
                 get_storage_address(t.untyped_storage()) for t in _host_tensors((args, kwargs))
             }
             for tensor in _host_tensors(output):
                 storage = tensor.untyped_storage()
-                if get_storage_address(storage) not in input_addresses:
-                    self._storages_by_rank[self._current_rank].add(storage)
+                is_new = get_storage_address(storage) not in input_addresses
+                if is_new and storage not in self._origins:
+                    self._origins[storage] = (*self._current, self._created)
+                    self._created += 1
         return output
 
     @contextmanager
@@ -246,18 +255,22 @@ class HostStorageProbe(EagerDispatchMode):
     @contextmanager
     def attribute_to(self, rank: int) -> Iterator[None]:
         """Attribute storages that are created in the context to a rank."""
-        self._current_rank = rank
+        self._current, self._created = (rank, next(self._contexts)), 0
         try:
             yield
         finally:
-            self._current_rank = None
+            self._current = None
 
     def read_live_bytes(self) -> Mapping[int, int]:
         """Return the live bytes of the ranks that have created storages."""
-        return {
-            rank: sum(storage.nbytes() for storage in storages)
-            for rank, storages in [*self._storages_by_rank.items()]
-        }
+        live_bytes: Counter[int] = Counter()
+        for (rank, _, _), size in self.read_live_storages().items():
+            live_bytes[rank] += size
+        return live_bytes
+
+    def read_live_storages(self) -> dict[tuple[int, int, int], int]:
+        """Return the bytes of the live storages, by origin."""
+        return {origin: storage.nbytes() for storage, origin in [*self._origins.items()]}
 
 
 def _host_tensors(values: Any) -> Iterator[Tensor]:
