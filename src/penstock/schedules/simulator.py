@@ -117,9 +117,9 @@ def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) 
 #     action      needs                                                   gives
 #     Compute     DONE of earlier actions, ARRIVED of its messages        DONE; MADE of its messages
 #     Recv        with blocking sends, waits on for ARRIVED               AWAITED, at once
-#     Send        MADE; with blocking sends also AWAITED                  ARRIVED, after send_seconds
+#     Send        MADE; with blocking sends also AWAITED                  ARRIVED, after its link
 #
-# A schedule has no sends and receives. There a Compute gives ARRIVED itself, after send_seconds.
+# A schedule has no sends and receives. There a Compute gives ARRIVED itself, after its link.
 
 _DONE = 0  # a Compute has been done
 _MADE = 1  # a Message can be sent
