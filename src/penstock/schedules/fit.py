@@ -160,7 +160,8 @@ def _swaps_on_critical_path(
         causes = [(by_action[lane[current.step - 1]], 0.0)] if current.step else []
         for message in consumes(current.action, graph):
             producer = producers[message]
-            causes.append((producer, cost.send if producer.rank != current.rank else 0.0))
+            remote = producer.rank != current.rank
+            causes.append((producer, cost.send_seconds(message.src, message.dst) if remote else 0))
         start = current.start
         late = (
             cause for cause, delay in causes if abs(cause.end + delay - start) < _TIME_TOLERANCE
@@ -285,7 +286,7 @@ def lower_bound(
     graph = graph or StageGraph.chain(len(placement))
 
     def hop(a: int, b: int) -> float:
-        return cost.send if placement[a] != placement[b] else 0.0
+        return cost.send_seconds(a, b) if placement[a] != placement[b] else 0.0
 
     # down[s]: when the first forward reaches stage s. up[s]: when the first gradient reaches it.
     down: list[float] = []
@@ -444,7 +445,10 @@ def _warm_up_strategies(
     stages = len(placement)
     if placement != tuple(range(stages)):
         return
-    trips = [f + i + 2 * cost.send for f, i in zip(cost.F, cost.I, strict=True)]
+    trips = [
+        cost.F[s] + cost.I[s] + cost.send_seconds(s - 1, s) + cost.send_seconds(s, s - 1)
+        for s in range(stages)
+    ]
     round_trips = [sum(trips[stage + 1 :]) for stage in range(stages)]
     room = [cap / (size or 1.0) for cap, size in zip(caps, cost.activation, strict=True)]
     most = min(room[0], 1 + (round_trips[0] + cost.I[0]) / (cost.F[0] or 1.0), chunks)
