@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
 from penstock.model.placement import (
+    MemoryCap,
     PlacedPartition,
     SplitRequest,
     build_move_error,
@@ -54,6 +56,8 @@ from penstock.runtime.distributed.setup import (
 from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
+from penstock.runtime.memory_cap import ADAM_STATE_FACTOR, place_within_memory
+from penstock.runtime.memory_forecast import MemoryForecast, build_example_loss
 from penstock.runtime.preemption import (
     PreemptionPlan,
     PreemptionRequest,
@@ -125,8 +129,11 @@ class Pipe(nn.Module):
             trace the model and to measure its layers.
         units: For a traced model, the submodules that are never cut: a path, a class, a function
             of name and module, or a list of these.
-        memory: For a traced model, the bytes that a device may use: one number, or one for each
-            rank.
+        memory: A cap on the bytes that each rank uses for parameters, gradients, the state of an
+            Adam optimizer, and a step on the `example`: a number, a text such as "24GB" or
+            "512 MiB", a fraction of the device such as 0.9 or "90%", or a list with one of these
+            for each rank.
+        target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps.
         stage_fn: Called as `stage_fn(module, index)` for each stage. It returns the module that
             computes the stage, for example `module` wrapped in `fully_shard`,
             `DistributedDataParallel` or `torch.compile`.
@@ -174,7 +181,8 @@ class Pipe(nn.Module):
         balance: str | None = None,
         example: Any = None,
         units: UnitSelector = None,
-        memory: float | Sequence[float] | None = None,
+        memory: MemoryCap = None,
+        target: Any = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -208,19 +216,32 @@ class Pipe(nn.Module):
                 module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
             requested_schedule = resolve_schedule(schedule)
             split_request = SplitRequest(
-                stages, devices, balance, example, chunks, units, memory, checkpoint
+                stages,
+                devices,
+                balance,
+                example,
+                chunks,
+                units,
+                memory,
+                checkpoint,
+                requested_schedule,
             )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
             weights = {} if groups is None else sample_weights(module)
-            placed_partition = place_model(
-                module,
-                split_request,
-                requested_schedule,
-                None if groups is None else build_process_context(groups),
-            )
-            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn)
+            self._memory_forecast: MemoryForecast | None = None
+            if memory is None or groups is not None:
+                placed_partition = place_model(
+                    module, split_request, None if groups is None else build_process_context(groups)
+                )
+            else:
+                placed_partition, self._memory_forecast = place_within_memory(
+                    split_request,
+                    partial(place_model, module),
+                    partial(self._forecast_memory, example=example, target=target),
+                )
+            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn, chunks)
             if groups is not None and len(set(placed_partition.placement)) > 1:
                 prepared_pipe = replace(prepared_pipe, partial_model=weakref.ref(module))
             self._prepared_pipe = prepared_pipe
@@ -262,6 +283,7 @@ class Pipe(nn.Module):
         placed_partition: PlacedPartition,
         schedule: str | Schedule | None,
         stage_fn: StageFn | None,
+        chunks: int,
     ) -> PreparedPipe:
         """Wrap the stages with `stage_fn`, build the schedule and verify it."""
         self._placed_partition = replace(
@@ -275,9 +297,9 @@ class Pipe(nn.Module):
         )
         graph = self._placed_partition.partition.graph
         self._schedule_choice = build_schedule_factory(
-            schedule, self._placed_partition.placement, self.chunks, graph
+            schedule, self._placed_partition.placement, chunks, graph
         )
-        first_schedule = self._schedule_choice(self.chunks)
+        first_schedule = self._schedule_choice(chunks)
         check_has_backward(first_schedule, self._schedule_choice.name)
         # The named schedules are sound for every graph. Their tests verify them.
         if isinstance(schedule, Schedule):
@@ -290,6 +312,24 @@ class Pipe(nn.Module):
             self._modules,
             [getattr(self, name) for name in HOOK_TABLES],
         )
+
+    def _forecast_memory(
+        self, placed_partition: PlacedPartition, request: SplitRequest, example: Any, target: Any
+    ) -> MemoryForecast:
+        """Return the bytes that a step on the example needs, before the pipe is complete."""
+        loss_fn = build_example_loss(self.loss_fn, target is not None)
+        named = dict(example) if isinstance(example, Mapping) else {}
+        inputs = () if named else example if isinstance(example, tuple) else (example,)
+        prepared = self._prepare(placed_partition, request.schedule, None, request.chunks)
+        prepared = replace(prepared, layers=placed_partition.partition.children())
+        step = replace(
+            self._build_step_request(inputs, named, target, loss_fn),
+            chunks=request.chunks,
+            checkpoint=resolve_recomputation(
+                request.checkpoint, len(placed_partition.placement), request.chunks
+            ),
+        )
+        return LocalEngine(prepared).forecast_memory(step, ADAM_STATE_FACTOR)
 
     def _build_request(
         self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any
@@ -541,7 +581,11 @@ class Pipe(nn.Module):
         >>> "2 stages" in pipe.summary()
         True
         """
-        return str(self._placed_partition.partition)
+        text = str(self._placed_partition.partition)
+        if self._memory_forecast is None:
+            return text
+        caps = self._placed_partition.memory
+        return f"{text}\nmemory   {self._memory_forecast.describe(caps)}"
 
     # ---- checkpoints ----------------------------------------------------------------------
 

@@ -97,10 +97,7 @@ def profile_call(
     """
     arguments = tuple(args), dict(kwargs or {})
     tensors = [*_collect_tensors(arguments), *iter_module_tensors(module)]
-    resident_bytes = sum(
-        t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
-        for t in iter_module_tensors(module)
-    )
+    resident_bytes = count_training_bytes(module, optimizer_state_scale)
     # Tensors on `meta` get memory on the device of the others, or on the CPU.
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
@@ -170,6 +167,45 @@ def measure_layer_bytes(
         saved + param_scale * sum(p.nbytes for p in layer.parameters())
         for layer, saved in zip(layers, saved_bytes, strict=True)
     ]
+
+
+def profile_layers(
+    layers: Sequence[nn.Module],
+    example: tuple[Any, ...],
+    *,
+    unpack: bool = False,
+    chunks: int = 1,
+    device: DeviceLike = None,
+    runs: float = 5,
+    timeout: float = 1.0,
+) -> list[UnitCost]:
+    """Return the cost of each layer on the first of `chunks` micro-batches of the example.
+
+    >>> [cost.activation_bytes for cost in profile_layers([nn.Linear(4, 8)], (torch.ones(8, 4),))]
+    [128]
+    """
+    microbatch = scatter(example, chunks)[0][0]
+    timeout /= max(len(layers), 1)
+    measured = _measure_layers(
+        layers, microbatch, unpack, device, lambda call: call.measure(runs, timeout)
+    )
+    return [
+        UnitCost(*seconds, saved_bytes, count_training_bytes(layer))
+        for layer, (saved_bytes, seconds) in zip(layers, measured, strict=True)
+    ]
+
+
+def count_training_bytes(module: nn.Module, optimizer_state_scale: float = 2) -> int:
+    """Return the bytes of parameters, gradients, optimizer state and buffers of a module.
+
+    The state of an optimizer is `optimizer_state_scale` times the size of a gradient: 2 for Adam.
+    """
+    return int(
+        sum(
+            t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
+            for t in iter_module_tensors(module)
+        )
+    )
 
 
 def _measure_layers(

@@ -25,6 +25,7 @@ from penstock.data_parallel.clip import (
 )
 from penstock.data_parallel.grad_scaler import propagate_overflow
 from penstock.data_parallel.sync import Replicas
+from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
 from penstock.microbatch import gather
@@ -262,10 +263,11 @@ class LocalEngine:
             readings = profile_step_memory(run_step, placed.devices, placed.placement)
         return Memory(program, readings, self._count_resident_bytes())
 
-    def forecast_memory(self, request: Request) -> MemoryForecast:
+    def forecast_memory(self, request: Request, optimizer_factor: float) -> MemoryForecast:
         """Return the bytes that a step will have alive, from a run that needs little memory.
 
-        The effects of that run are undone.
+        The effects of that run are undone. An optimizer has `optimizer_factor` times the bytes of
+        the gradients.
         """
         placed, traces = self.placed_partition, []
         with self._prepare_isolated_step(request) as (step, program):
@@ -278,11 +280,18 @@ class LocalEngine:
                 step = step._replace(request=replace(step.request, checkpoint="never"))
                 run_step = partial(engine._run_eagerly, step)
                 traces.append(trace_storages(run_step, placed.devices, placed.placement))
-        return MemoryForecast(self._count_resident_bytes(), forecast_peak(program, traces))
+        held = self._count_resident_bytes()
+        with_state = self._count_resident_bytes(1 + optimizer_factor)
+        optimizer = tuple(size - part for size, part in zip(with_state, held, strict=True))
+        # `pipe.memory` reads the bytes of the CPU after each action, and an accelerator runs out
+        # of memory during one.
+        on_accelerator = any(is_accelerator(device.device) for device in self.devices)
+        peak = forecast_peak(program, traces, with_transient=on_accelerator)
+        return MemoryForecast(held, optimizer, peak)
 
-    def _count_resident_bytes(self) -> tuple[int, ...]:
+    def _count_resident_bytes(self, gradient_factor: float = 1.0) -> tuple[int, ...]:
         placed = self.placed_partition
-        return count_resident_bytes(placed.partition.stages, placed.placement)
+        return count_resident_bytes(placed.partition.stages, placed.placement, gradient_factor)
 
     @contextmanager
     def _prepare_isolated_step(self, request: Request) -> Iterator[tuple[PreparedStep, Program]]:

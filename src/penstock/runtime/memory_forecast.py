@@ -14,18 +14,25 @@ actions have run.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
+from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.memory import HostStorageProbe
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import BoundAction
 from penstock.schedules.ir import Action, Compute, Op, Program, Schedule
+from penstock.stage.loss import LossFn, extract_model_loss, find_loss_tensor
+from penstock.text_format import format_bytes
+from penstock.torch_compat import pytree
 
 
 class StorageLife(NamedTuple):
@@ -39,22 +46,77 @@ class StorageLife(NamedTuple):
     released_by: Action | None
 
 
-# The storages of a step by the action that made them. In equal steps an action makes its storages
-# in the same order, so the second key, a counter, finds a storage again.
-StepTrace = Mapping[tuple[Action, int], StorageLife]
+class StepTrace(NamedTuple):
+    """The memory of a step.
+
+    Attributes:
+        storages: The storages by the action that made them. In equal steps an action makes its
+            storages in the same order, so the second key, a counter, finds a storage again.
+        transient: The bytes by rank that are alive during an action only.
+    """
+
+    storages: Mapping[tuple[Action, int], StorageLife]
+    transient: Mapping[Action, Mapping[int, int]]
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """The bytes that a step needs on each rank.
+    """The bytes that training needs on each rank.
 
     Attributes:
         held: The bytes of parameters, gradients and buffers, which are there in any case.
+        optimizer: The bytes of the optimizer's state.
         peak: The most bytes that a step adds to them.
     """
 
     held: tuple[int, ...]
+    optimizer: tuple[int, ...]
     peak: tuple[int, ...]
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        """All bytes of each rank, at the peak of a step."""
+        return tuple(map(sum, zip(self.held, self.optimizer, self.peak, strict=True)))
+
+    def find_excess(self, caps: Sequence[float]) -> tuple[float, ...]:
+        """Return by how many bytes each rank is above its cap."""
+        return tuple(max(0.0, size - cap) for size, cap in zip(self.total, caps, strict=True))
+
+    def describe(self, caps: Sequence[float]) -> str:
+        """Return one line on what each rank needs, and its cap."""
+        pairs = enumerate(zip(self.total, caps, strict=True))
+        return ", ".join(
+            f"rank {rank}: {format_bytes(size)} of {format_bytes(cap)}"
+            for rank, (size, cap) in pairs
+        )
+
+
+def build_example_loss(loss_fn: LossFn | None, has_target: bool) -> LossFn:
+    """Return a loss for the step that is traced, where the real one may lack its target.
+
+    A loss that needs a target is replaced by one that keeps as much as a cross-entropy: a copy of
+    the output.
+    """
+    if loss_fn is not None and (has_target or _takes_output_alone(loss_fn)):
+        return loss_fn
+
+    def keep_output(output: Any, *target: Any) -> Any:
+        loss = find_loss_tensor(output) if loss_fn is None else None
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return extract_model_loss(output)
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        return sum((t * 1).square().mean() for t in tensors if t.is_floating_point())
+
+    return keep_output
+
+
+def _takes_output_alone(loss_fn: LossFn) -> bool:
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def order_depth_first(schedule: Schedule, late_weight_gradients: bool) -> Schedule:
@@ -85,7 +147,15 @@ def trace_storages(
     placement: Sequence[int],
 ) -> StepTrace:
     """Run a step twice and return the storages of the second one: see `profile_step_memory`."""
-    probe = HostStorageProbe()
+    owners = Counter(device.device for device in devices.values())
+    # Ranks with an accelerator of their own get what is stored there.
+    rank_of_device = {
+        device.device: rank
+        for rank, device in devices.items()
+        if owners[device.device] == 1 and is_accelerator(device.device)
+    }
+    probe = HostStorageProbe(owners, rank_of_device)
+    transient: dict[Action, Mapping[int, int]] = {}
     actions: list[Action] = []
     lives: dict[tuple[int, int, int], tuple[int, Action | None]] = {}
 
@@ -94,6 +164,7 @@ def trace_storages(
         with probe.attribute_to(rank):
             yield
         actions.append(bound_action.action)
+        transient[bound_action.action] = probe.read_transient_bytes()
         alive = probe.read_live_storages()
         for origin, (size, released_by) in lives.items():
             if released_by is None and origin not in alive:
@@ -105,21 +176,27 @@ def trace_storages(
         run_step(InlineExecutor(Mailboxes(*mailbox_args)))
         before = probe.read_live_storages()
         run_step(InlineExecutor(Mailboxes(*mailbox_args), read_after_action))
-    return {
+    storages = {
         (actions[context], number): StorageLife(rank, size, released_by)
         for (rank, context, number), (size, released_by) in lives.items()
     }
+    return StepTrace(storages, transient)
 
 
-def forecast_peak(program: Program, traces: Sequence[StepTrace]) -> tuple[int, ...]:
-    """Return the most bytes alive after any action of the program, by rank."""
+def forecast_peak(
+    program: Program, traces: Sequence[StepTrace], with_transient: bool
+) -> tuple[int, ...]:
+    """Return the most bytes alive after any action of the program, by rank.
+
+    `with_transient` adds what is alive during an action only, as an allocator counts it.
+    """
     remaining = [iter(lane) for lane in program.lanes]
     actions = [next(remaining[rank]) for rank in program.order]
     positions = {action: position for position, action in enumerate(actions)}
     changes: list[Counter[int]] = [Counter() for _ in actions]
     outliving: dict[tuple[object, int, int], list[Action]] = defaultdict(list)
-    for key in dict.fromkeys(key for trace in traces for key in trace):
-        lives = [trace[key] for trace in traces if key in trace]
+    for key in dict.fromkeys(key for trace in traces for key in trace.storages):
+        lives = [trace.storages[key] for trace in traces if key in trace.storages]
         releases = [life.released_by for life in lives if life.released_by is not None]
         rank, size = lives[0].rank, max(life.size for life in lives)
         if len(releases) < len(lives):
@@ -137,9 +214,10 @@ def forecast_peak(program: Program, traces: Sequence[StepTrace]) -> tuple[int, .
         for action in actions_by_kind[kind][:1] if is_of_step else made_by:
             changes[positions[action]][rank] += size
     alive, peak = Counter[int](), [0] * program.schedule.ranks
-    for change in changes:
+    for action, change in zip(actions, changes, strict=True):
         alive.update(change)
-        peak = [max(most, alive[rank]) for rank, most in enumerate(peak)]
+        transient = traces[0].transient[action] if with_transient else {}
+        peak = [max(most, alive[rank] + transient.get(rank, 0)) for rank, most in enumerate(peak)]
     return tuple(peak)
 
 
