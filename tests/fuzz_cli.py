@@ -88,6 +88,8 @@ COMMANDS = (
     "verify {path:good.txt} --memory {n:4} --skip {n:0}:{n:1}",
     "verify {path:program.txt}",
     "verify {path:huge.txt}",
+    "plan {path:profile.json} --devices {n:2} --memory {n:2}GB --solver-seconds {n:0}",
+    "plan {path:good.txt} --objective {name:period} --save {path:plan.json}",
     "check factories:{factory:good} --stages {n:2} --chunks {n:2} --schedules {name:gpipe}",
     "check factories:{factory:exits} --stages 2 --chunks 2 --schedules 1f1b --json",
     "check {module:factories}:{factory:good} --tolerance {n:1e-10} --quick --stages 2",

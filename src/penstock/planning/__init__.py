@@ -1,8 +1,13 @@
 """Planning: which cut, placement, schedule, micro-batches, recomputation and runtime are fastest.
 
-profile.py      the model and the devices as numbers, saved as JSON
-stage_costs.py  from units to stages: the costs of a cut
-plan.py         `Plan`: the choice, its forecast and its certificate
+The modules, in reading order:
+
+    profile.py         the model and the devices as numbers, saved as JSON
+    stage_costs.py     from units to stages: the costs of a cut
+    plan.py            `Plan`: the choice, its forecast and its certificate
+    schedule_timer.py  one schedule, timed under many costs
+    bound.py           seconds that no schedule, and no plan, can beat
+    search.py          `search_plan`: the fastest plan for a profile and a memory cap
 """
 
 from penstock.planning.plan import Alternative, Certificate, Forecast, Plan
@@ -16,6 +21,7 @@ from penstock.planning.profile import (
     ValueProfile,
     resolve_memory,
 )
+from penstock.planning.search import search_plan
 
 __all__ = [
     "Alternative",
@@ -30,4 +36,5 @@ __all__ = [
     "UnitSeconds",
     "ValueProfile",
     "resolve_memory",
+    "search_plan",
 ]
