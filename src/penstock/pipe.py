@@ -34,11 +34,13 @@ from penstock.model.placement import (
     describe_placement,
     place_model,
 )
+from penstock.model.planner import build_process_request, wants_plan
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
 from penstock.model.traced.containers import HOOK_TABLES
 from penstock.model.traced.units import UnitSelector
+from penstock.planning.plan import Plan
 from penstock.runtime import signals
 from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
@@ -56,7 +58,7 @@ from penstock.runtime.distributed.setup import (
 from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
-from penstock.runtime.memory_cap import ADAM_STATE_FACTOR, place_within_memory
+from penstock.runtime.memory_cap import ADAM_STATE_FACTOR, place_plan, place_within_memory
 from penstock.runtime.memory_forecast import MemoryForecast, build_example_loss
 from penstock.runtime.preemption import (
     PreemptionPlan,
@@ -134,6 +136,10 @@ class Pipe(nn.Module):
             "512 MiB", a fraction of the device such as 0.9 or "90%", or a list with one of these
             for each rank.
         target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps.
+        plan: A plan of `penstock.plan`, or one that was loaded with `Plan.load`. It decides about
+            stages, schedule, chunks, recomputation and runtime. Without it, and with an `example`
+            but neither `stages` nor `devices`, the pipe makes a plan for the devices that are
+            there.
         stage_fn: Called as `stage_fn(module, index)` for each stage. It returns the module that
             computes the stage, for example `module` wrapped in `fully_shard`,
             `DistributedDataParallel` or `torch.compile`.
@@ -183,6 +189,7 @@ class Pipe(nn.Module):
         units: UnitSelector = None,
         memory: MemoryCap = None,
         target: Any = None,
+        plan: Plan | None = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -214,7 +221,6 @@ class Pipe(nn.Module):
             self.__dict__["loss_fn"] = loss_fn
             if deferred_batch_norm:
                 module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
-            requested_schedule = resolve_schedule(schedule)
             split_request = SplitRequest(
                 stages,
                 devices,
@@ -224,23 +230,36 @@ class Pipe(nn.Module):
                 units,
                 memory,
                 checkpoint,
-                requested_schedule,
+                resolve_schedule(schedule),
             )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
             weights = {} if groups is None else sample_weights(module)
-            self._memory_forecast: MemoryForecast | None = None
-            if memory is None or groups is not None:
-                placed_partition = place_model(
-                    module, split_request, None if groups is None else build_process_context(groups)
+            self._plan, self._memory_forecast = plan, None
+            place = partial(place_model, module)
+            if groups is not None:
+                process = build_process_context(groups)
+                if plan is not None:
+                    split_request = build_process_request(
+                        module, plan, split_request, process.ranks
+                    )
+                placed_partition = place(split_request, process)
+            elif plan is not None or wants_plan(split_request):
+                planned = place_plan(
+                    module, split_request, plan, place, self._forecast_memory, target
                 )
+                self._plan, split_request, placed_partition, self._memory_forecast = planned
+            elif memory is None:
+                placed_partition = place(split_request)
             else:
                 placed_partition, self._memory_forecast = place_within_memory(
-                    split_request,
-                    partial(place_model, module),
-                    partial(self._forecast_memory, example=example, target=target),
+                    split_request, place, partial(self._forecast_memory, batch=(example, target))
                 )
+            chunks, requested_schedule = split_request.chunks, split_request.schedule
+            self.chunks, self.checkpoint = chunks, split_request.checkpoint
+            if self._plan is not None and runtime == "threads":
+                self.runtime = self._plan.runtime
             prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn, chunks)
             if groups is not None and len(set(placed_partition.placement)) > 1:
                 prepared_pipe = replace(prepared_pipe, partial_model=weakref.ref(module))
@@ -314,9 +333,17 @@ class Pipe(nn.Module):
         )
 
     def _forecast_memory(
-        self, placed_partition: PlacedPartition, request: SplitRequest, example: Any, target: Any
+        self,
+        placed_partition: PlacedPartition,
+        request: SplitRequest,
+        batch: tuple[Any, Any],
+        optimizer_factor: float = ADAM_STATE_FACTOR,
     ) -> MemoryForecast:
-        """Return the bytes that a step on the example needs, before the pipe is complete."""
+        """Return the bytes that a step on a batch and its target needs.
+
+        The pipe need not be complete yet.
+        """
+        example, target = batch
         loss_fn = build_example_loss(self.loss_fn, target is not None)
         named = dict(example) if isinstance(example, Mapping) else {}
         inputs = () if named else example if isinstance(example, tuple) else (example,)
@@ -329,7 +356,7 @@ class Pipe(nn.Module):
                 request.checkpoint, len(placed_partition.placement), request.chunks
             ),
         )
-        return LocalEngine(prepared).forecast_memory(step, ADAM_STATE_FACTOR)
+        return LocalEngine(prepared).forecast_memory(step, optimizer_factor)
 
     def _build_request(
         self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any

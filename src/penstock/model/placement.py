@@ -277,8 +277,12 @@ def resolve_memory_caps(memory: MemoryCap, rank_devices: Sequence[Device]) -> tu
 
 
 def describe_device(device: Device) -> DeviceProfile:
-    """Return the kind and the memory of a device, for the planner."""
-    return DeviceProfile(get_model_name(device.device), get_total_memory(device.device))
+    """Return the kind and the memory of a device. Virtual GPUs of one size are of one kind."""
+    kind = get_model_name(device.device)
+    multiprocessors = getattr(device, "sms", None)
+    if multiprocessors is not None:
+        kind = f"{kind}, {multiprocessors} multiprocessors"
+    return DeviceProfile(kind, get_total_memory(device.device))
 
 
 def _place_as_requested(module: nn.Module, request: SplitRequest) -> PlacedPartition:
@@ -292,7 +296,7 @@ def _place_as_requested(module: nn.Module, request: SplitRequest) -> PlacedParti
         stages = len(request.devices) * per_rank
     num_stages = count_stages(stages)
     ranks = -(-num_stages // per_rank)  # rounded up
-    rank_devices = tuple(map(resolve_device, request.devices or _list_default_devices(ranks)))
+    rank_devices = tuple(map(resolve_device, request.devices or list_default_devices(ranks)))
     placement = choose_placement(schedule, len(rank_devices), num_stages)
     resolve_recomputation(request.checkpoint, num_stages, request.chunks)
     devices = [rank_devices[rank].device for rank in placement]
@@ -496,7 +500,7 @@ def _move_stages(stages: Sequence[Stage], devices: Sequence[torch.device]) -> No
             placed.update(p.grad for p in layer.parameters() if p.grad is not None)
 
 
-def _list_default_devices(ranks: int) -> list[torch.device]:
+def list_default_devices(ranks: int) -> list[torch.device]:
     """Return a GPU for each rank, or the CPU for all ranks on a machine without GPUs."""
     gpus = list_accelerators()
     if not gpus:

@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
+from typing import Any
+
+from torch import nn
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.model.placement import PlacedPartition, SplitRequest
+from penstock.model.planner import (
+    ModelPlan,
+    attach_model,
+    build_planned_request,
+    check_planned_options,
+    plan_for_request,
+)
+from penstock.planning.plan import Plan
+from penstock.planning.search import search_plan
 from penstock.runtime.memory_forecast import MemoryForecast
 from penstock.schedules.ir import Schedule
 from penstock.text_format import format_bytes
@@ -59,8 +71,61 @@ def place_within_memory(
     assert nearest is not None
     _, caps, forecast = nearest
     raise ArgumentError(
-        f"no cut fits the memory. {_describe_excess(forecast, caps)}. "
+        f"no cut fits the memory. In the nearest: {_describe_excess(forecast, caps)}. "
         f"{_describe_choices(request, place, forecast_memory, forecast, caps)}"
+    )
+
+
+def place_plan(
+    module: nn.Module,
+    request: SplitRequest,
+    plan: Plan | None,
+    place: Place,
+    forecast_memory: Callable[..., MemoryForecast],
+    target: Any,
+) -> tuple[Plan, SplitRequest, PlacedPartition, MemoryForecast | None]:
+    """Place a model as a plan says, or as a plan that is made here.
+
+    A plan forecasts memory from the profile of its units. If the stages need more than that, a plan
+    that is made here is searched again with so much less memory, and the user's plan is refused.
+
+    Returns:
+        The plan, the request that follows from it, the placement, and what it needs of a cap.
+    """
+    given = plan is not None
+    if plan is None:
+        plan = plan_for_request(module, request, target)
+    else:
+        check_planned_options(request)
+    caps = plan.memory
+    for _ in range(_MAX_CUTS):
+        planned = build_planned_request(module, plan, request)
+        placed = place(planned)
+        if planned.memory is None:
+            return plan, planned, placed, None
+        example = request.example
+        if isinstance(plan, ModelPlan):
+            example = plan.example if example is None else example
+            target = plan.target if target is None else target
+        forecast = forecast_memory(
+            placed, planned, (example, target), plan.profile.optimizer_factor
+        )
+        excess = forecast.find_excess(caps)
+        if not any(excess):
+            return plan, planned, replace(placed, memory=caps), forecast
+        if given:
+            raise ArgumentError(
+                f"the plan needs more memory than its profile has told: "
+                f"{_describe_excess(forecast, caps)}. Plan again with less memory."
+            )
+        tighter = [cap - size for cap, size in zip(plan.memory, excess, strict=True)]
+        if min(tighter) <= 0:
+            break
+        searched = search_plan(plan.profile, memory=tighter, solver_seconds=0)
+        assert isinstance(plan, ModelPlan)
+        plan = attach_model(searched, plan.example, target, plan.model_devices, plan.units)
+    raise ArgumentError(
+        f"no plan fits the memory. In the nearest: {_describe_excess(forecast, caps)}."
     )
 
 
@@ -71,7 +136,7 @@ def _describe_excess(forecast: MemoryForecast, caps: tuple[float, ...]) -> str:
     state = forecast.held[rank] + forecast.optimizer[rank]
     others = sum(map(bool, excess)) - 1
     return (
-        f"In the nearest, rank {rank} would need {format_bytes(forecast.total[rank])} and may use "
+        f"rank {rank} would need {format_bytes(forecast.total[rank])} and may use "
         f"{format_bytes(caps[rank])}, which is {format_bytes(excess[rank])} too little: "
         f"{format_bytes(state)} are for parameters, gradients and the optimizer, and "
         f"{format_bytes(forecast.peak[rank])} for a step"
