@@ -2,15 +2,17 @@
 
 The space is every cut of the units, with one or more stages per rank (in a loop, or two in a V),
 every schedule that has this placement, every number of micro-batches and every set of recomputed
-stages. A group is a placement with a number of micro-batches. The search goes through the groups,
-the one with the lowest bound first, and leaves out those whose bound is no better than the best
-plan so far.
+stages. A group is a placement with a number of micro-batches.
 
-    small group    every cut; with each, every schedule with the fewest recomputed stages that fit
-    large group    the even cut, improved by moving units between neighbours as long as that helps
+    1. In each group, time the even cut with every schedule. Improve the best of these by moving
+       units between stages as long as that helps.
+    2. Go through every cut of each group, except those that a bound shows to be no faster than the
+       best plan so far. A group with too many is left alone: it is not exhausted.
+    3. Let `fit` search for schedules: in an exhausted group for every cut and set of recomputed
+       stages whose bound allows it, in others for the best cut.
 
-Then `fit` searches for better schedules for the most promising cuts (in a small space: for all
-whose bound allows it), and the solver improves the winner if it is installed.
+If every group is exhausted or its bound is above the best plan, that plan is the best of the space.
+Otherwise the lowest bound of the other groups says how much faster a plan could be.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.plan import Alternative, Certificate, Plan, describe_choice
 from penstock.planning.profile import Profile, resolve_memory
 from penstock.planning.schedule_timer import ScheduleTimer
+from penstock.planning.solver import has_solver, solve_schedule, solve_space_bound
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
 from penstock.schedules.balance import check_cut
 from penstock.schedules.cost import exceeds
@@ -38,14 +41,17 @@ from penstock.text_format import format_bytes
 # Called with what the search is doing and the fraction that is done.
 Progress = Callable[[str, float], None]
 
-# A group is small if timing all its cuts takes no more than so many actions.
-_EXHAUSTIVE_ACTIONS = 3_000_000
-# How many schedules `fit` may try for one cut of a small group; how many actions it may place for
-# the cuts of large groups together, and for the winner.
+# The work of the search, counted in actions, so that equal problems have equal plans. A group is
+# given up if its cuts take more than this to time, or if `fit` would have to place more.
+_TIMED_ACTIONS = 1_000_000
+_FITTED_ACTIONS = 1_500_000
+_ACTIONS_PER_CUT = 1_000  # what it costs to look at a cut at all
+# How many schedules `fit` may try for one cut of an exhausted group; how many actions it may place
+# for the best cuts of the other groups together, and for the winner.
 _FIT_ATTEMPTS = 40
 _FIT_EFFORT = 60_000
 _POLISH_EFFORT = 80_000
-_CLIMBED = 6  # how many large groups are improved by moving units
+_CLIMBED = 6  # how many of the best even cuts are improved by moving units
 _SHOWN_ALTERNATIVES = 4
 
 
@@ -76,8 +82,7 @@ class Group:
         self.actions = 4 * self.stages * chunks  # of one schedule
         units = len(space.profile.units)
         self.cuts = 1 if space.cut else comb(units - 1, self.stages - 1)
-        work = self.cuts * self.actions * max(1, len(self.schedules))
-        self.is_small = work <= _EXHAUSTIVE_ACTIONS
+        self.is_exhausted = False  # whether all of its plans have been considered
         self._timers: dict[tuple[tuple[int, int], ...], list[ScheduleTimer]] = {}
 
     def timers(self, costs: StageCosts) -> list[ScheduleTimer]:
@@ -90,14 +95,34 @@ class Group:
             ]
         return self._timers[edges]
 
-    def all_cuts(self) -> Iterator[tuple[int, ...]]:
-        """Yield every cut."""
+    def all_cuts(self, best: Callable[[], float]) -> Iterator[tuple[int, ...]]:
+        """Yield every cut in which each rank can do its work in less than the best time so far."""
         if self.space.cut:
             yield self.space.cut
             return
-        units = len(self.space.profile.units)
-        for ends in combinations(range(1, units), self.stages - 1):
-            yield tuple(b - a for a, b in pairwise((0, *ends, units)))
+        units, last = len(self.space.profile.units), self.stages - 1
+        work = [
+            [sum(numbers) for numbers in zip(sums["F"], sums["I"], sums["W"], strict=True)]
+            for sums in self.table.seconds
+        ]
+        loads = [0.0] * len(work)
+
+        def extend(cut: tuple[int, ...], start: int) -> Iterator[tuple[int, ...]]:
+            stage = len(cut)
+            rank, before = self.placement[stage], loads[self.placement[stage]]
+            first_end = units if stage == last else start + 1
+            for end in range(first_end, units - last + stage + 1):
+                loads[rank] = before + work[rank][end] - work[rank][start] + 3 * self.table.overhead
+                if self.chunks * loads[rank] >= best():
+                    break  # with more units it takes even longer
+                longer = (*cut, end - start)
+                if stage == last:
+                    yield longer
+                else:
+                    yield from extend(longer, end)
+            loads[rank] = before
+
+        yield from extend((), 0)
 
     def time(self, cut: tuple[int, ...], best: float = inf) -> Iterator[Point]:
         """Yield the named schedules of a cut that fit, with the fewest recomputed stages.
@@ -219,27 +244,19 @@ def search_plan(
     )
     groups = _build_groups(space, chunks, stages_per_rank, placement)
     found = _search_groups(space, groups, report)
-    if not found:
+    if not found.points:
         raise ArgumentError(_explain_no_fit(space, groups))
-    ranking = sorted(found, key=lambda point: point.seconds)
+    ranking = sorted(found.points.values(), key=lambda point: point.seconds)
     best = ranking[0]
     if space.uses_fit:
         report("improving the best schedule", 0.9)
         polished = best.group.fit(best.cut, best.recomputed, _POLISH_EFFORT)
         if polished and polished.seconds < best.seconds * (1 - 1e-9):
             best = polished
-    costs = best.group.table.stage_costs(best.cut, best.group.placement)
-    schedule_limit = schedule_bound(
-        costs,
-        best.group.placement,
-        best.group.chunks,
-        best.recomputed,
-        costs.free_bytes(space.memory),
-        objective,
-    )
-    method = "bounds of work, fill, drain and memory"
+    best, schedule_limit, method = _solve_exactly(best, solver_seconds, report)
+    _raise_bounds(best, groups, solver_seconds, report)
     certificate = Certificate(
-        bound=min(best.seconds, *(group.bound for group in groups if not group.is_small), inf),
+        bound=min(best.seconds, *(group.bound for group in groups if not group.is_exhausted), inf),
         schedule_bound=min(best.seconds, schedule_limit),
         space=_describe_space(groups),
         method=method,
@@ -333,82 +350,147 @@ def choose_chunks(rows: int, ranks: int) -> list[int]:
     return sorted(n for n in counts if n <= max(8, ranks) or n % ranks == 0)
 
 
-def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> list[Point]:
-    """Return the best point of each schedule and group that is worth comparing."""
-    best: dict[tuple[str, tuple[int, ...], int], Point] = {}
-    fastest = inf
+class _Best:
+    """The best point of each schedule and group, and the fastest of all."""
 
-    def consider(points: Iterable[Point]) -> None:
-        nonlocal fastest
+    def __init__(self) -> None:
+        self.seconds = inf
+        self.points: dict[tuple[str, Group], Point] = {}
+
+    def consider(self, points: Iterable[Point]) -> None:
         for point in points:
-            key = point.name, point.group.placement, point.group.chunks
-            if key not in best or point.seconds < best[key].seconds:
-                best[key] = point
-            fastest = min(fastest, point.seconds)
+            key = point.name, point.group
+            if key not in self.points or point.seconds < self.points[key].seconds:
+                self.points[key] = point
+            self.seconds = min(self.seconds, point.seconds)
 
+    def of_group(self, group: Group) -> list[Point]:
+        """Return the points of a group, the fastest first."""
+        points = (point for point in self.points.values() if point.group is group)
+        return sorted(points, key=lambda point: point.seconds)
+
+
+def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> _Best:
+    best = _Best()
     ordered = sorted(groups, key=lambda group: group.bound)
     for index, group in enumerate(ordered):
-        report(f"{group.stages} stages, {group.chunks} micro-batches", 0.6 * index / len(ordered))
-        if group.bound >= fastest:
-            break  # no plan of this group, or of those after it, is faster
-        cuts: Iterable[tuple[int, ...]] = group.all_cuts()
-        if not group.is_small:
-            cuts = {_even_cut(group, with_memory) for with_memory in (False, True)}
-        for cut in cuts:
-            consider(group.time(cut, fastest if group.is_small else inf))
-    large = [point for point in best.values() if not point.group.is_small]
-    for point in sorted(large, key=lambda point: point.seconds)[:_CLIMBED]:
-        consider(_move_units(point))
+        report("timing even cuts", 0.2 * index / len(ordered))
+        if group.bound < best.seconds:
+            for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
+                best.consider(group.time(cut))
+    even = sorted(best.points.values(), key=lambda point: point.seconds)
+    for index, point in enumerate(even[:_CLIMBED]):
+        report("moving units", 0.2 + 0.2 * index / _CLIMBED)
+        best.consider(_move_units(point))
+    for index, group in enumerate(ordered):
+        report("trying every cut", 0.4 + 0.2 * index / len(ordered))
+        if group.bound < best.seconds:
+            _try_every_cut(group, best)
     if space.uses_fit:
-        _fit_promising(space, ordered, best, consider, lambda: fastest, report)
-    return list(best.values())
+        _fit_promising(space, ordered, best, report)
+    return best
 
 
-def _fit_promising(
-    space: Space,
-    groups: Sequence[Group],
-    best: dict[tuple[str, tuple[int, ...], int], Point],
-    consider: Callable[[Iterable[Point]], None],
-    fastest: Callable[[], float],
-    report: Progress,
-) -> None:
-    """Let `fit` make schedules: for every cut of small groups, for the best cuts of large ones."""
+def _try_every_cut(group: Group, best: _Best) -> None:
+    """Time every cut of a group that may be faster, unless there are too many."""
+    budget = _TIMED_ACTIONS
+    for cut in group.all_cuts(lambda: best.seconds):
+        budget -= _ACTIONS_PER_CUT
+        if budget < 0:
+            return
+        for point in group.time(cut, best.seconds):
+            budget -= group.actions
+            best.consider([point])
+    group.is_exhausted = True
+
+
+def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: Progress) -> None:
+    """Let `fit` make schedules: for every cut of exhausted groups, for the best cut of others."""
     candidates: list[tuple[float, int, Group, tuple[int, ...], tuple[bool, ...]]] = []
     for group in groups:
-        if group.bound >= fastest():
+        if group.bound >= best.seconds:
             break
-        if group.is_small:
-            cuts = list(group.all_cuts())
+        if group.is_exhausted:
+            cuts = list(group.all_cuts(lambda: best.seconds))
         else:
-            points = [p for p in best.values() if p.group is group]
-            cuts = list(dict.fromkeys(p.cut for p in sorted(points, key=lambda p: p.seconds)))[:1]
+            cuts = [point.cut for point in best.of_group(group)[:1]]
         for cut in cuts:
             costs = group.table.stage_costs(cut, group.placement)
-            for flags in _possible_flags(group, costs, fastest()):
+            free = costs.free_bytes(space.memory)
+            for flags in _possible_flags(group, costs, best.seconds):
                 bound = schedule_bound(
-                    costs,
-                    group.placement,
-                    group.chunks,
-                    flags,
-                    costs.free_bytes(space.memory),
-                    space.objective,
+                    costs, group.placement, group.chunks, flags, free, space.objective
                 )
-                candidates.append((bound, len(candidates), group, cut, flags))
+                if bound < best.seconds:
+                    candidates.append((bound, len(candidates), group, cut, flags))
     candidates.sort(key=lambda candidate: candidate[:2])
-    budget = _FIT_EFFORT
+    all_budget, best_budget = _FITTED_ACTIONS, _FIT_EFFORT
     for index, (bound, _, group, cut, flags) in enumerate(candidates):
-        if bound >= fastest():
+        if bound >= best.seconds:
             break
         report("searching for schedules", 0.6 + 0.3 * index / len(candidates))
         effort = _FIT_ATTEMPTS * group.actions
-        if not group.is_small:
-            if budget < group.actions:
-                continue
+        if group.is_exhausted and all_budget >= effort:
+            all_budget -= effort
+        else:
+            group.is_exhausted = False
             effort = min(effort, _FIT_EFFORT // 3)
-            budget -= effort
+            if best_budget < effort:
+                continue
+            best_budget -= effort
         point = group.fit(cut, flags, effort)
         if point:
-            consider([point])
+            best.consider([point])
+
+
+def _solve_exactly(
+    best: Point, solver_seconds: float, report: Progress
+) -> tuple[Point, float, str]:
+    """Return the best schedule known for the winner's cut, a bound for that cut, and its source."""
+    group, space = best.group, best.group.space
+    costs = group.table.stage_costs(best.cut, group.placement)
+    free = costs.free_bytes(space.memory)
+    bound = schedule_bound(
+        costs, group.placement, group.chunks, best.recomputed, free, space.objective
+    )
+    method = "bounds of work, fill, drain and memory"
+    proved = best.seconds <= bound * (1 + 1e-9)
+    if proved or not space.uses_fit or solver_seconds <= 0 or not has_solver():
+        return best, bound, method
+    report("solving exactly", 0.95)
+    solution = solve_schedule(
+        costs, best.schedule, best.recomputed, free, space.objective, solver_seconds
+    )
+    if solution.bound > bound:
+        bound, method = solution.bound, "CP-SAT"
+    if solution.schedule is not None:
+        timer = ScheduleTimer("solver", solution.schedule, costs.graph)
+        peaks = [timer.peak(rank, costs, best.recomputed) for rank in range(len(free))]
+        seconds = timer.seconds(costs, best.recomputed, space.objective)
+        if seconds < best.seconds * (1 - 1e-9) and not any(map(exceeds, peaks, free)):
+            best = best._replace(seconds=seconds, name="solver", schedule=solution.schedule)
+    return best, bound, method
+
+
+def _raise_bounds(
+    best: Point, groups: Sequence[Group], solver_seconds: float, report: Progress
+) -> None:
+    """Let the solver raise the bounds of the groups that could still have a faster plan."""
+    if solver_seconds <= 0 or not has_solver():
+        return
+    # The lowest bound is the one that counts, so each round raises that of the lowest group.
+    unproved = [g for g in groups if not g.is_exhausted and g.bound < best.seconds * (1 - 1e-9)]
+    for index, group in enumerate(sorted(unproved, key=lambda group: group.bound)):
+        report("proving a bound", 0.96 + 0.03 * index / len(unproved))
+        limit = solve_space_bound(
+            group.table,
+            group.placement,
+            group.space.memory,
+            group.space.objective,
+            best.seconds,
+            solver_seconds / len(unproved),
+        )
+        group.bound = max(group.bound, limit)
 
 
 # ---- cuts and recomputation -----------------------------------------------------------------
@@ -436,8 +518,8 @@ def _fitting_flags(
 def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[bool, ...]]:
     """Return the sets of recomputed stages with which a schedule might be faster than `best`.
 
-    On each rank one micro-batch has to fit, and its work has to end in time. In a large group only
-    the sets with nothing or everything of a rank are tried, the same on all ranks that can choose.
+    On each rank one micro-batch has to fit, and its work has to end in time. If the group is not
+    exhausted, only two are tried: as little and as much as possible on each rank.
     """
     if group.space.recomputed:
         return [group.space.recomputed]
@@ -463,7 +545,7 @@ def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[
                 if chunks * work < best and not exceeds(least, cap):
                     sets.append(frozenset(subset))
         by_rank.append(sets)
-    if group.is_small:
+    if group.is_exhausted:
         choices = [frozenset[int]().union(*sets) for sets in product(*by_rank)]
     elif not all(by_rank):
         choices = []
