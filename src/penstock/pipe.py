@@ -24,6 +24,7 @@ from penstock.config import check_audit, check_choices, check_chunks, check_loss
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
+from penstock.errors import RunError
 from penstock.model.placement import (
     MemoryCap,
     PlacedPartition,
@@ -34,7 +35,7 @@ from penstock.model.placement import (
     describe_placement,
     place_model,
 )
-from penstock.model.planner import build_process_request, wants_plan
+from penstock.model.planner import build_process_request, replan, wants_plan
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
@@ -237,6 +238,7 @@ class Pipe(nn.Module):
             facts = {} if groups is None else describe_layers(module)
             weights = {} if groups is None else sample_weights(module)
             self._plan, self._memory_forecast = plan, None
+            self._replanned: list[Plan] = []  # the last plan of `replan`, after the one it replaces
             place = partial(place_model, module)
             if groups is not None:
                 process = build_process_context(groups)
@@ -608,11 +610,69 @@ class Pipe(nn.Module):
         >>> "2 stages" in pipe.summary()
         True
         """
-        text = str(self._placed_partition.partition)
-        if self._memory_forecast is None:
-            return text
-        caps = self._placed_partition.memory
-        return f"{text}\nmemory   {self._memory_forecast.describe(caps)}"
+        lines = [str(self._placed_partition.partition)]
+        if self._memory_forecast is not None:
+            caps = self._placed_partition.memory
+            lines.append(f"memory   {self._memory_forecast.describe(caps)}")
+        if self._plan is not None:
+            lines.append(f"plan     {self._plan.describe_choice()}: {self._describe_gain()}")
+        stages = len(self._placed_partition.placement)
+        if self._plan is None and self.chunks < len(set(self._placed_partition.placement)):
+            bubble = self.forecast(Cost.even(self._placed_partition.placement)).bubble
+            lines.append(
+                f"chunks   {self.chunks} for {stages} stages: the ranks are idle for {bubble:.0%} "
+                f"of the time. Use chunks={2 * stages} or more."
+            )
+        return "\n".join(lines)
+
+    def _describe_gain(self) -> str:
+        if not self._replanned:
+            return "pipe.replan() says whether another one is faster, as measured"
+        before, after = self._replanned
+        gain = 1 - after.seconds / before.seconds
+        return f"a new plan would gain {gain:.0%}" if gain > 0.005 else "no new plan is faster"
+
+    def replan(
+        self,
+        *,
+        chunks: int | Sequence[int] | None = None,
+        solver_seconds: float = 10.0,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> Plan:
+        """Plan again with the costs that the last step has measured in place of the profile.
+
+        The pipe itself stays as it is. `Pipe(model, plan=pipe.replan())` makes another one, and
+        `summary()` says how much faster it would be.
+
+        Args:
+            chunks: The number of micro-batches, or those to try.
+            solver_seconds: How long the exact solver may run, if `ortools` is installed.
+            progress: Called with what is being done and the fraction that is done.
+
+        Returns:
+            The new plan.
+
+        Raises:
+            RunError: If the pipe has no plan, or has not run a step yet.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> pipe = Pipe(layers, example=x, chunks=4, schedule="1f1b", loss_fn=nn.MSELoss())
+        >>> _ = pipe.step(x, target=y)
+        >>> pipe.replan(chunks=4).chunks
+        4
+        """
+        if self._plan is None:
+            raise RunError(
+                "the pipe was made without a plan, so there is no profile to correct. Make it with "
+                "Pipe(model, example=batch), or with plan=."
+            )
+        cost = self.forecast().cost
+        if cost == Cost.even(self._placed_partition.placement):
+            raise RunError("nothing is measured yet. Run a step before you call pipe.replan().")
+        before, after = replan(self._plan, cost, chunks, solver_seconds, progress)
+        self._replanned[:] = before, after
+        return after
 
     # ---- checkpoints ----------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from math import isinf
 from typing import Any
 
@@ -18,12 +20,17 @@ from penstock.model.placement import MemoryCap, SplitRequest, list_default_devic
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
+from penstock.planning.profile import PerRows, UnitProfile, UnitSeconds, resolve_memory
 from penstock.planning.search import search_plan
+from penstock.schedules.cost import Cost
 from penstock.schedules.families import FAMILIES, make
 from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Schedule
 
 _ACCELERATOR_SHARE = 0.9  # of its memory: libraries and the audit of the first step need some, too
+# Stages keep a little more than the profile of their units tells: gradients between I and W,
+# losses, messages. The search leaves this much of a cap free if it can. The pipe measures the rest.
+_SEARCH_SHARE = 0.95
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,16 +112,85 @@ def plan(
         optimizer=optimizer,
         progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
     )
-    found = search_plan(
+    caps = resolve_memory(memory, profile.devices)
+    search = partial(
+        search_plan,
         profile,
-        memory=memory,
         objective=objective,
         chunks=[chunks] if isinstance(chunks, int) else chunks,
         schedules=schedules,
         solver_seconds=solver_seconds,
         progress=lambda what, fraction: report(what, fraction, 0.5, 0.5),
     )
+    try:
+        found = search(memory=[cap * _SEARCH_SHARE for cap in caps])
+    except ArgumentError:
+        found = search(memory=caps)
+    found = replace(found, memory=caps)
     return attach_model(found, example, target, tuple(rank_devices), units)
+
+
+def replan(
+    current: Plan,
+    measured: Cost,
+    chunks: int | Sequence[int] | None,
+    solver_seconds: float,
+    progress: Progress | None,
+) -> tuple[Plan, Plan]:
+    """Search again with measured seconds of the stages in place of the profile's.
+
+    Returns the current plan with these seconds, and the new one. The units of a stage keep their
+    proportions. A step may not show I and W apart, so both are corrected by one factor.
+    """
+    planned = current.costs.cost
+    overhead = current.profile.runtimes[current.runtime]
+    units = list(current.profile.units)
+    ends = accumulate(current.cut, initial=0)
+    for stage, (start, end) in enumerate(pairwise(ends)):
+        forward = _get_ratio(measured.F[stage], planned.F[stage], overhead)
+        backward = _get_ratio(
+            measured.I[stage] + measured.W[stage],
+            planned.I[stage] + planned.W[stage],
+            2 * overhead,
+        )
+        for index in range(start, end):
+            units[index] = _scale_unit(units[index], forward, backward)
+    profile = replace(current.profile, units=tuple(units))
+    before = current.with_profile(profile)
+    after = search_plan(
+        profile,
+        memory=current.memory,
+        objective=current.objective,
+        chunks=[chunks] if isinstance(chunks, int) else chunks,
+        solver_seconds=solver_seconds,
+        progress=progress,
+    )
+    if before.seconds <= after.seconds:
+        after = before
+    if isinstance(current, ModelPlan):
+        attached = current.example, current.target, current.model_devices, current.units
+        after = attach_model(after, *attached)
+    return before, after
+
+
+def _get_ratio(measured: float, planned: float, overhead: float) -> float:
+    """Return by how much the seconds of a stage are wrong, without what the runtime adds."""
+    return max(measured - overhead, measured / 2) / max(planned - overhead, 1e-9)
+
+
+def _scale_unit(unit: UnitProfile, forward: float, backward: float) -> UnitProfile:
+    def scale(line: PerRows, factor: float) -> PerRows:
+        return PerRows(line.fixed * factor, line.per_row * factor)
+
+    return replace(
+        unit,
+        seconds={
+            kind: UnitSeconds(
+                scale(seconds.F, forward), scale(seconds.I, backward), scale(seconds.W, backward)
+            )
+            for kind, seconds in unit.seconds.items()
+        },
+    )
 
 
 def attach_model(
