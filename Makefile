@@ -16,6 +16,7 @@
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
+# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers plans bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -82,6 +83,9 @@ versions: $(READY)
 
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+
+plans: $(READY)
+	$(BIN)/python -m tests.planning.brute_force
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py
