@@ -44,8 +44,9 @@ Progress = Callable[[str, float], None]
 
 # The work of the search, counted in actions, so that equal problems have equal plans: how many
 # may be timed to try every cut, and how many `fit` may place in the groups that were exhausted.
-_TIMED_ACTIONS = 5_000_000
-_FITTED_ACTIONS = 1_500_000
+_TIMED_ACTIONS = 1_000_000
+_FITTED_ACTIONS = 400_000
+_FITTED_GROUP = 400  # actions of a schedule up to which `fit` is tried for every cut
 _ACTIONS_PER_CUT = 3_000  # what it costs to look at a cut at all
 # How many schedules `fit` may try for one cut of an exhausted group; how many actions it may place
 # for the best cuts of the other groups together, and for the winner.
@@ -56,7 +57,7 @@ _POLISH_EFFORT = 80_000
 _HUGE_ACTIONS = 100_000
 _HUGE_SCHEDULES = frozenset({"1f1b"})
 _MAX_CELLS = 250_000  # stages of a rank x ranks x micro-batches that are tried by default
-_CLIMBED = 6  # how many of the best even cuts are improved by moving units
+_CLIMBED = 2  # how many of the best even cuts of a placement are improved by moving units
 _SHOWN_ALTERNATIVES = 4
 
 
@@ -387,12 +388,12 @@ def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> _
         if group.bound < best.seconds and not (group.is_huge and best.points):
             for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
                 best.consider(group.time(cut))
-    even = sorted(best.points.values(), key=lambda point: point.seconds)
-    for index, point in enumerate(even[:_CLIMBED]):
-        report("moving units", 0.2 + 0.2 * index / _CLIMBED)
-        if point.group.is_huge:
-            continue
-        best.consider(_move_units(point))
+    for index, placement in enumerate({group.placement: None for group in ordered}):
+        report("moving units", 0.2 + 0.05 * index)
+        even = [p for p in best.points.values() if p.group.placement == placement]
+        for point in sorted(even, key=lambda point: point.seconds)[:_CLIMBED]:
+            if not point.group.is_huge:
+                best.consider(_move_units(point))
     budget = _TIMED_ACTIONS
     for index, group in enumerate(ordered):
         report("trying every cut", 0.4 + 0.2 * index / len(ordered))
@@ -448,9 +449,11 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
             break
         report("searching for schedules", 0.6 + 0.3 * index / len(candidates))
         effort = _FIT_ATTEMPTS * group.actions
-        if group.is_exhausted and all_budget >= effort:
+        if group.is_exhausted and all_budget >= effort and group.actions <= _FITTED_GROUP:
             all_budget -= effort
         else:
+            # The candidates are in the order of their bounds: those left have none below this one.
+            group.bound = max(group.bound, bound) if group.is_exhausted else group.bound
             group.is_exhausted = False
             effort = min(effort, _FIT_EFFORT // 3)
             if best_budget < effort:
@@ -611,13 +614,15 @@ def _even_cut(group: Group, with_memory: bool) -> tuple[int, ...]:
 def _move_units(point: Point) -> Iterator[Point]:
     """Yield ever faster points: units move between neighbouring stages as long as that helps.
 
-    A unit may move over several stages: each of them passes one on.
+    A unit may move over several stages: each of them passes one on. With many stages, it moves to
+    one of the next three only.
     """
     group, improving = point.group, not point.group.space.cut
+    furthest = group.stages if group.stages <= 8 else 3
     while improving:
         improving = False
         for src, dst in product(range(group.stages), repeat=2):
-            if src == dst or abs(src - dst) > 2 or point.cut[src] == 1:
+            if not 0 < abs(src - dst) <= furthest or point.cut[src] == 1:
                 continue
             counts = list(point.cut)
             counts[src] -= 1
