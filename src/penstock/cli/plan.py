@@ -68,9 +68,9 @@ def run(
     memory: str | None,
     objective: str,
     solver_seconds: float,
-    optimizer: str,
     save: Path | None,
     picture: Path | None,
+    optimizer: str = "adamw",
 ) -> Plan:
     """Search for a plan, print it, and write the files that were asked for."""
     if objective not in ("makespan", "period"):
