@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import ArgumentError
@@ -59,7 +61,12 @@ def test_faster_device_gets_more_units() -> None:
 def test_recomputation_is_chosen_only_where_memory_needs_it() -> None:
     profile = even_profile(units=4, ranks=2, rows=8)
     # 1f1b keeps two micro-batches on rank 0 and one on rank 1.
-    options = {"schedules": ["1f1b"], "stages_per_rank": [1], "chunks": [8], "cut": [2, 2]}
+    options: dict[str, Any] = {
+        "schedules": ["1f1b"],
+        "stages_per_rank": [1],
+        "chunks": [8],
+        "cut": [2, 2],
+    }
     free = search_plan(profile, solver_seconds=0, **options)
     assert free.recompute == (False, False)
     assert free.forecast.peak == (842.0, 822.0)

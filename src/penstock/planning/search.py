@@ -44,8 +44,8 @@ Progress = Callable[[str, float], None]
 
 # The work of the search, counted in actions, so that equal problems have equal plans: how many
 # may be timed to try every cut, and how many `fit` may place in the groups that were exhausted.
-_TIMED_ACTIONS = 1_000_000
-_FITTED_ACTIONS = 400_000
+_TIMED_ACTIONS = 3_000_000
+_FITTED_ACTIONS = 600_000
 _FITTED_GROUP = 400  # actions of a schedule up to which `fit` is tried for every cut
 _ACTIONS_PER_CUT = 3_000  # what it costs to look at a cut at all
 # How many schedules `fit` may try for one cut of an exhausted group; how many actions it may place
@@ -115,6 +115,12 @@ class Group:
         units, last = len(self.space.profile.units), self.stages - 1
         work = [sums["FIW"] for sums in self.table.seconds]
         loads = [0.0] * len(work)
+        # The least work that is left at each unit, and the ranks that can take it after each stage.
+        least = [
+            min(sums["FIW"][-1] - sums["FIW"][u] for sums in self.table.distinct_seconds)
+            for u in range(units + 1)
+        ]
+        takers = [set(self.placement[stage + 1 :]) for stage in range(self.stages)]
 
         def extend(cut: tuple[int, ...], start: int) -> Iterator[tuple[int, ...]]:
             stage = len(cut)
@@ -124,6 +130,9 @@ class Group:
                 loads[rank] = before + work[rank][end] - work[rank][start] + 3 * self.table.overhead
                 if self.chunks * loads[rank] >= best():
                     break  # with more units it takes even longer
+                room = sum(best() / self.chunks - loads[taker] for taker in takers[stage])
+                if least[end] > room:
+                    continue
                 longer = (*cut, end - start)
                 if stage == last:
                     yield longer
@@ -696,7 +705,7 @@ def _describe_space(groups: Sequence[Group]) -> str:
 
 
 def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alternative, ...]:
-    rows = []
+    rows: list[Alternative] = []
     for point in ranking:
         if len(rows) == _SHOWN_ALTERNATIVES:
             break
