@@ -124,6 +124,8 @@ def test_invalid_options_are_refused() -> None:
     profile = even_profile(units=8, ranks=2)
     assert "chunks is 5" in _bad(profile, chunks=[5])
     assert "no schedule 'zb'" in _bad(profile, schedules=["zb"])
+    wrong = _bad(profile, schedules=["zb-v"], stages_per_rank=[1])
+    assert wrong.startswith("zb-v cannot run with these stages and ranks.")
     assert "forward-only has no backwards" in _bad(profile, schedules=["forward-only"])
     assert "no runtime 'rocket'" in _bad(profile, runtimes=["rocket"])
     assert "'24 zebras' is not a number of bytes" in _bad(profile, memory="24 zebras")
