@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, islice, pairwise, product
+from itertools import combinations, pairwise, product
 from math import comb, inf
 from typing import Any, NamedTuple
 
@@ -44,18 +44,21 @@ Progress = Callable[[str, float], None]
 
 # The work of the search, counted in actions, so that equal problems have equal plans: how many
 # may be timed to try every cut, and how many `fit` may place in the groups that were exhausted.
-_TIMED_ACTIONS = 1_000_000
-_FITTED_ACTIONS = 400_000
+_TIMED_ACTIONS = 3_000_000
+_FITTED_ACTIONS = 600_000
 _FITTED_GROUP = 400  # actions of a schedule up to which `fit` is tried for every cut
 _ACTIONS_PER_CUT = 3_000  # what it costs to look at a cut at all
+_STEPS_PER_CUT = 100  # how many dead ends per cut are searched
 # How many schedules `fit` may try for one cut of an exhausted group; how many actions it may place
 # for the best cuts of the other groups together, and for the winner.
 _FIT_ATTEMPTS = 40
 _FIT_EFFORT = 60_000
 _POLISH_EFFORT = 80_000
-# A schedule with so many actions takes seconds to build: only these are tried, in one group.
-_HUGE_ACTIONS = 100_000
+# A schedule with so many actions takes long to build. Only these are tried, in the groups with the
+# lowest bounds, up to so many actions.
+_HUGE_ACTIONS = 20_000
 _HUGE_SCHEDULES = frozenset({"1f1b"})
+_HUGE_BUDGET = 1_000_000
 _MAX_CELLS = 250_000  # stages of a rank x ranks x micro-batches that are tried by default
 _CLIMBED = 2  # how many of the best even cuts of a placement are improved by moving units
 _SHOWN_ALTERNATIVES = 4
@@ -107,31 +110,49 @@ class Group:
             ]
         return self._timers[edges]
 
-    def all_cuts(self, best: Callable[[], float]) -> Iterator[tuple[int, ...]]:
-        """Yield every cut in which each rank can do its work in less than the best time so far."""
+    def find_cuts(self, best: float, most: int) -> list[tuple[int, ...]] | None:
+        """Return every cut in which each rank can do its work in less than the best time.
+
+        Returns:
+            The cuts, or None if there are more than `most`, or if they take too long to find.
+        """
         if self.space.cut:
-            yield self.space.cut
-            return
+            return [self.space.cut]
+        if self.stages > _STEPS_PER_CUT:
+            return None  # `extend` calls itself once per stage
         units, last = len(self.space.profile.units), self.stages - 1
         work = [sums["FIW"] for sums in self.table.seconds]
         loads = [0.0] * len(work)
+        # The least work that is left at each unit, and the ranks that can take it after each stage.
+        distinct = [sums["FIW"] for sums in self.table.distinct_seconds]
+        least = [min(sums[-1] - sums[u] for sums in distinct) for u in range(units + 1)]
+        takers = [set(self.placement[stage + 1 :]) for stage in range(self.stages)]
+        cuts: list[tuple[int, ...]] = []
+        limit, steps = best / self.chunks, _STEPS_PER_CUT * most
 
-        def extend(cut: tuple[int, ...], start: int) -> Iterator[tuple[int, ...]]:
+        def extend(cut: tuple[int, ...], start: int) -> bool:
+            """Add all cuts that begin with these stages. Return False to give up."""
+            nonlocal steps
             stage = len(cut)
             rank, before = self.placement[stage], loads[self.placement[stage]]
             first_end = units if stage == last else start + 1
             for end in range(first_end, units - last + stage + 1):
+                steps -= 1
                 loads[rank] = before + work[rank][end] - work[rank][start] + 3 * self.table.overhead
-                if self.chunks * loads[rank] >= best():
+                if loads[rank] >= limit:
                     break  # with more units it takes even longer
-                longer = (*cut, end - start)
+                if least[end] > sum(limit - loads[taker] for taker in takers[stage]):
+                    continue
                 if stage == last:
-                    yield longer
-                else:
-                    yield from extend(longer, end)
+                    cuts.append((*cut, end - start))
+                elif not extend((*cut, end - start), end):
+                    return False
+                if steps < 0 or len(cuts) > most:
+                    return False
             loads[rank] = before
+            return True
 
-        yield from extend((), 0)
+        return cuts if extend((), 0) else None
 
     def time(self, cut: tuple[int, ...], best: float = inf) -> Iterator[Point]:
         """Yield the named schedules of a cut that fit, with the fewest recomputed stages.
@@ -252,6 +273,11 @@ def search_plan(
         tuple(recompute or ()),
     )
     groups = _build_groups(space, chunks, stages_per_rank, placement)
+    if not space.uses_fit and not any(group.schedules for group in groups):
+        raise ArgumentError(
+            f"{' and '.join(sorted(space.names or ()))} cannot run with these stages and ranks. "
+            "Allow other schedules, such as 'fit', or another number of stages per rank."
+        )
     found = _search_groups(space, groups, report)
     if not found.points:
         raise ArgumentError(_explain_no_fit(space, groups))
@@ -383,11 +409,17 @@ class _Best:
 def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> _Best:
     best = _Best()
     ordered = sorted(groups, key=lambda group: group.bound)
+    huge = _HUGE_BUDGET
     for index, group in enumerate(ordered):
         report("timing even cuts", 0.2 * index / len(ordered))
-        if group.bound < best.seconds and not (group.is_huge and best.points):
-            for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
-                best.consider(group.time(cut))
+        if group.bound >= best.seconds:
+            continue
+        if group.is_huge:
+            if huge <= 0 or not group.schedules:
+                continue
+            huge -= group.actions
+        for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
+            best.consider(group.time(cut))
     for index, placement in enumerate({group.placement: None for group in ordered}):
         report("moving units", 0.2 + 0.05 * index)
         even = [p for p in best.points.values() if p.group.placement == placement]
@@ -411,9 +443,8 @@ def _try_every_cut(group: Group, best: _Best, budget: int) -> int:
         The work that it took, in actions. There are too many if it would exceed the budget.
     """
     per_cut = _ACTIONS_PER_CUT + group.actions
-    most = max(0, budget // per_cut)
-    cuts = list(islice(group.all_cuts(lambda: best.seconds), most + 1))
-    if len(cuts) > most:
+    cuts = group.find_cuts(best.seconds, max(0, budget // per_cut))
+    if cuts is None:
         return 0
     for cut in cuts:
         best.consider(group.time(cut, best.seconds))
@@ -429,10 +460,10 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
             break
         if group.is_huge:
             continue
+        cuts = [point.cut for point in best.of_group(group)[:1]]
         if group.is_exhausted:
-            cuts = list(group.all_cuts(lambda: best.seconds))
-        else:
-            cuts = [point.cut for point in best.of_group(group)[:1]]
+            # There were not too many before, and now there are fewer.
+            cuts = group.find_cuts(best.seconds, _TIMED_ACTIONS) or []
         for cut in cuts:
             costs = group.table.stage_costs(cut, group.placement)
             free = costs.free_bytes(space.memory)
@@ -696,7 +727,7 @@ def _describe_space(groups: Sequence[Group]) -> str:
 
 
 def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alternative, ...]:
-    rows = []
+    rows: list[Alternative] = []
     for point in ranking:
         if len(rows) == _SHOWN_ALTERNATIVES:
             break
