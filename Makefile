@@ -10,6 +10,7 @@
 #                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
+# make frameworks  train with Trainers of Hugging Face, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
 #                each with the audit and without it; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers plans bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs features frameworks zoo versions papers plans bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -72,6 +73,10 @@ docs: $(READY)
 
 features: $(READY)
 	$(BIN)/python -m tests.features
+
+frameworks: export OMP_NUM_THREADS := 1
+frameworks: $(READY)
+	$(BIN)/python -m tests.integrations.frameworks $(ROWS)
 
 zoo: $(READY)
 	$(BIN)/python -m tests.models.table

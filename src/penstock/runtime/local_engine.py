@@ -172,11 +172,7 @@ class LocalEngine:
         """Split the batch into the inputs of the stages."""
         devices = self.placed_partition.stage_devices
         inputs = self.placed_partition.partition.build_stage_inputs(request, devices)
-        loss_scale = (
-            None
-            if request.scaler is None
-            else read_loss_scale(request.scaler, devices[len(devices) - 1])
-        )
+        loss_scale = read_loss_scale(request.scaler, request.scale, devices[len(devices) - 1])
         return LocalCall(self, request, inputs, loss_scale)
 
     def replay_or_capture(self, call: LocalCall) -> StepResult:
