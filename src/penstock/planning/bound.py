@@ -17,11 +17,14 @@ its actions. It is the largest of these, over all ranks:
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
-from math import inf
+from math import floor, inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules.fit import Objective
+
+_PACKING_STEPS, _PACKING_PARTS = 100, 20  # how finely `_least_full_rank` looks
 
 
 def schedule_bound(
@@ -171,6 +174,8 @@ def space_bound(
     even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
         pace
     )
+    if len(distinct) == 1:
+        even = max(even, chunks * _least_full_rank(fastest, ranks))
     if sum(memory) < table.resident[-1]:
         return inf
     if list(placement) != list(range(ranks)):
@@ -197,3 +202,30 @@ def space_bound(
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low
+
+
+def _least_full_rank(seconds: Sequence[float], ranks: int) -> float:
+    """Return the seconds that the fullest of some equal ranks has at least, wherever units go.
+
+    Units are not cut, so 48 equal units and a longer one do not fill 8 ranks evenly. This is bin
+    packing. A limit is too low for all units if their shares of it, rounded to n-ths, add up to
+    more than the ranks: `floor((n + 1) x share) / n` is a dual feasible function, which never adds
+    up to more than 1 for the units of one rank.
+
+    >>> round(_least_full_rank([1.0] * 48 + [1.5], ranks=8), 2)
+    6.99
+    """
+    mean = sum(seconds) / ranks or 1.0
+    best = max([sum(seconds) / ranks, *seconds]) / mean
+    # Shares of the mean, rounded down: units that are equal but for float errors count as equal.
+    counts = Counter(max(0.0, round(second / mean, 7) - 1e-7) for second in seconds)
+    for step in range(_PACKING_STEPS):
+        limit = 1 + step / _PACKING_STEPS
+        for n in range(1, _PACKING_PARTS):
+            parts = sum(
+                count * floor((n + 1) * size / limit - 1e-9) / n for size, count in counts.items()
+            )
+            if limit > best and parts > ranks * (1 + 1e-9):
+                best = limit
+                break
+    return best * mean
