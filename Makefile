@@ -10,12 +10,15 @@
 #                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
+# make frameworks  train with Trainers of Hugging Face, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
 #                each with the audit and without it; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
+# make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
+# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -23,7 +26,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs features frameworks zoo versions caps papers plans bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -73,6 +76,10 @@ docs: $(READY)
 features: $(READY)
 	$(BIN)/python -m tests.features
 
+frameworks: export OMP_NUM_THREADS := 1
+frameworks: $(READY)
+	$(BIN)/python -m tests.integrations.frameworks $(ROWS)
+
 zoo: $(READY)
 	$(BIN)/python -m tests.models.table
 	$(BIN)/python -m tests.models.audited
@@ -81,8 +88,14 @@ versions: $(READY)
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \
 		$(foreach python,$(PYTHONS),--python $(python))
 
+caps: $(READY)
+	$(BIN)/python -m tests.properties.memory_caps $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
+
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+
+plans: $(READY)
+	$(BIN)/python -m tests.planning.brute_force
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -5,6 +5,7 @@ picture        a timeline as SVG or PNG, as in the papers
 trace          a timeline as Chrome trace events, for Perfetto
 write_gallery  the pictures of all schedules on one page
 memory         the measured memory of a step over the forecast, as SVG or PNG
+plan           a plan: its cut, the forecast timeline, and memory against the cap, as SVG or PNG
 chain          a model: its units, the cuts and the values that cross them, as SVG or PNG
 
 This package does not import torch. See README.md.
@@ -15,6 +16,7 @@ from penstock.draw.memory import memory
 from penstock.draw.model_picture import chain
 from penstock.draw.perfetto import trace, write_trace
 from penstock.draw.picture import picture
+from penstock.draw.plan_picture import plan
 from penstock.draw.text import text
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "exhibits",
     "memory",
     "picture",
+    "plan",
     "text",
     "trace",
     "write_gallery",
