@@ -241,7 +241,6 @@ class ProcessGroups:
         )
         self.pipeline_watchdog = self._watch_subgroup(members)
         with self.watchdog.guarded("opening connections", FIRST_CALL_TIMEOUT_FACTOR):
-            self.watchdog.mark_waiting("a connection")
             replica_store = PrefixStore(f"replica{topology.replica_index}", store)
             self.pipeline_channel = ControlChannel(
                 self._open_group(GLOO, members, replica_store), self.pipeline_watchdog
@@ -307,6 +306,9 @@ class ProcessGroups:
 
     def _open_group(self, backend: LinkBackend, ranks: Sequence[int], store: Store) -> Any:
         """Return a new group that is connected and that the watchdog can abort."""
+        # A rank that dies now would hold up the others until `_GROUP_TIMEOUT`.
+        watchdog = self._watch_subgroup(ranks)
+        watchdog.mark_waiting("a connection")
         with close_sockets_in_children():
             group = backend.open_group(
                 PrefixStore(backend.name, store),
@@ -315,6 +317,7 @@ class ProcessGroups:
                 self.device.device,
                 _GROUP_TIMEOUT,
             )
+        watchdog.mark_arrived()
         self._abort_callbacks.append(partial(backend.abort_group, group))
         return group
 
