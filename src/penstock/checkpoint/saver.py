@@ -7,6 +7,7 @@ goes on. The next save, load or export of the pipe waits for that thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
-from threading import Thread
-from typing import Any
+from threading import RLock, Thread
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import torch
@@ -30,7 +31,7 @@ from penstock.checkpoint.local_state import (
     as_optimizer_list,
     flatten_optimizer_state,
 )
-from penstock.checkpoint.manifest import FileRecord
+from penstock.checkpoint.manifest import FileRecord, find_step
 from penstock.checkpoint.pretrained_names import is_pretrained
 from penstock.checkpoint.reader import MODEL_KEY, OPTIMIZER_KEY, RNG_KEY
 from penstock.checkpoint.safetensors_io import SafetensorsWriter
@@ -92,14 +93,20 @@ class SaveHistory:
     """A pipe's memory of its saves and loads.
 
     handle    the last background save, if it may still be running
-    token     names this pipe as a writer
+    lock      held by the thread that saves, loads or exports
     known     the newest save of each folder when this pipe last saved to it or loaded from it
     """
 
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
-        self.token = uuid4().hex
         self.known: dict[Path, SaveId] = {}
+        self.lock = RLock()
+        self._tokens = {os.getpid(): uuid4().hex}
+
+    @property
+    def token(self) -> str:
+        """The name of this pipe as a writer. A forked process gets another one."""
+        return self._tokens.setdefault(os.getpid(), uuid4().hex)
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raise if it failed."""
@@ -107,7 +114,7 @@ class SaveHistory:
         if last is not None:
             last.wait()
 
-    # A copied or unpickled pipe is another writer. A running thread cannot be pickled.
+    # A copied or unpickled pipe is another writer. A lock and a running thread cannot be pickled.
     def __reduce__(self) -> tuple[type[SaveHistory], tuple[()]]:
         return SaveHistory, ()
 
@@ -117,6 +124,8 @@ class SaveHistory:
 # -------------------------------------------------------------------------------------------------
 
 PathLike = str | os.PathLike[str]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def build_saver(
@@ -140,6 +149,20 @@ def check_keep(keep: int) -> None:
         )
 
 
+def _one_at_a_time(
+    method: Callable[Concatenate[Saver, P], T],
+) -> Callable[Concatenate[Saver, P], T]:
+    """Let threads that call methods of one pipe's saver take turns, after the pending save."""
+
+    @functools.wraps(method)
+    def run(self: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.history.lock:
+            self.history.wait()
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 @dataclass(frozen=True)
 class Saver:
     """Saves and loads the state of one process. Each method first waits for the pending save."""
@@ -147,6 +170,7 @@ class Saver:
     local_state: LocalState
     history: SaveHistory
 
+    @_one_at_a_time
     def save(
         self,
         folder: PathLike,
@@ -160,7 +184,6 @@ class Saver:
         The plan and, for a background save, the copy to the CPU are made before this returns. Only
         the writing moves to the background thread.
         """
-        self.history.wait()
         check_keep(keep)
         local_state, save_group = self.local_state, self.local_state.save_group
         root = Path(folder).absolute()
@@ -175,8 +198,8 @@ class Saver:
         history, transactions = self.history, list[SaveTransaction]()  # one, on rank 0
 
         def begin() -> str:
-            writer = identify_writer(history.token)
-            transactions.append(begin_save(root, writer, history.known.get(root), keep))
+            writer, known = identify_writer(history.token), history.known.get(root)
+            transactions.append(begin_save(root, writer, known, keep, find_step(extra)))
             return str(transactions[0].directory)
 
         def commit(files: Mapping[str, FileRecord]) -> None:
@@ -203,13 +226,13 @@ class Saver:
         self.history.handle = handle if background else None
         return handle
 
+    @_one_at_a_time
     def load(self, path: PathLike, optimizer: OptimizerArgument, trust: bool = False) -> Any:
         """Read the tensors that this process needs. Return the object that was saved as `extra`.
 
         First every rank reads and verifies everything that it needs. If all have succeeded, the
         model and the optimizers are changed. So after an error they are as they were.
         """
-        self.history.wait()
         local_state, save_group = self.local_state, self.local_state.save_group
         description = f"loading '{path}'"
         # One rank has only some of the names. To tell unknown names in the checkpoint from the
@@ -259,9 +282,9 @@ class Saver:
         if known:
             self.history.known[checkpoint.parent] = known[-1].save_id
 
+    @_one_at_a_time
     def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one safetensors file. Each rank writes its own bytes."""
-        self.history.wait()
         path = Path(file).absolute()
         if path.suffix != ".safetensors":
             raise ArgumentError(
@@ -276,9 +299,9 @@ class Saver:
             execute_save(save_group, description, writer, planned)
         return path
 
+    @_one_at_a_time
     def save_pretrained(self, folder: PathLike) -> Path:
         """Write the same folder as the model's own `save_pretrained`, and return its path."""
-        self.history.wait()
         path = Path(folder).absolute()
         pretrained.write_pretrained(
             self.local_state.pretrained_model,
