@@ -220,7 +220,7 @@ class DigestingFile(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "xb"))
-        self.error: OSError | None = None  # why the file could not be written
+        self.error: BaseException | None = None  # why the file could not be written
         self._path, self._size = path, 0
         self._digests: list[str] = []
         self._block = hashlib.sha256()
@@ -236,21 +236,22 @@ class DigestingFile(io.BufferedWriter):
                 self._digests.append(self._block.hexdigest())
                 self._block = hashlib.sha256()
             remaining = remaining[len(part) :]
-        with self._name_file():
+        with self._keep_error():
             return super().write(data)
 
     def flush(self) -> None:
         """Hand everything to the operating system. `close` calls this, too."""
-        with self._name_file():
+        with self._keep_error():
             super().flush()
 
     @contextmanager
-    def _name_file(self) -> Iterator[None]:
+    def _keep_error(self) -> Iterator[None]:
         """Context manager: keep an error, such as that of a full disk, and let it name the file."""
         try:
             yield
-        except OSError as error:
-            error.filename = str(self._path)
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(self._path)
             self.error = error
             raise
 

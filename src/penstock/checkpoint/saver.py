@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
-from threading import RLock, Thread
+from threading import Event, Lock, RLock, Thread
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -38,7 +38,7 @@ from penstock.checkpoint.safetensors_io import SafetensorsWriter
 from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
 from penstock.checkpoint.writer_lock import identify_writer
-from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.model.placement import PlacedPartition
 from penstock.model.tied import find_tied_names
 from penstock.runtime.step import CheckpointPeers
@@ -57,33 +57,50 @@ class SaveHandle:
         path: The directory of this save.
     """
 
-    def __init__(self, path: Path, write: Callable[[], None], background: bool) -> None:
+    def __init__(
+        self, path: Path, write: Callable[[], None], abort: Callable[[], None], background: bool
+    ) -> None:
         self.path = path
-        self._write = write
+        self._write, self._abort = write, abort
         self._error: BaseException | None = None
+        self._begun, self._finished = Lock(), Event()
         self._thread = Thread(target=self._run, name="penstock saving") if background else None
-        if self._thread is not None:
+
+    def start(self) -> None:
+        """Write, or begin to write in the background."""
+        if self._thread is None:
+            self._write()
+            return
+        try:
             self._thread.start()
-        else:
-            write()
+        except BaseException:  # Ctrl-C may come before the thread has begun, or after
+            if self._begun.acquire(blocking=False):
+                self._finished.set()
+                self._abort()
+            raise
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             self._write()
         except BaseException as error:
             self._error = error
             # The caller may never call `wait`, so the failure is also logged.
             _log.error("penstock: a save in the background failed: %s", error)
+        finally:
+            self._finished.set()
 
     @property
     def done(self) -> bool:
         """True if `wait` would return or raise at once."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._thread is None or self._finished.is_set()
 
     def wait(self) -> Path:
         """Wait until the save is on the disk and return its path. Raise if it failed."""
         if self._thread is not None:
-            self._thread.join()
+            # Ctrl-C in `join` makes Python 3.11 take a running thread for one that has ended.
+            self._finished.wait()
         if self._error is not None:
             raise self._error
         return self.path
@@ -93,14 +110,14 @@ class SaveHistory:
     """A pipe's memory of its saves and loads.
 
     handle    the last background save, if it may still be running
-    lock      held by the thread that saves, loads or exports
+    lock      held by the thread that saves, loads or exports; `is_busy` until it has finished
     known     the newest save of each folder when this pipe last saved to it or loaded from it
     """
 
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
         self.known: dict[Path, SaveId] = {}
-        self.lock = RLock()
+        self.lock, self.is_busy = RLock(), False
         self._tokens = {os.getpid(): uuid4().hex}
 
     @property
@@ -110,9 +127,13 @@ class SaveHistory:
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raise if it failed."""
-        last, self.handle = self.handle, None
-        if last is not None:
-            last.wait()
+        last = self.handle
+        try:
+            if last is not None:
+                last.wait()
+        finally:
+            if last is not None and last.done:  # after Ctrl-C, the next call waits for it
+                self.handle = None
 
     # A copied or unpickled pipe is another writer. A lock and a running thread cannot be pickled.
     def __reduce__(self) -> tuple[type[SaveHistory], tuple[()]]:
@@ -156,9 +177,19 @@ def _one_at_a_time(
 
     @functools.wraps(method)
     def run(self: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.history.lock:
-            self.history.wait()
-            return method(self, *args, **kwargs)
+        history = self.history
+        with history.lock:
+            if history.is_busy:
+                raise RunError(
+                    f"{method.__name__} of a pipe was called inside another save or load of the "
+                    "same pipe, in a hook. Call it afterwards."
+                )
+            history.wait()
+            history.is_busy = True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                history.is_busy = False
 
     return run
 
@@ -222,8 +253,9 @@ class Saver:
             with save_group.clean_up_on_failure(abort):
                 execute_save(save_group, description, writer, planned)
 
-        handle = SaveHandle(directory, write, background)
+        handle = SaveHandle(directory, write, abort, background)
         self.history.handle = handle if background else None
+        handle.start()
         return handle
 
     @_one_at_a_time

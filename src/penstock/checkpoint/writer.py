@@ -213,7 +213,8 @@ class DigestingFileSystem(FileSystem):
             with file:
                 yield file
         except Exception:
-            # PyTorch's writer replaces "No space left on device" by an error about positions.
+            # PyTorch's writer replaces "No space left on device", and Ctrl-C, by an error about
+            # positions in the file.
             if file.error is not None:
                 raise file.error from None
             raise

@@ -39,7 +39,6 @@ _log = logging.getLogger("penstock")
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 60.0
 _ARRIVAL_SECONDS = 2.0  # how long a writer waits for another that came at the same time to leave
 _LOCK_FILE = re.compile(r"\.penstock-writer-[0-9a-f]{32}")
-_held: set[Path] = set()  # the files of the locks that this process holds
 
 
 def identify_writer(token: str | None = None) -> Writer:
@@ -69,7 +68,6 @@ class WriterLock:
     def release(self) -> None:
         """Let others save to the folder."""
         self._released.set()
-        _held.discard(self.path)
         self.path.unlink(missing_ok=True)
 
 
@@ -82,12 +80,8 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
     path = folder / f".penstock-writer-{writer.token}"
     deadline, is_told = time.monotonic() + _ARRIVAL_SECONDS, False
     first_seen: dict[str, tuple[float, float]] = {}  # when each was touched, and seen by our clock
-    if path in _held:  # threads take turns, so this is a save inside of a save
-        raise CheckpointError(
-            f"this pipe is saving to '{folder}' already. Do not save in a hook that a save calls."
-        )
     try:
-        path.unlink(missing_ok=True)  # an earlier save could not remove it
+        path.unlink(missing_ok=True)  # an earlier save of this pipe could not remove it
         write_file_synced(path, json.dumps(asdict(writer)).encode())
         while others := _find_writers(folder, path):
             for name, other in others.items():
@@ -116,7 +110,6 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    _held.add(path)
     released = Event()
     Thread(
         target=_touch_until, args=(path, released), name="penstock saving: lock", daemon=True
