@@ -165,9 +165,9 @@ def _list_names(folder: Path) -> list[str]:
     except FileNotFoundError:
         if not folder.is_symlink():
             return []
-        problem = f"is a link to '{os.readlink(folder)}', which does not exist. Is the disk mounted"
         raise CheckpointError(
-            f"'{folder}' {problem} that has the checkpoints? Remove the link to start without them."
+            f"'{folder}' is a link to '{os.readlink(folder)}', which does not exist. Mount the disk "
+            "that has the checkpoints, or remove the link to start without them."
         ) from None
     except NotADirectoryError:
         raise CheckpointError(

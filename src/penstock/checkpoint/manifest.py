@@ -180,7 +180,7 @@ def _parse_content(content: Mapping[str, Any]) -> Manifest:
     texts = content["saved_at"], content["version"], writer.host, writer.token
     step = content.get("step")  # missing in the first manifests
     if {type(number), type(step)} - {int, type(None)} or number is None:
-        raise TypeError("number and step count something")
+        raise TypeError
     if not all(text.isprintable() for text in texts):
         raise ValueError("it contains characters that control a terminal")
     return Manifest(number, writer, content["saved_at"], records, content["version"], step)
