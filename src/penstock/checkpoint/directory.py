@@ -166,8 +166,8 @@ def _list_names(folder: Path) -> list[str]:
         if not folder.is_symlink():
             return []
         raise CheckpointError(
-            f"'{folder}' is a link to '{os.readlink(folder)}', which does not exist. Mount the disk "
-            "that has the checkpoints, or remove the link to start without them."
+            f"'{folder}' is a link to '{os.readlink(folder)}', which does not exist. Mount the "
+            "disk that has the checkpoints, or remove the link to start without them."
         ) from None
     except NotADirectoryError:
         raise CheckpointError(
