@@ -214,9 +214,9 @@ def test_rank_that_dies_while_others_connect_to_it_is_named(tmp_path: Path) -> N
     """The first save opens connections, and the others waited half an hour for the dead rank."""
     outcomes = run_ranks(3, dies_while_others_connect, tmp_path)
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.code == 1, outcome
-        assert "rank 1 died: no heartbeat for" in outcome.written
-        assert "waiting for a connection" in outcome.written
+        assert (outcome.code, outcome.facts["error"]) == (1, "RemoteError"), outcome
+        assert "rank 1 died: no heartbeat for" in outcome.facts["text"]
+        assert "waiting for a connection from all ranks" in outcome.facts["text"]
 
 
 def signals_a_worker(context: RankContext) -> None:
