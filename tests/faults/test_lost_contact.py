@@ -77,6 +77,8 @@ def loses_the_store(context: RankContext, file: Path, pid: int, doing: str) -> N
     if context.rank == 0:
         os.kill(pid, signal.SIGSTOP)
     if doing == "failing" and context.rank == 1:
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)  # rank 0 may still be in its step
         burst()
     while doing != "idle":
         try:
