@@ -339,7 +339,7 @@ COST = "such as F=1,I=1,W=1,send=0, not"
         (
             "show 1f1b -p 4000 -m 4000",
             "4000 ranks x 4000 micro-batches x 1 stages per rank are 16,000,000 cells. They would "
-            "take about 3200 seconds and 128 GB of memory, and commands take at most 250,000. Use "
+            "take about 3200 seconds and 128 GB of memory, and at most 250,000 are allowed. Use "
             "fewer ranks or micro-batches: the pattern repeats",
         ),
         ("show 1f1b -p 0 -m 8", f"ranks=0: each of these {SIZES}"),
@@ -375,8 +375,8 @@ COST = "such as F=1,I=1,W=1,send=0, not"
             "show 1f1b -p 2 -m 2 --checkpoint often",
             "checkpoint must be one of always, except_last, never, not 'often'",
         ),
-        ("show fit -p 2 -m 2 --placement w", "--placement must be loop or v, not 'w'"),
-        ("show fit -p 2 -m 2 --placement v -v 3", "--placement v needs --stages-per-rank 2, not 3"),
+        ("show fit -p 2 -m 2 --placement w", "placement must be loop or v, not 'w'"),
+        ("show fit -p 2 -m 2 --placement v -v 3", "placement v needs 2 stages per rank, not 3"),
         ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: the file name must end in .svg"),
         ("show zb-v", "zb-v needs --ranks and --chunks, for example -p 4 -m 8"),
         ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),

@@ -19,8 +19,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -41,10 +39,8 @@ from penstock.cli.options import (
     PlacementOption,
     RanksOption,
     ScheduleArgument,
-    ScheduleRequest,
     SkipOption,
     StagesPerRankOption,
-    check_cells,
     check_memory_option,
     parse_costs,
     parse_skip,
@@ -64,6 +60,7 @@ from penstock.cli.report import (
 from penstock.errors import ArgumentError, PenstockError
 from penstock.schedules.ir import Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import dumps
+from penstock.schedules.request import ScheduleRequest, check_cells
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import verify
 from penstock.text_format import make_printable
@@ -262,7 +259,7 @@ def compare(
     request = ScheduleRequest(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
     rows = []
     with show_activity("generating schedules") as update:
-        for name, timeline in _simulate_candidates(request):
+        for name, timeline in request.simulate_all():
             update(f"{name} generated and simulated")
             if not request.find_memory_excess(timeline):
                 rows.append(summarize(name, timeline))
@@ -272,19 +269,6 @@ def compare(
         return
     title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
     print_comparison(title + (f", memory {memory:g}" if memory else ""), rows)
-
-
-def _simulate_candidates(request: ScheduleRequest) -> Iterator[tuple[str, Timeline]]:
-    """Yield every schedule that trains, and `fit`, with its simulated timeline.
-
-    `--stages-per-rank` applies to the families that allow any number of stages on a rank.
-    """
-    fixed = replace(request, stages_per_rank=None)
-    for name, family in schedules.FAMILIES.items():
-        if family.trains:
-            yield name, (request if family.free else fixed).simulate_named(name)
-    yield "fit", request.simulate_fit("loop")
-    yield "fit, v", fixed.simulate_fit("v")
 
 
 # ---- verify -------------------------------------------------------------------------------
