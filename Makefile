@@ -9,6 +9,8 @@
 # make surroundings  small programs in each odd surrounding: C locale, read-only folders, python -O, no
 #                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
+# make studio    build the studio, the page that `penstock studio` opens; needs npm
+# make browser   install Chromium (apt, as root) and playwright-core (npm) for the tests of the studio
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
 #                each with the audit and without it; a quarter of an hour
@@ -23,7 +25,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features zoo versions papers bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -68,6 +70,13 @@ surroundings: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+studio: $(READY)
+	$(BIN)/python -m penstock.studio.build
+
+browser:
+	apt-get update && apt-get install --yes chromium
+	npm install --prefix build/browser --no-save playwright-core@1.65.1
 
 features: $(READY)
 	$(BIN)/python -m tests.features

@@ -88,6 +88,7 @@ COMMANDS = (
     "verify {path:good.txt} --memory {n:4} --skip {n:0}:{n:1}",
     "verify {path:program.txt}",
     "verify {path:huge.txt}",
+    "studio missing.txt --port {n:0} --no-browser",  # with a file that exists, it would serve it
     "check factories:{factory:good} --stages {n:2} --chunks {n:2} --schedules {name:gpipe}",
     "check factories:{factory:exits} --stages 2 --chunks 2 --schedules 1f1b --json",
     "check {module:factories}:{factory:good} --tolerance {n:1e-10} --quick --stages 2",

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -790,3 +792,29 @@ def test_check_reports_import_errors_of_the_module(run: Run, tmp_path: Path) -> 
     assert refused(run("check lacking:make")) == "lacking needs not_there, which is not installed"
     (tmp_path / "broken_one.py").write_text("1 / 0\n")
     assert "importing broken_one failed: ZeroDivisionError" in refused(run("check broken_one:make"))
+
+
+def test_studio_prints_its_address_serves_until_ctrl_c_and_ends(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("0F0 0B0")
+    code = (
+        "import signal, sys; from penstock.studio import build, server; from penstock import cli;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "server.StudioServer.__init__.__defaults__ = (0, None, build.PAGE);"
+        f"sys.argv = ['penstock', 'studio', {str(file)!r}, '--no-browser']; cli.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.fullmatch(r"the studio is at (http://127.0.0.1:\d+/)\?open .*\n", line)
+        assert address, line
+        with urllib.request.urlopen(f"{address[1]}opened", timeout=30) as response:
+            assert response.read() == b"0F0 0B0"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()

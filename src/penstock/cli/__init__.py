@@ -1,4 +1,4 @@
-"""The command line: penstock show | compare | verify | check | saved | doctor | gallery | demo.
+"""The command line: `penstock` and its commands, from `show` to `demo`.
 
 Results go to stdout. An error gives one short message on stderr, without a traceback and without
 control characters. A command that takes long says on stderr that it still works.
@@ -299,6 +299,23 @@ def verify_file(
     if problems:
         raise typer.Exit(1)
     print(f"sound: {format_sizes(schedule_of(schedule_or_program))}")
+
+
+# ---- studio -------------------------------------------------------------------------------
+
+
+@app.command("studio")
+def run_studio(
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule, or a timeline that Timeline.save wrote.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Open the studio in a browser: look at schedules, edit them, compare a run with its plan."""
+    from penstock.cli.studio import run
+
+    run(file, port, browser)
 
 
 # ---- check --------------------------------------------------------------------------------

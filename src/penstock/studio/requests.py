@@ -1,0 +1,603 @@
+"""Answer the requests of the studio's page: JSON in, JSON out.
+
+    catalog   {}                         every schedule, with its source and its use
+    timeline  {setting}                  simulate, verify and explain one schedule
+    edit      {setting, move}            move an action in its lane, and verify the result
+    compare   {setting, names}           the numbers of some schedules
+    action    {setting, rank, position}  what an action needs and gives
+    lesson    {setting}                  one sentence for each action, in order of time
+    open      {text}                     a file: a schedule, or a saved timeline
+    measured  {run, plan}                a measured step beside its plan
+    export    {setting, format}          the schedule as text, SVG or a trace for Perfetto
+
+A setting is an object with the fields of `_DEFAULTS`. `answer` never raises: an answer is either
+`{"ok": true, ...}` or `{"ok": false, "error": message}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from penstock.draw.perfetto import trace
+from penstock.draw.style import SHADES, format_caption, shift_to_zero
+from penstock.draw.svg import timeline_svg
+from penstock.errors import ArgumentError, PenstockError
+from penstock.schedules import FAMILIES, family_of, lower_bound
+from penstock.schedules.cost import Cost
+from penstock.schedules.explain import (
+    IDLE_CAUSES,
+    Place,
+    TimelineIndex,
+    compare_run,
+    critical_path,
+    find_idle,
+)
+from penstock.schedules.ir import OP_RULES, Op, Program, Schedule, schedule_of
+from penstock.schedules.lowering import CHECKPOINT_MODES, lower
+from penstock.schedules.notation import dumps, loads
+from penstock.schedules.request import MAX_CELLS, ScheduleRequest, summarize
+from penstock.schedules.simulator import Deadlock, Span, play
+from penstock.schedules.timeline import Timeline, simulate
+from penstock.schedules.verify import find_memory_excess, verify
+from penstock.text_format import choose_time_unit, make_printable
+
+# ---- the entry point ----------------------------------------------------------------------
+
+
+def answer(request: str) -> str:
+    """Answer one request.
+
+    Args:
+        request: A JSON object with `kind` and the fields of that kind.
+
+    Returns:
+        A JSON object with `ok`, and `error`, a message for the user, if that is false.
+
+    Example:
+        >>> answer('{"kind": "timeline", "setting": {"ranks": 0}}')[:42]
+        '{"ok": false, "error": "ranks=0: each of t'
+    """
+    try:
+        parsed = json.loads(request)
+        if not isinstance(parsed, dict) or parsed.get("kind") not in _HANDLERS:
+            raise ArgumentError(f"kind must be one of {', '.join(_HANDLERS)}")
+        return json.dumps({"ok": True, **_rounded(_HANDLERS[parsed["kind"]](parsed))})
+    except PenstockError as error:
+        message = str(error)
+    except (MemoryError, RecursionError, OverflowError):
+        message = "this is too large. Use fewer ranks, stages or micro-batches."
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"the request is not valid: {type(error).__name__}: {error}"
+    return json.dumps({"ok": False, "error": make_printable(message, 4000)})
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value with its floats rounded to twelve digits.
+
+    Releases of Python round the sum of floats differently, and the page must agree with all.
+    """
+    if type(value) is float:
+        return float(f"{value:.12g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+# ---- settings -----------------------------------------------------------------------------
+
+_DEFAULTS: dict[str, Any] = {
+    "schedule": "1f1b",  # a name, "fit", or "text"
+    "ranks": 4,
+    "chunks": 8,
+    "stages_per_rank": None,
+    "placement": "loop",  # of fit: loop or v
+    "F": 1.0,
+    "I": 1.0,
+    "W": 1.0,
+    "send": 0.0,
+    "profile": [],  # the cost over the depth of the model, relative to its mean
+    "checkpoint": "never",
+    "memory": None,
+    "skips": [],
+    "text": "",  # the schedule itself, where `schedule` is "text"
+}
+MAX_TEXT = 32 * 2**20  # characters of a file
+MAX_PROFILE = 4096
+
+
+def _read_setting(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting of a request with every field, all of the right types."""
+    given = request.get("setting", {})
+    if not isinstance(given, dict):
+        raise ArgumentError("setting must be an object")
+    unknown = [str(name) for name in given if name not in _DEFAULTS]
+    if unknown:
+        raise ArgumentError(f"a setting has no field '{make_printable(unknown[0], 40)}'")
+    setting = {**_DEFAULTS, **given}
+    for name in ("ranks", "chunks"):
+        setting[name] = _whole(name, setting[name])
+    if setting["stages_per_rank"] is not None:
+        setting["stages_per_rank"] = _whole("stages_per_rank", setting["stages_per_rank"])
+    for name in ("F", "I", "W", "send"):
+        setting[name] = _number(name, setting[name], 1e9)
+    if not any(setting[name] for name in "FIW"):
+        raise ArgumentError("at least one of F, I and W must be more than 0")
+    if setting["memory"] is not None:
+        setting["memory"] = _number("memory", setting["memory"], 1e15)
+        if not setting["memory"]:
+            raise ArgumentError("memory must be more than 0, or null")
+    setting["profile"] = _profile(setting["profile"])
+    setting["skips"] = [_skip(pair) for pair in _list("skips", setting["skips"], 100)]
+    for name in ("schedule", "placement", "checkpoint", "text"):
+        if not isinstance(setting[name], str) or len(setting[name]) > MAX_TEXT:
+            raise ArgumentError(f"{name} must be a text")
+    if setting["checkpoint"] not in CHECKPOINT_MODES:
+        raise ArgumentError(f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}")
+    return setting
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int or abs(value) > 10**9:
+        raise ArgumentError(f"{name} must be a whole number, not {str(value)[:40]}")
+    return value
+
+
+def _number(name: str, value: Any, most: float) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise ArgumentError(f"{name} must be a number from 0 to {most:g}, not {str(value)[:40]}")
+    return float(value)
+
+
+def _list(name: str, value: Any, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise ArgumentError(f"{name} must be a list of at most {most} entries")
+    return value
+
+
+def _profile(value: Any) -> list[float]:
+    profile = [_number("profile", factor, 1e6) for factor in _list("profile", value, MAX_PROFILE)]
+    if profile and not any(profile):
+        raise ArgumentError("at least one entry of profile must be more than 0")
+    return profile
+
+
+def _skip(pair: Any) -> tuple[int, int]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise ArgumentError("a skip is a pair of stages, such as [0, 3]")
+    return _whole("a stage of a skip", pair[0]), _whole("a stage of a skip", pair[1])
+
+
+def _schedule_request(setting: Mapping[str, Any]) -> ScheduleRequest:
+    return ScheduleRequest(
+        setting["ranks"],
+        setting["chunks"],
+        setting["stages_per_rank"],
+        {name: setting[name] for name in ("F", "I", "W", "send")},
+        setting["checkpoint"],
+        setting["memory"],
+        tuple(setting["skips"]),
+        tuple(setting["profile"]),
+    )
+
+
+def _simulate_setting(setting: Mapping[str, Any]) -> Timeline:
+    """Return the timeline of a setting. Several requests ask for the same one in a row."""
+    return _simulate_cached(json.dumps(setting, sort_keys=True))
+
+
+def _index_setting(setting: Mapping[str, Any]) -> TimelineIndex:
+    return _index_cached(json.dumps(setting, sort_keys=True))
+
+
+@lru_cache(maxsize=2)
+def _index_cached(key: str) -> TimelineIndex:
+    return TimelineIndex(shift_to_zero(_simulate_cached(key)))
+
+
+@lru_cache(maxsize=4)
+def _simulate_cached(key: str) -> Timeline:
+    setting = json.loads(key)
+    setting["skips"] = [tuple(pair) for pair in setting["skips"]]
+    request, name = _schedule_request(setting), setting["schedule"]
+    if name == "text":
+        work = _load_work(setting["text"])
+        if isinstance(work, Schedule):
+            work = lower(work, request.build_graph(work.stages))
+        return simulate(work, request.build_cost(work.schedule.placement))
+    if name == "fit":
+        return request.simulate_fit(setting["placement"])
+    return request.simulate_named(name)
+
+
+def _load_work(text: str) -> Schedule | Program:
+    work = loads(text)
+    schedule = schedule_of(work)
+    cells = schedule.stages * schedule.chunks
+    if max(cells, sum(map(len, work.lanes))) > 8 * MAX_CELLS or schedule.ranks > MAX_CELLS:
+        raise ArgumentError(
+            f"this schedule has {schedule.ranks:,} ranks, {schedule.stages:,} stages and "
+            f"{schedule.chunks:,} micro-batches, too many to draw. Use fewer: the pattern repeats"
+        )
+    return work
+
+
+# ---- timelines ----------------------------------------------------------------------------
+
+
+def _handle_timeline(request: Mapping[str, Any]) -> dict[str, Any]:
+    setting = _read_setting(request)
+    if setting["schedule"] == "text":
+        work = _load_work(setting["text"])
+        problems = _verify_work(work, setting)
+        if problems:
+            return _describe_unsound(work, setting, problems)
+    timeline = _simulate_setting(setting)
+    name, memory = setting["schedule"], setting["memory"]
+    excess: list[str] = []
+    if memory is not None:
+        excess = list(find_memory_excess(timeline.program.schedule, memory, timeline.cost))
+    return {"problems": excess, "waits": [], **_describe_timeline(name, timeline, memory)}
+
+
+def _handle_edit(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Move an action to another place of its lane, verify the schedule, and simulate it.
+
+    This runs while the action is dragged, so it leaves out what takes longest: the messages are not
+    actions here. The answer to `timeline` has everything.
+    """
+    setting = _read_setting(request)
+    schedule = _move_action(_schedule_of_setting(setting), request["move"])
+    problems = _verify_work(schedule, setting)
+    if problems:
+        return _describe_unsound(schedule, setting, problems)
+    build = _schedule_request(setting)
+    graph, cost = build.build_graph(schedule.stages), build.build_cost(schedule.placement)
+    spans = list(play(schedule, graph, cost))
+    return {"problems": [], "waits": [], **_describe_spans(schedule, spans)}
+
+
+def _schedule_of_setting(setting: Mapping[str, Any]) -> Schedule:
+    if setting["schedule"] == "text":
+        return schedule_of(_load_work(setting["text"]))
+    return _simulate_setting(setting).program.schedule
+
+
+def _move_action(schedule: Schedule, move: Any) -> Schedule:
+    """Return the schedule with one action at another place. It no longer overlaps with others."""
+    rank, source, target = (_whole(name, move[name]) for name in ("rank", "source", "target"))
+    lanes = list(schedule.lanes)
+    if not 0 <= rank < len(lanes) or not {source, target} <= set(range(len(lanes[rank]))):
+        raise ArgumentError(f"there is no place {source} or {target} in the lane of rank {rank}")
+    lane = list(lanes[rank])
+    action = lane.pop(source)
+    lane.insert(target, action)
+    lanes[rank] = tuple(lane)
+    neighbours = set(pairwise(lane))
+    overlaps = frozenset(
+        pair
+        for pair in schedule.overlaps
+        if schedule.placement[pair[0].stage] != rank or pair in neighbours
+    )
+    return replace(schedule, lanes=tuple(lanes), overlaps=overlaps)
+
+
+def _verify_work(work: Schedule | Program, setting: Mapping[str, Any]) -> list[str]:
+    build, schedule = _schedule_request(setting), schedule_of(work)
+    if isinstance(work, Program) and setting["skips"]:
+        raise ArgumentError("a program lists its own edges. Write the skip there.")
+    graph = None if isinstance(work, Program) else build.build_graph(schedule.stages)
+    cost = build.build_cost(schedule.placement)
+    return list(verify(work, graph, setting["memory"], cost))
+
+
+def _describe_unsound(
+    work: Schedule | Program, setting: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """Return what can be drawn of a schedule that must not run: all that runs before it stops."""
+    schedule, build = schedule_of(work), _schedule_request(setting)
+    spans: list[Span] = []
+    waits: list[dict[str, Any]] = []
+    try:
+        graph, cost = build.build_graph(schedule.stages), build.build_cost(schedule.placement)
+        for span in play(schedule, graph, cost):
+            spans.append(span)
+    except Deadlock as deadlock:
+        waits = [
+            {
+                "rank": wait.rank,
+                "position": wait.step,
+                "needs": list(wait.places[0]) if wait.places else None,
+                "text": str(wait),
+            }
+            for wait in deadlock.waits
+        ]
+    except PenstockError:  # a stage that does not exist: the problems say so
+        pass
+    return {"problems": problems[:50], "waits": waits, **_describe_spans(schedule, spans)}
+
+
+def _describe_spans(schedule: Schedule, spans: list[Span]) -> dict[str, Any]:
+    """Return the lanes of a schedule; an action that never runs has no time."""
+    times: list[list[tuple[float, float] | None]] = [[None] * len(lane) for lane in schedule.lanes]
+    for span in spans:
+        times[span.rank][span.step] = span.start, span.end
+    lanes = [
+        _lane(lane, lane_times) for lane, lane_times in zip(schedule.lanes, times, strict=True)
+    ]
+    return {
+        "ranks": schedule.ranks,
+        "chunks": schedule.chunks,
+        "stages": schedule.stages,
+        "placement": schedule.placement,
+        "makespan": max((span.end for span in spans), default=0.0),
+        "lanes": lanes,
+        "text": dumps(schedule),
+    }
+
+
+def _lane(actions: Any, times: Any) -> dict[str, Any]:
+    return {
+        "ops": "".join(action.op.value for action in actions),
+        "stages": [action.stage for action in actions],
+        "microbatches": [action.microbatch for action in actions],
+        "starts": [None if time is None else time[0] for time in times],
+        "ends": [None if time is None else time[1] for time in times],
+    }
+
+
+def _describe_timeline(name: str, timeline: Timeline, memory: float | None) -> dict[str, Any]:
+    """Return everything that the page draws of a timeline, with times counted from zero."""
+    timeline = shift_to_zero(timeline)
+    schedule, index = timeline.program.schedule, TimelineIndex(timeline)
+    ran = [[span.action for span in lane] for lane in timeline.computes]
+    times = [[(span.start, span.end) for span in lane] for lane in timeline.computes]
+    idle = list(find_idle(index, memory))
+    by_cause = dict.fromkeys(IDLE_CAUSES, 0.0)
+    for gap in idle:
+        by_cause[gap.cause] += gap.end - gap.start
+    unit = choose_time_unit(timeline.makespan)
+    return {
+        "ranks": schedule.ranks,
+        "chunks": schedule.chunks,
+        "stages": schedule.stages,
+        "placement": schedule.placement,
+        "makespan": timeline.makespan,
+        "unit": [unit.per_second, unit.name],
+        "caption": format_caption(timeline),
+        "facts": summarize(name, timeline),
+        "bound": lower_bound(
+            schedule.placement, schedule.chunks, timeline.cost, timeline.program.graph
+        )
+        if _trains(schedule)
+        else None,
+        "lanes": [_lane(*pair) for pair in zip(ran, times, strict=True)],
+        "memory": [_curve(timeline, rank) for rank in range(timeline.ranks)],
+        "critical": [list(place) for place in critical_path(index)],
+        "idle": {
+            "ranks": [gap.rank for gap in idle],
+            "starts": [gap.start for gap in idle],
+            "ends": [gap.end for gap in idle],
+            "causes": [IDLE_CAUSES.index(gap.cause) for gap in idle],
+            "blockers": [list(gap.blocker) if gap.blocker else None for gap in idle],
+        },
+        "idle_by_cause": by_cause,
+        "overlaps": sorted(
+            [*index.places[left], *index.places[right]]
+            for left, right in schedule.overlaps
+            if left in index.places and right in index.places
+        ),
+        "cost": {name: getattr(timeline.cost, name) for name in ("F", "I", "W", "send")},
+        "text": dumps(schedule),
+    }
+
+
+def _trains(schedule: Schedule) -> bool:
+    return any(not OP_RULES[a.op].is_forward for lane in schedule.lanes for a in lane)
+
+
+def _curve(timeline: Timeline, rank: int) -> dict[str, list[float]]:
+    points = dict(timeline.memory(rank))  # of several sizes at one time, the last one stays
+    return {"times": list(points), "sizes": list(points.values())}
+
+
+# ---- tables -------------------------------------------------------------------------------
+
+
+def _handle_catalog(request: Mapping[str, Any]) -> dict[str, Any]:
+    families = [
+        {
+            "name": name,
+            "use": family.use,
+            "source": family.source,
+            "stages_per_rank": family.stages_per_rank,
+            "free": family.free,
+            "trains": family.trains,
+        }
+        for name, family in FAMILIES.items()
+    ]
+    ops = [{"op": op.value, "name": OP_RULES[op].name, "shades": SHADES[op]} for op in Op]
+    return {"families": families, "ops": ops, "idle_causes": IDLE_CAUSES, "defaults": _DEFAULTS}
+
+
+def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of the named schedules. One that does not exist in these sizes says why.
+
+    `stages_per_rank` applies to those that allow any number.
+    """
+    setting, rows = _read_setting(request), []
+    for name in _list("names", request.get("names"), 40):
+        placement = "v" if name == "fit, v" else "loop"
+        kind = "fit" if name in ("fit", "fit, v") else name
+        free = kind == "fit" and placement == "loop" if kind == "fit" else family_of(name).free
+        stages = setting["stages_per_rank"] if free else None
+        try:
+            timeline = _simulate_setting(
+                {**setting, "schedule": kind, "placement": placement, "stages_per_rank": stages}
+            )
+        except PenstockError as error:
+            rows.append({"schedule": name, "error": str(error)})
+            continue
+        schedule, cost = timeline.program.schedule, timeline.cost
+        excess = []
+        if setting["memory"] is not None:
+            excess = list(find_memory_excess(schedule, setting["memory"], cost))
+        rows.append({**summarize(name, timeline), "fits": not excess})
+    return {"rows": rows}
+
+
+# ---- one action ---------------------------------------------------------------------------
+
+
+def _handle_action(request: Mapping[str, Any]) -> dict[str, Any]:
+    index = _index_setting(_read_setting(request))
+    timeline = index.timeline
+    rank, position = _whole("rank", request["rank"]), _whole("position", request["position"])
+    if not (0 <= rank < timeline.ranks and 0 <= position < len(timeline.computes[rank])):
+        raise ArgumentError(f"there is no action {position} on rank {rank}")
+    place = Place(rank, position)
+    span, unit = index.span(place), choose_time_unit(timeline.makespan)
+    needs = [
+        {"place": list(a.producer), "message": str(a.message), "time": a.time}
+        for a in index.arrivals(place)
+    ]
+    gives = [{"place": list(to), "message": str(m)} for m, to in index.consumers(place)]
+    return {
+        "name": str(index.action(place)),
+        "sentence": _sentence(index, place),
+        "times": f"{unit.format(span.start)} to {unit.format(span.end)}",
+        "needs": needs,
+        "gives": gives,
+        "earlier": [list(earlier) for earlier in index.earlier_on_cell(place)],
+    }
+
+
+_VERBS = {
+    Op.F: "runs the forward of stage {s} on micro-batch {m}",
+    Op.B: "runs the backward of stage {s} on micro-batch {m}",
+    Op.I: "computes the input gradient of stage {s} for micro-batch {m}",
+    Op.W: "computes the weight gradient of stage {s} for micro-batch {m}, which nobody waits for",
+    Op.R: "recomputes stage {s} on micro-batch {m}, because its activations were not kept",
+}
+
+
+def _sentence(index: TimelineIndex, place: Place) -> str:
+    """Return what an action does and where its input comes from."""
+    action = index.action(place)
+    _, stage, microbatch = action
+    text = f"Rank {place.rank} {_VERBS[action.op].format(s=stage, m=microbatch)}"
+    senders = sorted({a.producer.rank for a in index.arrivals(place)} - {place.rank})
+    carries = OP_RULES[action.op].carries
+    if senders and carries:
+        ranks = " and ".join(f"rank {rank}" for rank in senders)
+        text += f", with the {carries} from {ranks}"
+    receivers = sorted({to.rank for _, to in index.consumers(place)} - {place.rank})
+    if receivers:
+        ranks = " and ".join(f"rank {rank}" for rank in receivers)
+        text += f". The result goes to {ranks}"
+    elif carries == "gradients" and not index.timeline.program.graph.before(stage):
+        text += f". Micro-batch {microbatch} is through"
+    return text + "."
+
+
+MAX_LESSON = 2000  # actions
+
+
+def _handle_lesson(request: Mapping[str, Any]) -> dict[str, Any]:
+    index = _index_setting(_read_setting(request))
+    places = sorted(index.places.values(), key=lambda p: (index.span(p).start, p.rank))
+    if len(places) > MAX_LESSON:
+        raise ArgumentError(
+            f"this schedule has {len(places):,} actions, too many to step through. Use fewer ranks "
+            "or micro-batches"
+        )
+    steps = [{"place": list(place), "sentence": _sentence(index, place)} for place in places]
+    return {"steps": steps}
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def _handle_open(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Say what a file is: a timeline that was saved, or the text of a schedule."""
+    text = request["text"]
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise ArgumentError(f"a file may have at most {MAX_TEXT // 2**20} MB")
+    if text.lstrip()[:1] == "{":
+        timeline = Timeline.from_json(text)
+        placement = timeline.program.schedule.placement
+        return {
+            "file": "timeline",
+            "ranks": timeline.ranks,
+            "chunks": timeline.program.schedule.chunks,
+            "profile": _profile_of(placement, timeline.cost),
+        }
+    schedule = schedule_of(_load_work(text))
+    return {
+        "file": "schedule",
+        "ranks": schedule.ranks,
+        "chunks": schedule.chunks,
+        "text": text if isinstance(_load_work(text), Program) else dumps(schedule),
+    }
+
+
+def _profile_of(placement: tuple[int, ...], cost: Cost) -> list[float]:
+    """Return the costs of the stages relative to their mean."""
+    seconds = [sum(parts) for parts in zip(cost.F, cost.I, cost.W, strict=True)]
+    mean = sum(seconds) / len(seconds)
+    return [second / mean if mean else 1.0 for second in seconds]
+
+
+def _handle_measured(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a measured step beside its plan: a saved forecast, or one with the measured costs."""
+    texts = [request.get("run"), request.get("plan")]
+    for text in texts:
+        if text is not None and (not isinstance(text, str) or len(text) > MAX_TEXT):
+            raise ArgumentError(f"a file may have at most {MAX_TEXT // 2**20} MB")
+    run = Timeline.from_json(texts[0] or "")
+    problems = verify(run.program)
+    if problems:
+        raise ArgumentError(f"the program of this timeline cannot run: {problems[0]}")
+    plan = Timeline.from_json(texts[1]) if texts[1] else simulate(run.program, run.cost)
+    comparison = compare_run(plan, run)
+    return {
+        "plan": {"problems": [], "waits": [], **_describe_timeline("plan", plan, None)},
+        "run": {"problems": [], "waits": [], **_describe_timeline("run", run, None)},
+        "ratios": comparison.ratios,
+        "sentences": comparison.sentences,
+    }
+
+
+def _handle_export(request: Mapping[str, Any]) -> dict[str, Any]:
+    setting, form = _read_setting(request), request.get("format")
+    if form == "text" and setting["schedule"] == "text":
+        return {"content": setting["text"]}  # also a schedule that must not run yet
+    timeline = shift_to_zero(_simulate_setting(setting))
+    if form == "text":
+        return {"content": dumps(timeline.program.schedule)}
+    if form == "perfetto":
+        return {"content": json.dumps(trace(timeline), separators=(",", ":"))}
+    if form == "timeline":
+        return {"content": timeline.to_json()}
+    if form == "svg":
+        return {"content": timeline_svg(timeline, title=setting["schedule"])}
+    raise ArgumentError("format must be text, svg, perfetto or timeline")
+
+
+_HANDLERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "catalog": _handle_catalog,
+    "timeline": _handle_timeline,
+    "edit": _handle_edit,
+    "compare": _handle_compare,
+    "action": _handle_action,
+    "lesson": _handle_lesson,
+    "open": _handle_open,
+    "measured": _handle_measured,
+    "export": _handle_export,
+}
