@@ -85,6 +85,7 @@ COMMANDS = (
     "show {path:good.txt} --memory {n:3} --skip {n:0}:{n:1}",
     "compare --ranks {n:2} --chunks {n:3} --stages-per-rank {n:1} --memory {n:4}",
     "compare -p {n:2} -m {n:2} --cost F={n:1},W={n:2} --checkpoint {name:never} --json",
+    "compare -p 2 -m 2 --html {path:report.html}",
     "verify {path:good.txt} --memory {n:4} --skip {n:0}:{n:1}",
     "verify {path:program.txt}",
     "verify {path:huge.txt}",

@@ -818,3 +818,26 @@ def test_studio_prints_its_address_serves_until_ctrl_c_and_ends(tmp_path: Path) 
     finally:
         process.kill()
         process.communicate()
+
+
+def test_compare_writes_one_html_file(run: Run, tmp_path: Path) -> None:
+    answer = run("compare -p 2 -m 4 --html report.html")
+    assert answer.out.endswith("wrote report.html\n")
+    text = (tmp_path / "report.html").read_text()
+    assert "2 ranks, 4 micro-batches, F=1,I=1,W=1,send=0, checkpoint never" in text
+    assert text.count("<svg") >= 15
+    json.loads(run("compare -p 2 -m 4 --json --html report.html").out)
+
+
+def test_check_writes_one_html_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "factories_html.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))\n"
+        "    return layers, torch.ones(4, 4)\n"
+    )
+    answer = run("check factories_html:make --stages 2 --schedules 1f1b --html report.html")
+    assert (answer.code, answer.out.splitlines()[-1]) == (0, "wrote report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "<h1>Equal</h1>" in text
+    assert "<td>1f1b</td>" in text

@@ -191,7 +191,8 @@ def test_saved_timeline_loads_as_it_was(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "penstock timeline 2"}, "has no field 'format'"),
+        ({"format": "a timeline"}, "has no field 'format'"),
+        ({"version": 2}, "its version is not 1"),
         ({"program": 1}, "it needs 'program', a text"),
         ({"program": "0F0 0B0"}, "its program has no messages"),
         ({"program": "edges: 0>1\n0F0 0B0\n1F0 7B0"}, "so its rank is unknown"),

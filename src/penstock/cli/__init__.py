@@ -32,6 +32,7 @@ from penstock.cli.options import (
     CheckpointOption,
     ChunksOption,
     CostOption,
+    HtmlOption,
     JsonOption,
     MemoryOption,
     OptionalChunksOption,
@@ -57,6 +58,7 @@ from penstock.cli.report import (
     show_activity,
     summarize,
 )
+from penstock.draw.page import comparison_page
 from penstock.errors import ArgumentError, PenstockError
 from penstock.schedules.ir import Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import dumps
@@ -253,22 +255,29 @@ def compare(
     checkpoint: CheckpointOption = "never",
     memory: MemoryOption = None,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Compare all schedules, fastest first; with --memory, only those that fit."""
     check_memory_option(memory)
     request = ScheduleRequest(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
-    rows = []
+    rows, timelines = [], {}
     with show_activity("generating schedules") as update:
         for name, timeline in request.simulate_all():
             update(f"{name} generated and simulated")
             if not request.find_memory_excess(timeline):
                 rows.append(summarize(name, timeline))
+                timelines[name] = timeline
     rows.sort(key=lambda facts: (round(facts["makespan"], 9), max(facts["peak"])))
+    title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
+    title += f", memory {memory:g}" if memory else ""
+    if html:
+        comparison_page(title, rows, timelines).write(html)
     if as_json:
         print(json.dumps(rows))
         return
-    title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
-    print_comparison(title + (f", memory {memory:g}" if memory else ""), rows)
+    print_comparison(title, rows)
+    if html:
+        print(f"wrote {make_printable(str(html))}")
 
 
 # ---- verify -------------------------------------------------------------------------------
@@ -339,6 +348,7 @@ def check_model(
         bool, typer.Option("--quick", help="Two combinations that tell most, in seconds.")
     ] = False,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Check that a pipe computes what your model computes, under every schedule.
 
@@ -347,7 +357,8 @@ def check_model(
     from penstock.cli.check import CheckRequest, run  # imports torch
 
     lists = schedules, checkpoints, runtimes
-    if not run(CheckRequest(factory, stages, chunks, *lists, units, tolerance, quick, as_json)):
+    request = CheckRequest(factory, stages, chunks, *lists, units, tolerance, quick, as_json, html)
+    if not run(request):
         raise typer.Exit(1)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.checker.check import ProgressCallback, check
 from penstock.checker.report import Report
 from penstock.cli.report import describe_exception, show_activity
+from penstock.draw.page import HtmlPage
 from penstock.errors import ArgumentError, PenstockError
 from penstock.text_format import make_printable
 
@@ -39,6 +40,7 @@ class CheckRequest:
     tolerance: float
     quick: bool
     as_json: bool
+    html: Path | None
 
 
 def run(request: CheckRequest) -> bool:
@@ -47,11 +49,25 @@ def run(request: CheckRequest) -> bool:
     with redirect_stdout(sys.stderr), _show_progress() as progress:
         factory_result = _parse_factory_result(_call_factory(request.factory), request.factory)
         report = _check_model(request, factory_result, progress)
+    if request.html:
+        _build_page(report).write(request.html)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
         _print_report(report)
+        if request.html:
+            print(f"wrote {make_printable(str(request.html))}")
     return report.ok
+
+
+def _build_page(report: Report) -> HtmlPage:
+    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
+    page.paragraph(f"Compared with {make_printable(report.reference)}.")
+    page.paragraph(f"The loss is {make_printable(report.loss)}.")
+    headings, *rows = report.table()
+    page.table(headings, rows)
+    page.preformatted(make_printable("\n".join(report.summary())))
+    return page
 
 
 @contextmanager

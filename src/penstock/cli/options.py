@@ -53,6 +53,9 @@ MemoryOption = Annotated[
         help="Limit on live micro-batches per rank, over all its stages. For fit: 1f1b's peak.",
     ),
 ]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", help="Save the report as one HTML file, with pictures.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 

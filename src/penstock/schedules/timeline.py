@@ -144,6 +144,7 @@ class Timeline:
         spans = [[s.rank, s.step, s.start, s.end] for s in self.spans]
         file = {
             "format": _TIMELINE_FORMAT,
+            "version": _TIMELINE_VERSION,
             "program": dumps(self.program),
             "cost": asdict(self.cost),
             "spans": spans,
@@ -161,10 +162,13 @@ class Timeline:
             raise FormatError(
                 _NOT_A_TIMELINE, [f"it has no field 'format' with the value '{_TIMELINE_FORMAT}'"]
             )
+        if file.get("version") != _TIMELINE_VERSION:
+            problem = f"its version is not {_TIMELINE_VERSION}, the one that this release reads"
+            raise FormatError(_NOT_A_TIMELINE, [problem])
         return _read_timeline(file)
 
 
-_TIMELINE_FORMAT = "penstock timeline 1"
+_TIMELINE_FORMAT, _TIMELINE_VERSION = "penstock timeline", 1
 _NOT_A_TIMELINE = "this is not a timeline that Timeline.save wrote:"
 
 

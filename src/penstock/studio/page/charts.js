@@ -135,6 +135,7 @@ export class CostBars {
   show(profile) {
     const { element } = this;
     this.profile = [...profile];
+    element.style.gap = profile.length > 20 ? "1px" : "3px";
     while (element.children.length > profile.length) element.lastChild.remove();
     while (element.children.length < profile.length) {
       const bar = document.createElement("div");
@@ -263,6 +264,7 @@ export class Comparison {
     const width = 308, height = 230, left = 40, bottom = 32, right = width - 10, top = 12;
     // Naive model parallelism is idle most of the time and would push all others to the bottom.
     const rows = this.rows.filter((row) => row.makespan !== undefined && !row.error && (row.schedule !== "naive" || current === "naive"));
+    if (!rows.length) { this.scatter.replaceChildren(); return; }
     const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Idle time against peak memory of all schedules" });
     const peaks = rows.map((row) => Math.max(...row.peak));
     const mostX = Math.max(1, ...peaks, this.cap ?? 0) * 1.18, mostY = Math.max(0.05, ...rows.map((row) => row.bubble)) * 1.12;

@@ -489,7 +489,7 @@ export class LaneView extends EventTarget {
         const y = this.yOf(rank, number) + Math.max(this.view.row, 1) * 0.45;
         if (y < AXIS + 5) continue;
         context.fillStyle = this.selected?.rank === rank || this.hover?.rank === rank ? look.ink : look.faint;
-        context.fillText(`rank ${rank}`, GUTTER - 9, y);
+        context.fillText(band.pack.ranks > 100 ? String(rank) : `rank ${rank}`, GUTTER - 9, y);
       }
       if (this.bands.length > 1) {
         const y = this.yOf(0, number) - this.view.row / 2;
