@@ -142,7 +142,9 @@ def comparison_page(
     ]
     page.table(["schedule", "stages a rank", "makespan", "bubble", "peak", "messages"], cells)
     page.heading("Idle time against memory")
-    points = [PlotPoint(row["schedule"], max(row["peak"]), row["bubble"]) for row in rows]
+    # Naive model parallelism is idle most of the time and would push all others to the bottom.
+    plotted = [row for row in rows if row["schedule"] != "naive"]
+    points = [PlotPoint(row["schedule"], max(row["peak"]), row["bubble"]) for row in plotted]
     page.picture(scatter_svg(points, "peak, in micro-batches", "bubble"))
     page.heading("Idle time by cause")
     add_idle_table(page, {row["schedule"]: timelines[row["schedule"]] for row in rows})

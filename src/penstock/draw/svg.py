@@ -6,7 +6,7 @@ and in HTML pages that carry their pictures with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -155,41 +155,67 @@ class PlotPoint(NamedTuple):
     y: float
 
 
-def scatter_svg(
-    points: Sequence[PlotPoint], x_label: str, y_label: str, marked: Iterable[str] = ()
-) -> str:
+def scatter_svg(points: Sequence[PlotPoint], x_label: str, y_label: str) -> str:
     """Return a plot of named points as the text of an SVG picture.
 
     Args:
         points: The points. `y` is a fraction, written in percent.
         x_label: The name of the horizontal axis.
         y_label: The name of the vertical axis.
-        marked: The names of points to emphasize.
     """
-    width, height, left, bottom = 560, 320, 56, 40
+    width, height, left, bottom = 900, 380, 56, 40
     right = max([p.x for p in points], default=1.0) * 1.15 or 1.0
     top = max([p.y for p in points], default=1.0) * 1.15 or 1.0
-    marked = set(marked)
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
         f"viewBox='0 0 {width} {height}' {FONT} font-size='11'>",
         f"<path d='M{left} 10V{height - bottom}H{width - 10}' fill='none' stroke='{GRID}'/>",
         _text(width - 12, height - 8, x_label, FAINT, "text-anchor='end'"),
-        _text(left - 44, 12, y_label, FAINT),
+        _text(left + 8, 18, y_label, FAINT),
     ]
     for share in (0.25, 0.5, 0.75, 1.0):
         x, y = left + share * (width - left - 10), height - bottom - share * (height - bottom - 20)
-        parts.append(_text(x, height - bottom + 14, f"{share * right:.3g}", FAINT))
-        parts.append(_text(left - 6, y, f"{share * top:.0%}", FAINT, "text-anchor='end'"))
-    taken: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda p: (p.x, p.y)):
-        x = left + point.x / right * (width - left - 10)
-        y = height - bottom - point.y / top * (height - bottom - 20)
-        label = y + 4
-        while any(abs(x - other) < 90 and abs(label - used) < 11 for other, used in taken):
-            label += 11
-        taken.append((x, label))
-        colour = style.SHADES[Op.W][0] if point.name in marked else style.SHADES[Op.F][0]
-        parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{colour}'/>")
-        parts.append(_text(x + 7, label, point.name, DARK))
+        end = "end" if share == 1.0 else "middle"
+        parts.append(
+            _text(x, height - bottom + 14, f"{share * right:.3g}", FAINT, f"text-anchor='{end}'")
+        )
+        parts.append(_text(left - 6, y + 4, f"{share * top:.0%}", FAINT, "text-anchor='end'"))
+    places = [
+        (
+            point.name,
+            left + point.x / right * (width - left - 10),
+            height - bottom - point.y / top * (height - bottom - 20),
+        )
+        for point in sorted(points, key=lambda p: (p.y, p.x))
+    ]
+    taken = [(x - 5, x + 5, y - 5, y + 5) for _, x, y in places]
+    for name, x, y in places:
+        label_x, label_y = _free_spot(x, y, 6.4 * len(name), taken)
+        parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{style.SHADES[Op.F][0]}'/>")
+        parts.append(_text(label_x, label_y, name, DARK))
     return "\n".join([*parts, "</svg>"])
+
+
+def _free_spot(
+    x: float, y: float, width: float, taken: list[tuple[float, float, float, float]]
+) -> tuple[float, float]:
+    """Return where the label of a point covers nothing, and remember it in `taken`.
+
+    It goes to the right of the point, to its left, above or below, and further up if need be.
+    """
+    spots = [
+        (x + 8, y + 4),
+        (x - 8 - width, y + 4),
+        (x - width / 2, y - 9),
+        (x - width / 2, y + 16),
+    ]
+    spots += [(x - width / 2, y - 9 - 12 * row) for row in range(1, 20)]
+    for left, base in spots:
+        box = left, left + width, base - 9, base + 2
+        if not any(
+            box[0] < other[1] and other[0] < box[1] and box[2] < other[3] and other[2] < box[3]
+            for other in taken
+        ):
+            break
+    taken.append(box)
+    return left, base
