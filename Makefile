@@ -1,7 +1,8 @@
 # make demo      train a small model over a pipeline, compare, check, and save pictures; a minute
 # make test      everything that must hold: format, lint, types, import contracts, tests
-# make fuzz      thousands of random models and forwards against the unsplit ones, and random command
-#                lines; SEED=7 and CASES=100 choose them, PROCESSES=1 runs the models over processes
+# make fuzz      thousands of random models and forwards against the unsplit ones, random command lines,
+#                and random requests of the studio; SEED=7 and CASES=100 choose them, PROCESSES=1 runs
+#                the models over processes
 # make busy      the tests of processes while some are held up, as on a busy machine; five minutes
 # make soak      the tests of processes with every combination of faults, schedules and ranks, and
 #                with training runs of thousands of steps; then 200 kills at random moments, killed ranks
@@ -50,6 +51,8 @@ fuzz: $(READY)
 		$(if $(SEED),--first $(SEED)) $(if $(CASES),--cases $(CASES)))
 	$(if $(PROCESSES),,$(BIN)/python -m tests.fuzz_cli \
 		$(if $(SEED),--first $(SEED)) $(if $(CASES),--cases $(CASES)))
+	$(if $(PROCESSES),,test ! -d src/penstock/studio/built || $(BIN)/python -m tests.studio.random_requests \
+		$(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)))
 
 busy: $(READY)
 	$(BIN)/python -m tests.distributed.random_pauses $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \

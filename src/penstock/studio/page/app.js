@@ -113,7 +113,7 @@ function showAnswer(result, { preview = false } = {}) {
   showVerdict(result);
   showLegend(result);
   if (preview) return;
-  if (!lanes.selected) $("detail").textContent = "";
+  if (!lanes.selected || lesson.active) $("detail").textContent = "";
   showControls();
   showBars(result);
   const choice = $("microbatch"), chosen = choice.value;
@@ -367,7 +367,7 @@ function endGesture(event) {
 }
 lanes.canvas.addEventListener("pointerup", endGesture);
 lanes.canvas.addEventListener("pointercancel", (event) => { pointers.delete(event.pointerId); gesture = null; if (lanes.dragged) { lanes.dragged = null; refresh(); } });
-lanes.canvas.addEventListener("pointerleave", () => { lanes.hover = null; showTooltip(null); lanes.links = null; lanes.draw(); if (lanes.selected) showDetail(lanes.selected); });
+lanes.canvas.addEventListener("pointerleave", () => { lanes.hover = null; showTooltip(null); lanes.links = null; lanes.draw(); if (lanes.selected && lessonOff()) showDetail(lanes.selected); });
 lanes.canvas.addEventListener("wheel", (event) => {
   event.preventDefault();
   const [x, y] = position(event), pixels = event.deltaMode === 1 ? 30 : 1;
