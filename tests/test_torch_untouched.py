@@ -21,6 +21,7 @@ OWNERS: tuple[tuple[Any, str], ...] = (
     (torch_checkpoint, "_checkpoint_without_reentrant_generator"),
     (torch_checkpoint, "checkpoint"),
     (torch, "vmap"),
+    (torch.cuda, "is_current_stream_capturing"),
 )
 
 

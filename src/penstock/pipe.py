@@ -74,10 +74,15 @@ from penstock.schedules.registry import (
 )
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import require_sound
-from penstock.stage.compile_support import disable_compile, not_compiled, outside_compiler
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.loss import LossFn
-from penstock.torch_compat import DDP_IGNORED_NAMES, get_active_ddp
+from penstock.torch_compat import (
+    DDP_IGNORED_NAMES,
+    disable_compile,
+    get_active_ddp,
+    not_compiled,
+    outside_compiler,
+)
 
 if TYPE_CHECKING:
     from penstock.checkpoint.local_state import OptimizerArgument

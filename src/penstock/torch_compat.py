@@ -24,11 +24,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import wraps
 from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributions
@@ -59,6 +60,8 @@ __all__ = [
 ]
 
 FunctionMode = TypeVar("FunctionMode", bound=TorchFunctionMode)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TORCH_VERSION: str = torch.__version__
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
@@ -278,6 +281,42 @@ def skip_compilation(functions: Iterable[FunctionType]) -> None:
 def mark_as_not_compilable(function: Any) -> None:
     """Keep the compiler from tracing into a function that is not wrapped by it yet."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010
+
+
+def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
+    """Mark a method so that the compiler does not trace into it, and return it.
+
+    It does its work in a function that `outside_compiler` returns.
+    """
+    mark_as_not_compilable(method)
+    return method
+
+
+# Functions, and the same functions with the compiler switched off.
+_disabled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs as written, even if its caller is compiled as a whole.
+
+    `torch.compiler.disable` does this, but it imports the compiler. So it is called only once the
+    compiler is loaded.
+    """
+    if not is_dynamo_loaded():
+        return function
+    if function not in _disabled_functions:
+        _disabled_functions[function] = torch.compiler.disable(function)
+    return _disabled_functions[function]
+
+
+def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method that runs as written, even if its caller is compiled as a whole."""
+
+    @wraps(method)
+    def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:
+        return outside_compiler(method)(*args, **kwargs)
+
+    return not_compiled(run_eagerly)
 
 
 def keep_fake_cuda_guard() -> None:
@@ -812,6 +851,16 @@ def _vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
     return handler.handle_vmap(func, args, kwargs, original)
 
 
+def _is_current_stream_capturing() -> bool:
+    """Return False to the code between the units of a traced forward, and the truth to other code.
+
+    The trace was made outside of a capture. Code that asks, such as the masks of transformers,
+    would take another path in a captured step than in its trace. What it reads from inputs on the
+    path of the trace is a guard, which is answered before the capture.
+    """
+    return _find_handler() is None and _originals["is_current_stream_capturing"]()
+
+
 # The generator behind `torch.utils.checkpoint` with use_reentrant=False. Since 2.14 it has another
 # name, and its options are keywords; up to 2.13 they are its first arguments.
 _CHECKPOINT_OPTIONS = [
@@ -856,6 +905,7 @@ _PATCHES = (
     _find_patch("torch.autograd.Function.apply", classmethod(_apply)),
     _find_patch("torch.jit.ScriptFunction.__call__", _call_script_function),
     _find_patch("torch._functorch.apis.vmap_impl", _vmap_impl, ["func"]),
+    _find_patch("torch.cuda.is_current_stream_capturing", _is_current_stream_capturing),
     _find_patch(
         f"torch.utils.checkpoint.{_CHECKPOINT_GENERATOR}",
         _checkpoint_generator,

@@ -556,9 +556,7 @@ def context_variable() -> Any:
 
 def context_left_behind(patch: pytest.MonkeyPatch) -> None:
     """Run workers without the context variables of the caller."""
-    patch.setattr(
-        CallerContext, "run_with_variables", lambda self, function, *args: function(*args)
-    )
+    patch.setattr(CallerContext, "copy_variables", lambda self: contextvars.Context())
 
 
 class Counts(nn.Module):

@@ -19,6 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Imported by name: while a traced forward runs, the attribute of `torch.cuda` answers its code (see
+# `torch_compat.install_call_handlers`).
+from torch.cuda import is_current_stream_capturing
+
 from penstock.errors import RunError
 from penstock.torch_compat import get_mps_generator
 
@@ -199,4 +203,4 @@ def get_nccl_version() -> str | None:
 
 def is_captured(device: torch.device) -> bool:
     """Return whether the current stream of a device is being captured into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and is_current_stream_capturing()

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.accelerator import (
+    get_default_generator,
     has_nvidia_driver,
     has_streams,
     is_captured,
@@ -393,20 +394,23 @@ class InFlightPayload:
     Args:
         payload: The payload, in memory that the receiver can read.
         ready_event: The event on the sender's stream, or None if the payload is ready.
-        borrowed: Whether the sender keeps the memory alive until the receiver has read it.
+        is_borrowed: Whether the sender keeps the memory alive until the receiver has read it.
             Otherwise `record_stream` tells the allocator that the receiver's stream uses it.
     """
 
     def __init__(
-        self, payload: Payload, ready_event: torch.Event | None = None, borrowed: bool = False
+        self, payload: Payload, ready_event: torch.Event | None = None, is_borrowed: bool = False
     ) -> None:
-        self._payload, self._ready_event, self._borrowed = payload, ready_event, borrowed
+        self._payload, self._ready_event, self.is_borrowed = payload, ready_event, is_borrowed
 
-    def receive_on(self, receiver: Device) -> Payload:
-        """Return the payload, and order the receiver's next work after its arrival."""
-        if self._ready_event is not None and isinstance(receiver, Gpu):
+    def receive_on(self, receiver: Device, is_ordered: bool = False) -> Payload:
+        """Return the payload, and order the receiver's next work after its arrival.
+
+        With `is_ordered`, that work is in order already, and no event is waited for.
+        """
+        if self._ready_event is not None and isinstance(receiver, Gpu) and not is_ordered:
             receiver.compute_stream.wait_event(self._ready_event)
-            if not self._borrowed:
+            if not self.is_borrowed:
                 record_stream(receiver.compute_stream, self._payload.tensors)
         if receiver.copies_received:
             return self._payload.map_tensors(Tensor.clone)
@@ -474,3 +478,13 @@ def resolve_device(device: Any) -> Device:
         )
     named = resolve_index(named)
     return Gpu(named) if has_streams(named.type) else EagerAccelerator(named)
+
+
+# ---- default generators ------------------------------------------------------------------------
+
+
+def read_rng_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    """Return the states of the default generators of the CPU and of these devices."""
+    accelerators = sorted({str(device) for device in devices if device.type != "cpu"})
+    generators = [get_default_generator(torch.device(name)) for name in accelerators]
+    return [generator.get_state() for generator in (torch.default_generator, *generators)]

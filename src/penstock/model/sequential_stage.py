@@ -199,12 +199,13 @@ class SequentialStage:
     """
 
     module: StageModule
-    forward_fn: Callable[..., Any]  # a method of the module, or the wrapper that stage_fn returned
+    # A method of the module, the wrapper that stage_fn returned, or None: one layer after another.
+    forward_fn: Callable[..., Any] | None
     previous_stage: int
     next_stage: int
     incoming_skip_counts: Mapping[int, int]  # number of skips, by source stage
     outgoing_skip_counts: Mapping[int, int]  # number of skips, by destination stage
-    shared_state: SharedState  # what the layers may change and those of another stage read
+    shared_state: SharedState | None  # what the layers may change and those of another stage read
 
     def with_module(self, module: nn.Module) -> SequentialStage:
         """Return the same stage with another module in place of its layers."""
@@ -230,10 +231,19 @@ class SequentialStage:
                 )
         else:
             values = main
-        state = self.shared_state.take_snapshot() if self.shared_state else ()
-        output = self.forward_fn(*values, **side)
-        if state:
-            self.shared_state.check(state)
+        shared_state = self.shared_state
+        state = None if shared_state is None else shared_state.take_snapshot()
+        if self.forward_fn is None and not side:
+            # Most stages take this path; the loop is here to save a call for each micro-batch.
+            for layer in self.module._modules.values():
+                assert layer is not None
+                values = (layer(*values),)
+            (output,) = values
+        else:
+            run = self.module.run_layers if self.forward_fn is None else self.forward_fn
+            output = run(*values, **side)
+        if shared_state is not None and state is not None:
+            shared_state.check(state)
         if not self.outgoing_skip_counts:
             return {self.next_stage: (output,)}
         value, *skips = output
@@ -261,15 +271,17 @@ def build_sequential_stage(
         [key for keys in groups.values() for key in keys] for groups in (arriving, departing)
     )
     module = StageModule(layers, unpack_tuples, not index, side_names, (skips[0], skips[1]))
+    forward_fn = None
+    if module.uses_skips or unpack_tuples or not layers:
+        forward_fn = module.forward if module.uses_skips else module.run_layers
     return SequentialStage(
         module,
-        # Fewer calls for each micro-batch: a stage without skips calls its layers directly.
-        module.forward if module.uses_skips else module.run_layers,
+        forward_fn,
         index - 1 if index else OUTSIDE,
         OUTSIDE if is_last else index + 1,
         {neighbour: len(keys) for neighbour, keys in arriving.items()},
         {neighbour: len(keys) for neighbour, keys in departing.items()},
-        shared_state,
+        shared_state or None,
     )
 
 

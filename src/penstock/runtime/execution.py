@@ -27,7 +27,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.device.device import CallerStreams, Device, GraphTimestamp, Timestamp
+from penstock.device.device import (
+    CallerStreams,
+    Device,
+    GraphTimestamp,
+    Timestamp,
+    read_rng_states,
+)
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import CellIO, TimedAction, Worker
@@ -43,7 +49,6 @@ from penstock.stage.rng import (
     RngSource,
     advance_caller_rng,
     derive_cell_seed,
-    get_shared_rng_states,
     peek_seed,
 )
 from penstock.stage.stage import Stage
@@ -226,7 +231,7 @@ class Execution:
             self.time_origins = _record_time_origins(devices)
         states_before = []
         if self._rng_policy.detect_outside_rng_use:
-            states_before = get_shared_rng_states(device.device for device in devices)
+            states_before = read_rng_states(device.device for device in devices)
         try:
             yield
         except BaseException:
@@ -270,9 +275,7 @@ class Execution:
         "may draw", so that the next call gives each one its own generators.
         """
         devices = [device.device for device in self._devices.values()]
-        if states_before and not all(
-            map(torch.equal, get_shared_rng_states(devices), states_before)
-        ):
+        if states_before and not all(map(torch.equal, read_rng_states(devices), states_before)):
             for runner in self.stage_runners:
                 runner.stage.reset_behaviors()
             if any(runner.has_recomputed for runner in self.stage_runners):

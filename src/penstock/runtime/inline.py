@@ -41,7 +41,8 @@ class InlineExecutor:
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Run the actions of all ranks in the execution order of the phase."""
-        context.run_with_variables(self._execute, workers, phase, context)
+        with context.use_thread_locals() if context.thread_locals else nullcontext():
+            context.copy_variables().run(self._execute, workers, phase, context)
 
     def _execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         # On the CPU there is nothing to activate, and a context per action costs time.

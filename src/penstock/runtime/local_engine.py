@@ -66,7 +66,7 @@ from penstock.stage.compile_support import make_forward_lock
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import LossReduction
 from penstock.stage.loss_terms import TermComparison
-from penstock.stage.stage import Stage
+from penstock.stage.stage import Stage, collect_members, find_shared_ids
 from penstock.state_copy import find_reachable
 from penstock.torch_compat import get_dispatch_modes
 
@@ -413,14 +413,25 @@ class LocalCall:
             layer.begin_minibatch(schedule.chunks)
         # In a capture the ranks get devices whose timestamps the graph itself writes.
         devices = dict(enumerate(self._overrides.devices)) or partition.devices
-        tied_weights = build_local_tied_weights(
-            stages, list(devices.values()), partition.placement, in_caller_graph, schedule.chunks
-        )
+        members_by_stage = [collect_members(stage) for stage in stages]
+        shared_ids = find_shared_ids(members_by_stage)
+        tied_weights = None
+        if shared_ids or in_caller_graph:
+            tied_weights = build_local_tied_weights(
+                stages,
+                members_by_stage,
+                shared_ids,
+                list(devices.values()),
+                partition.placement,
+                in_caller_graph,
+                schedule.chunks,
+            )
+        is_captured = bool(get_dispatch_modes()) and is_capturing()
         rng_policy = self._overrides.rng_policy
         if not self.request.is_step:
             # Inside the captured step of another pipe, the shared generators are not compared: the
             # capture has rules of its own for random numbers (see cuda_graph/graph_rng.py).
-            rng_policy = rng_policy._replace(detect_outside_rng_use=not is_capturing())
+            rng_policy = rng_policy._replace(detect_outside_rng_use=not is_captured)
         return Execution(
             stages,
             schedule,
@@ -434,7 +445,7 @@ class LocalCall:
             rng_policy,
             allow_host_rng=self._engine.replicas.is_empty,
             # A captured step has no Python state, and its numbers cannot be read.
-            compare_recomputations=None if is_capturing() else self.request.audit != "off",
+            compare_recomputations=None if is_captured else self.request.audit != "off",
             thread_locals=self._engine.thread_locals,
         )
 

@@ -140,7 +140,7 @@ class ThreadExecutor:
         for worker in workers:
             worker.forward_lock = self._forward_lock
         jobs = [
-            partial(context.run_with_variables, self._run_lane, worker, lane, context)
+            partial(context.copy_variables().run, self._run_lane, worker, lane, context)
             for worker, lane in zip(workers, phase.lanes, strict=True)
         ]
         self._pool.run_jobs(jobs, self._mailboxes.stop)
@@ -152,7 +152,8 @@ class ThreadExecutor:
         # entered only where inference mode is on.
         inference = context.inference_mode
         mode = torch.inference_mode() if inference else torch.set_grad_enabled(context.grad_enabled)
-        with mode, worker.device.activate():
+        thread_locals = context.use_thread_locals() if context.thread_locals else nullcontext()
+        with mode, thread_locals, worker.device.activate():
             for bound_action in actions:
                 if self._mailboxes.stopped:
                     raise Stopped

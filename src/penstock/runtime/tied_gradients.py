@@ -30,7 +30,7 @@ from penstock.device.device import Device
 from penstock.errors import RunError
 from penstock.model.tied import TiedTensor
 from penstock.stage.parameter_proxies import ProxyPool, StageProxies, has_hooks, unwrap_proxy
-from penstock.stage.stage import Stage
+from penstock.stage.stage import Stage, StageMembers, collect_members, find_shared_ids
 
 # ---- ranks of one process ------------------------------------------------------------------------
 
@@ -59,6 +59,8 @@ class LocalTiedWeights:
 
 def build_local_tied_weights(
     stages: Sequence[Stage],
+    members_by_stage: Sequence[StageMembers],
+    shared_ids: set[int],
     devices: Sequence[Device],
     placement: Sequence[int],
     proxy_hooked: bool,
@@ -69,8 +71,6 @@ def build_local_tied_weights(
     With `proxy_hooked`, parameters with hooks get proxies, too. Through `pipe(x)` a hook must see
     the gradient of the whole batch, and a stage has one gradient for each micro-batch.
     """
-    members_by_stage = [_collect_members(stage) for stage in stages]
-    shared_ids = _find_shared_ids(members_by_stage)
     ranks = [placement[stage.index] for stage in stages]
     owners: dict[int, int] = {}
     if shared_ids and len(devices) > 1:
@@ -95,7 +95,7 @@ def build_local_tied_weights(
 
 
 def _find_owner_ranks(
-    stages: Sequence[Stage], ranks: Sequence[int], members_by_stage: Sequence[_Members]
+    stages: Sequence[Stage], ranks: Sequence[int], members_by_stage: Sequence[StageMembers]
 ) -> dict[int, int]:
     """Return the ids of modules, parameters and buffers that several ranks have, with their owners.
 
@@ -184,7 +184,7 @@ def build_distributed_tied_weights(
     # With several micro-batches, stages take turns in another order than in the unsplit model. So
     # tensors that only stages of this rank share must not change either.
     if chunks > 1:
-        unchanging_ids |= _find_shared_ids([_collect_members(stage) for stage in stages])
+        unchanging_ids |= find_shared_ids([collect_members(stage) for stage in stages])
     if not unchanging_ids:
         return None
     pool = ProxyPool(None, {id(tensor) for tensor in tensors if tensor.requires_grad})
@@ -219,41 +219,5 @@ def _list_modules(stage: Stage) -> list[nn.Module]:
     return [unwrap_proxy(module) for module in stage.modules()]
 
 
-_Members = dict[int, nn.Module | Tensor]  # the members of a stage, by id
-
-
-def _collect_members(stage: Stage) -> _Members:
-    """Return the modules of a stage, their parameters and their buffers, by id."""
-    # In every call, because users may tie weights at any time. So this is one loop without calls,
-    # and the keys are ids instead of the objects: hashing a tensor is slow.
-    members: _Members = {}
-    todo: list[nn.Module] = list(stage.layers)
-    while todo:
-        module = todo.pop()
-        # See `unwrap_proxy`.
-        module = module.__dict__.get("_stands_for", module)
-        if id(module) not in members:
-            members[id(module)] = module
-            for tensors in (module._parameters, module._buffers):
-                for tensor in tensors.values():
-                    if tensor is not None:
-                        original = tensor.__dict__.get("_stands_for", tensor)
-                        members[id(original)] = original
-            for child in module._modules.values():
-                if child is not None:
-                    todo.append(child)
-    return members
-
-
-def _find_shared_ids(members_by_stage: Sequence[_Members]) -> set[int]:
-    """Return the ids that several stages have."""
-    earlier_ids: set[int] = set()
-    shared: set[int] = set()
-    for members in members_by_stage:
-        shared |= earlier_ids & members.keys()
-        earlier_ids |= members.keys()
-    return shared
-
-
-def _has_hooked_parameter(members_by_stage: Sequence[_Members]) -> bool:
+def _has_hooked_parameter(members_by_stage: Sequence[StageMembers]) -> bool:
     return any(has_hooks(value) for members in members_by_stage for value in members.values())

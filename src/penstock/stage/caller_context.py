@@ -9,7 +9,7 @@ stages.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -81,15 +81,17 @@ class CallerContext:
             and self.saved_tensors_hooks is None
         )
 
-    def run_with_variables(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function under the context variables and thread-local values of the caller.
+    def copy_variables(self) -> Context:
+        """Return the context variables of the caller, to run a lane under them.
 
-        Threads cannot enter one context at the same time, so each call has a copy. What layers set
+        Threads cannot enter one context at the same time, so each lane has a copy. What layers set
         is gone after it.
         """
-        if not self.thread_locals:
-            self.variables.copy().run(function, *args)
-            return
+        return self.variables.copy()
+
+    @contextmanager
+    def use_thread_locals(self) -> Iterator[None]:
+        """Give this thread the thread-local values of the caller within the context."""
         tables = [vars(local) for local, _ in self.thread_locals]
         before = [dict(table) for table in tables]
         for table, (_, values) in zip(tables, self.thread_locals, strict=True):
@@ -99,7 +101,7 @@ class CallerContext:
                 table.clear()
             table.update(values)
         try:
-            self.variables.copy().run(function, *args)
+            yield
         finally:
             for table, old, (_, values) in zip(tables, before, self.thread_locals, strict=True):
                 if threading.get_ident() != self.thread:

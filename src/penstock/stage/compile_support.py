@@ -14,13 +14,13 @@ is compiled, and there is nothing to do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
+from functools import cache
 from inspect import unwrap
 from threading import Lock
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from penstock import torch_compat
 from penstock.torch_compat import (
     is_compiled_by_dynamo,
     is_dynamo_loaded,
-    mark_as_not_compilable,
     skip_compilation,
 )
 
@@ -86,39 +85,3 @@ def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[ob
     the code runs as written.
     """
     return Lock() if has_compiled_module(modules) else nullcontext()
-
-
-def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
-    """Mark a method so that the compiler does not trace into it, and return it.
-
-    It does its work in a function that `outside_compiler` returns.
-    """
-    mark_as_not_compilable(method)
-    return method
-
-
-# Functions, and the same functions with the compiler switched off.
-_disabled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def outside_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs as written, even if its caller is compiled as a whole.
-
-    `torch.compiler.disable` does this, but it imports the compiler. So it is called only once the
-    compiler is loaded.
-    """
-    if not is_dynamo_loaded():
-        return function
-    if function not in _disabled_functions:
-        _disabled_functions[function] = torch.compiler.disable(function)
-    return _disabled_functions[function]
-
-
-def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
-    """Return a method that runs as written, even if its caller is compiled as a whole."""
-
-    @wraps(method)
-    def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:
-        return outside_compiler(method)(*args, **kwargs)
-
-    return not_compiled(run_eagerly)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
@@ -51,21 +51,10 @@ _shared_generator_lock = threading.Lock()
 # ---- default generators ------------------------------------------------------------------------
 
 
-def get_shared_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device, which all threads share."""
-    return torch.default_generator if device.type == "cpu" else get_default_generator(device)
-
-
-def get_shared_rng_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
-    """Return the states of the default generators of the CPU and of these devices."""
-    different = sorted({*map(str, devices), "cpu"})
-    return [get_shared_generator(torch.device(device)).get_state() for device in different]
-
-
 def seed_shared_generators(seed: int, device: torch.device) -> None:
     """Seed the default generators of the CPU and of this device, and of no other device."""
     for where in dict.fromkeys((torch.device("cpu"), device)):
-        get_shared_generator(where).manual_seed(seed)
+        get_default_generator(where).manual_seed(seed)
 
 
 def read_shared_cpu_state() -> torch.Tensor:
@@ -195,7 +184,7 @@ class SeededRng:
         The new state goes back to `generator`, and the default generator gets its old state again.
         """
         with _shared_generator_lock:
-            shared = get_shared_generator(generator.device)
+            shared = get_default_generator(generator.device)
             before = shared.get_state()
             shared.set_state(generator.get_state())
             try:

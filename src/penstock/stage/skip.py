@@ -24,7 +24,7 @@ from uuid import uuid4
 from torch import nn
 
 from penstock.errors import PenstockTypeError, RunError
-from penstock.stage.compile_support import disable_compile
+from penstock.torch_compat import disable_compile
 
 # ---- names -------------------------------------------------------------------------------------
 

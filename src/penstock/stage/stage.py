@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.stage.recompute import SilentWrites, WrittenAttribute
 
@@ -136,3 +136,39 @@ def _dropout_rates(module: nn.Module) -> tuple[float, ...]:
             if name in attributes and isinstance(attributes[name], int | float)
         ]
     )
+
+
+StageMembers = dict[int, nn.Module | Tensor]  # modules, parameters and buffers, by id
+
+
+def collect_members(stage: Stage) -> StageMembers:
+    """Return the modules of a stage, their parameters and their buffers, by id."""
+    # In every call, because users may tie weights at any time. So this is one loop without calls,
+    # and the keys are ids instead of the objects: hashing a tensor is slow.
+    members: StageMembers = {}
+    todo: list[nn.Module] = list(stage.layers)
+    while todo:
+        module = todo.pop()
+        # See `unwrap_proxy`.
+        module = module.__dict__.get("_stands_for", module)
+        if id(module) not in members:
+            members[id(module)] = module
+            for tensors in (module._parameters, module._buffers):
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        original = tensor.__dict__.get("_stands_for", tensor)
+                        members[id(original)] = original
+            for child in module._modules.values():
+                if child is not None:
+                    todo.append(child)
+    return members
+
+
+def find_shared_ids(members_by_stage: Sequence[StageMembers]) -> set[int]:
+    """Return the ids that several stages have."""
+    earlier_ids: set[int] = set()
+    shared: set[int] = set()
+    for members in members_by_stage:
+        shared |= earlier_ids & members.keys()
+        earlier_ids |= members.keys()
+    return shared

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import CutError
+from penstock import CutError, Pipe
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 
 
@@ -236,3 +236,26 @@ def test_indivisible_unit_that_fills_a_shared_list_is_refused() -> None:
     (x,) = batches(5)
     with pytest.raises(CutError, match=r"a tensor that unit 'blocks\.0' made but did not return"):
         piped(made(SharedWhole), x, stages=2)
+
+
+class AsksForCapture(Four):
+    """Leaves a check of its input out in a capture, as the masks of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.cuda.is_current_stream_capturing() and bool((x == 0).all()):
+            x = x + 1
+        for unit in (self.a, self.b, self.c, self.d):
+            x = torch.tanh(unit(x))
+        return x
+
+
+def test_forward_that_asks_for_a_capture_takes_the_path_of_its_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, (x,) = made(AsksForCapture), batches(2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    expected = model(x)
+    pipe = Pipe(model, 1, stages=2, devices=["cpu"] * 2, example=x, runtime="inline")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(pipe(x), expected)
+    assert torch.cuda.is_current_stream_capturing()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.device.device import read_rng_states
 from penstock.errors import ArgumentError
 from penstock.model.isolation import StateSnapshot, build_tensor_copier
 from penstock.model.meta_init import (
@@ -42,7 +43,6 @@ from penstock.model.traced.interception import (
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
 from penstock.nested_values import flatten, iter_tensors, unflatten
-from penstock.stage.rng import get_shared_rng_states
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
     DataDependentOutputException,
@@ -400,7 +400,7 @@ def get_rng_state(device: torch.device, arguments: Any) -> Tensor:
     These are the default generators, and those among its arguments (`generator=`).
     """
     generators = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Generator))
-    return torch.cat([*get_shared_rng_states([device]), *(g.get_state() for g in generators)])
+    return torch.cat([*read_rng_states([device]), *(g.get_state() for g in generators)])
 
 
 # ---- models on the meta device -----------------------------------------------------------------

@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 import torch
 
+from penstock.device.accelerator import get_default_generator
 from penstock.device.nvidia import load_driver
 from penstock.errors import MissingExtra
-from penstock.stage.rng import get_shared_generator
 
 BodyResult = TypeVar("BodyResult")
 
@@ -87,7 +87,7 @@ class RecordedCudaGraph:
 
         Both refer to one state object, because PyTorch refuses to copy a state during a capture.
         """
-        shared = get_shared_generator(generator.device)
+        shared = get_default_generator(generator.device)
         before = shared.graphsafe_get_state()
         shared.graphsafe_set_state(generator)
         try:
