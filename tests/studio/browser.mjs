@@ -120,12 +120,35 @@ const checks = {
     await dropFiles(["run.json"]);
     await until(() => window.studio.measured !== null && window.studio.lanes.bands.length === 2);
     assert(/The step took .* than planned|as planned/.test(await page.textContent("#run-sentences")), "a sentence says what it cost");
+    await dropFiles(["run.json", "plan.json"]);
+    await until(() => /backward of stage 2 took .* more than planned/.test(document.getElementById("run-sentences").textContent));
     await settled();
     await shot("measured");
-    await dropFiles(["run.json", "plan.json"]);
-    await until(() => /more than planned/.test(document.getElementById("run-sentences").textContent));
-    await page.click("#run-sentences button");
+    await page.click("#run-sentences .dismiss");
     await until(() => window.studio.measured === null && window.studio.lanes.bands.length === 1);
+    await dropFiles(["plan.json", "run.json"]);  // the order does not matter
+    await until(() => /more than planned/.test(document.getElementById("run-sentences").textContent));
+    await page.click("#run-sentences .link");
+    await until(() => window.studio.measured === null && window.studio.setting.profile[2] > window.studio.setting.profile[0]);
+  },
+
+  async "what JavaScript repeats agrees with the library"() {
+    const expected = JSON.parse(fs.readFileSync(path.join(files, "repeated.json"), "utf8"));
+    const found = await page.evaluate(async (numbers) => {
+      const { formatNumber } = await import("./data.js");
+      return numbers.map(formatNumber);
+    }, expected.numbers.map(([number]) => number));
+    equal(found, expected.numbers.map(([, text]) => text), "numbers as text");
+    const colours = await page.evaluate(async (colours) => {
+      const { inkOn } = await import("./lanes.js");
+      return colours.map(inkOn);
+    }, expected.colours.map(([colour]) => colour));
+    equal(colours, expected.colours.map(([, ink]) => ink), "the ink on each colour");
+    const shades = await page.evaluate(async (lists) => {
+      const { stageShades } = await import("./data.js");
+      return lists.map(stageShades);
+    }, expected.shades.map(([placement]) => placement));
+    equal(shades, expected.shades.map(([, shades]) => shades), "the shade of each stage");
   },
 
   async "drop with the mouse"() {

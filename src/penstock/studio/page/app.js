@@ -18,7 +18,7 @@ const bars = new CostBars($("bars"), (profile, done) => change({ profile }, { co
 const comparison = new Comparison({ scatter: $("scatter"), table: $("table"), bound: $("bound"), change: $("change") }, chooseSchedule);
 
 let catalog = null, setting = {}, answer = null, measured = null;
-let history_ = [], future = [], coalescing = false, compared = "", rows = [], requestNumber = 0;
+let history_ = [], future = [], coalescing = false, compared = "", rows = [], requestNumber = 0, pending = false;
 
 // ---- the setting ---------------------------------------------------------------------------
 
@@ -96,7 +96,9 @@ async function refresh() {
   showControls();
   writeFragment();
   const number = ++requestNumber;
+  pending = true;
   const result = await engine.ask("timeline", { setting }, { key: "timeline", urgency: 10 });
+  if (number === requestNumber) pending = false;
   if (!result || number !== requestNumber || measured) return;
   if (!result.ok) { showError(result.error); return; }
   hideError();
@@ -232,7 +234,11 @@ engine.addEventListener("state", ({ detail: { state, text } }) => {
     }, 250);
   }
 });
-$("stop").addEventListener("click", () => { engine.stop(); undo(); });
+$("stop").addEventListener("click", () => {
+  const unfinished = pending;
+  engine.stop();
+  if (unfinished) undo();
+});
 
 // ---- one action ----------------------------------------------------------------------------
 
@@ -260,6 +266,7 @@ async function showDetail(place) {
   lanes.draw();
   const facts = [
     `runs from ${result.times}`,
+    ...(result.earlier.length ? [`comes after ${result.earlier.map(([rank, position]) => lanes.describe({ rank, position })).join(" and ")}`] : []),
     result.needs.length ? `needs ${result.needs.map((n) => n.message).join(", ")}` : "needs no message",
     result.gives.length ? `gives ${result.gives.map((g) => g.message).join(", ")}` : "gives no message",
   ];
@@ -460,9 +467,11 @@ lanes.canvas.addEventListener("keydown", (event) => {
 
 // ---- files ---------------------------------------------------------------------------------
 
-async function openFiles(files) {
-  const texts = [];
-  for (const file of [...files].slice(0, 2)) {
+async function openFiles(list) {
+  // A plan comes second, whatever the order in which the two were chosen.
+  const isPlan = (file) => /plan|forecast/i.test(file.name), texts = [];
+  const files = [...list].slice(0, 2).sort((a, b) => isPlan(a) - isPlan(b));
+  for (const file of files) {
     if (file.size > MAX_FILE) {
       showError(`${file.name.slice(0, 80)} has ${(file.size / 2 ** 20).toFixed(0)} MB. The studio reads files of up to ${MAX_FILE / 2 ** 20} MB.`);
       return;
@@ -488,11 +497,11 @@ async function openTexts(texts, name) {
   closeLesson();
   hideError();
   if (kinds[0].file === "schedule") await change({ schedule: "text", text: kinds[0].text, checkpoint: "never", skips: [] });
-  else await showMeasured(texts[0], kinds[1]?.file === "timeline" ? texts[1] : null, name);
+  else await showMeasured(texts[0], kinds[1]?.file === "timeline" ? texts[1] : null, name, kinds[0]);
 }
 
 /** A measured step below its plan. Of two files, the second is the plan. */
-async function showMeasured(run, plan, name) {
+async function showMeasured(run, plan, name, { ranks, chunks, profile }) {
   const result = await engine.ask("measured", { run, plan }, { key: "measured", urgency: 12 });
   if (!result) return;
   if (!result.ok) { showError(result.error); return; }
@@ -507,8 +516,10 @@ async function showMeasured(run, plan, name) {
   $("verdict").hidden = true;
   const close = Object.assign(document.createElement("button"), { type: "button", className: "dismiss", textContent: "Close the run" });
   close.addEventListener("click", () => { leaveMeasured(); refresh(); });
+  const reuse = Object.assign(document.createElement("button"), { type: "button", className: "link", textContent: "Compare all schedules with the costs of this run" });
+  reuse.addEventListener("click", () => change({ ...catalog.defaults, ranks, chunks, profile }));
   const list = result.sentences.map((sentence) => Object.assign(document.createElement("div"), { textContent: sentence }));
-  $("run-sentences").replaceChildren(close, ...list);
+  $("run-sentences").replaceChildren(close, ...list, reuse);
   $("run-sentences").hidden = false;
   setLegend([["#cb372a", "took longer than planned"], [lanes.theme === "dark" ? "#4a5463" : "#bec5d0", "as planned"], ["#2471c4", "took less"], ...catalog.ops.slice(0, 2).map(({ shades, name: op }) => [shades[0], `plan: ${op}`])]);
 }
@@ -532,12 +543,18 @@ $("file").addEventListener("change", async () => { await openFiles($("file").fil
 
 // ---- share and export ----------------------------------------------------------------------
 
+const MAX_LINK = 500_000;  // characters; browsers cut longer addresses off
 let written = "";
+
+/** Puts the setting into the address. Returns false if it is too large for one. */
 async function writeFragment() {
   const state = compact(), code = Object.keys(state).length ? await encode(state) : "";
-  if (code === written) return;
-  written = code;
-  history.replaceState(null, "", `${location.pathname}${location.search}${code ? "#" + code : ""}`);
+  const fits = code.length <= MAX_LINK, shown = fits ? code : "";
+  if (shown !== written) {
+    written = shown;
+    history.replaceState(null, "", `${location.pathname}${location.search}${shown ? "#" + shown : ""}`);
+  }
+  return fits;
 }
 
 async function readFragment() {
@@ -563,7 +580,10 @@ async function readFragment() {
 }
 
 async function share() {
-  await writeFragment();
+  if (!await writeFragment()) {
+    showError("This schedule is too large for a link. Export it as text, and send the file.");
+    return;
+  }
   let copied = true;
   try { await navigator.clipboard.writeText(location.href); } catch { copied = false; }
   const button = $("share"), words = copied ? "Link copied" : "Link is in the address bar";

@@ -14,7 +14,7 @@ export function packLanes(answer) {
     shade: new Uint8Array(count), stage: new Int32Array(count), microbatch: new Int32Array(count),
     ghost: new Uint8Array(count), makespan: answer.makespan, ends: 0,
   };
-  const shades = stageShades(answer.placement, ranks);
+  const shades = stageShades(answer.placement);
   const usual = usualLength(lanes);
   lanes.forEach((lane, rank) => {
     let free = 0;
@@ -35,9 +35,13 @@ export function packLanes(answer) {
   return pack;
 }
 
-function stageShades(placement, ranks) {
-  const owned = new Uint32Array(ranks);
-  return placement.map((rank) => owned[rank]++ % 2);
+/** 0 for a rank's first, third, ... stage, 1 for its second, fourth, ... one. */
+export function stageShades(placement) {
+  const owned = new Map();
+  return placement.map((rank) => {
+    owned.set(rank, (owned.get(rank) ?? -1) + 1);
+    return owned.get(rank) % 2;
+  });
 }
 
 function usualLength(lanes) {
@@ -76,7 +80,7 @@ export function packIdle(answer) {
   };
 }
 
-/** A number with four digits, and a time in the unit of an answer. */
+/** A number with four digits, as `format_number` of text_format.py writes it. */
 export function formatNumber(value) {
   if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);

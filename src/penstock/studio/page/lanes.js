@@ -21,7 +21,8 @@ function toPixel(hex, mix = null, share = 0) {
   return (255 << 24) | (b << 16) | (g << 8) | r;  // little endian: ABGR
 }
 
-function inkOn(hex) {
+/** Black or white, whichever reads better on a colour, as `contrasting_ink` of draw/style.py. */
+export function inkOn(hex) {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
     .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
@@ -108,6 +109,7 @@ export class LaneView extends EventTarget {
       row: Math.max(MIN_ROW, Math.min(MAX_ROW, this.plotHeight / this.rows)),
     };
     this.fitted = true;
+    this.#allowTouch();
     this.draw();
   }
 
@@ -148,6 +150,12 @@ export class LaneView extends EventTarget {
     view.scale = Math.max(view.scale, this.plotWidth / this.ends);
     view.time = Math.max(0, Math.min(view.time, this.ends - this.plotWidth / view.scale));
     view.top = Math.max(0, Math.min(view.top, this.rows - this.plotHeight / view.row));
+    this.#allowTouch();
+  }
+
+  /** Where all ranks are in view, a finger that moves up or down scrolls the page. */
+  #allowTouch() {
+    this.canvas.style.touchAction = this.rows * this.view.row > this.plotHeight + 1 ? "none" : "pan-y";
   }
 
   timeAt(x) { return this.view.time + (x - GUTTER) / this.view.scale; }
