@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -115,6 +116,45 @@ def random_request(draw: Random) -> str:
     if kind == "export":
         request["format"] = draw.choice(["text", "svg", "perfetto", "timeline", "gif"])
     return json.dumps(request)
+
+
+_TIMELINE = {"format": "penstock timeline", "version": 1}
+_NO_COST: dict[str, list[float]] = {"F": [], "I": [], "W": [], "activation": []}
+_ZERO_COST = {"F": [0], "I": [0], "W": [0], "activation": [0]}
+JUNK: tuple[Any, ...] = (
+    *(None, True, -1, 0, 10**12, 1e308, float("nan"), float("inf"), "", "x" * 50, "<script>"),
+    *([], [[]], {}, {"a": 1}, [None] * 5, [[0, 1, 2]], "0F0", "-\n-", "chunks: 0\n0F0"),
+    *("edges: 0>1\n0F0 0B0\n1F0 1B0", "edges: 5>9\n0F0", "edges:\n0F0 0B0", "placement:\n-"),
+    json.dumps({**_TIMELINE, "program": "edges:\n-", "cost": _NO_COST, "spans": []}),
+    json.dumps({**_TIMELINE, "program": "edges:\n0F0 0B0", "cost": _ZERO_COST, "spans": []}),
+    json.dumps(
+        {
+            **_TIMELINE,
+            "program": "edges:\n0F0 0B0",
+            "cost": _ZERO_COST,
+            "spans": [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]],
+        }
+    ),
+)
+
+
+def damaged_request(draw: Random) -> str:
+    """Return a request with one or two of its values replaced by something else."""
+    request = json.loads(random_request(draw))
+    if request["kind"] in ("open", "measured") and draw.random() < 0.7:
+        request.update({name: draw.choice(JUNK) for name in ("text", "run", "plan")})
+    for _ in range(draw.choice([1, 2])):
+        parent, key = draw.choice(list(_places(request)))
+        parent[key] = json.loads(json.dumps(draw.choice(JUNK)))
+    return json.dumps(request)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container in nested lists and dicts, with each of its keys or indices."""
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from _places(value[key])
 
 
 def answers_of_the_page(requests: list[str], folder: Path) -> list[str]:

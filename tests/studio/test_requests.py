@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
-from penstock import Cost, dumps, loads, lower, schedules, simulate, verify
+from penstock import Cost, StageGraph, dumps, loads, lower, schedules, simulate, verify
 from penstock.schedules.request import resample
 from penstock.studio.requests import answer
 from tests.studio.files import slow_run
-from tests.studio.random_requests import find_differences, find_missing, random_request
+from tests.studio.random_requests import (
+    damaged_request,
+    find_differences,
+    find_missing,
+    random_request,
+)
 
 
 def ask(kind: str, **fields: Any) -> dict[str, Any]:
@@ -84,6 +89,22 @@ def test_timeline_and_edit_check_the_memory_cap() -> None:
     assert ask("timeline", setting=setting)["problems"][0] == excess
     moved = ask("edit", setting=setting, move={"rank": 1, "source": 0, "target": 0})
     assert moved["problems"][0] == excess
+    own = {"schedule": "text", "text": moved["text"], "memory": 2}
+    found = ask("timeline", setting=own)
+    assert found["problems"][0] == excess
+    assert found["memory"]  # it runs, so its memory is shown
+
+
+def test_edited_program_keeps_its_skips() -> None:
+    program = lower(schedules.one_f_one_b(3, 3), StageGraph.chain(3, [(0, 2)]))
+    setting = {"schedule": "text", "text": dumps(program)}
+    found = ask("edit", setting=setting, move={"rank": 0, "source": 1, "target": 1})
+    assert found["skips"] == [[0, 2]]
+    edited = {"schedule": "text", "text": found["text"], "skips": found["skips"]}
+    assert ask("timeline", setting=edited)["facts"]["messages"] == 18
+    other = {"schedule": "text", "text": "edges: 0>2\n0F0 0B0\n1F0 1B0\n2F0 2B0"}
+    move = {"rank": 0, "source": 0, "target": 0}
+    assert "do not form a chain" in refused("edit", setting=other, move=move)
 
 
 def test_compare_says_which_schedules_fit_and_which_do_not_exist() -> None:
@@ -163,6 +184,13 @@ def test_requests_that_are_none_are_answered(text: str) -> None:
     result = json.loads(answer(text))
     assert not result["ok"]
     assert result["error"]
+
+
+def test_damaged_requests_are_answered_with_a_message_and_never_with_a_defect() -> None:
+    for seed in range(300):
+        request = damaged_request(Random(seed))
+        result = json.loads(answer(request), parse_constant=pytest.fail)
+        assert result["ok"] or "defect" not in result["error"], request
 
 
 def test_exported_text_is_what_a_pipe_runs() -> None:

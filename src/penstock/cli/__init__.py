@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import traceback
+import webbrowser
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -322,9 +323,13 @@ def run_studio(
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Open the studio in a browser: look at schedules, edit them, compare a run with its plan."""
-    from penstock.cli.studio import run
+    from penstock.studio.server import StudioServer
 
-    run(file, port, browser)
+    with StudioServer(port, file) as server:
+        print(f"the studio is at {server.url} (Ctrl-C ends it)", flush=True)
+        if browser:
+            webbrowser.open(server.url)
+        server.serve_forever()
 
 
 # ---- check --------------------------------------------------------------------------------

@@ -188,18 +188,18 @@ def scatter_svg(points: Sequence[PlotPoint], x_label: str, y_label: str) -> str:
         )
         for point in sorted(points, key=lambda p: (p.y, p.x))
     ]
-    taken = [(x - 5, x + 5, y - 5, y + 5) for _, x, y in places]
+    occupied = [(x - 5, x + 5, y - 5, y + 5) for _, x, y in places]
     for name, x, y in places:
-        label_x, label_y = _free_spot(x, y, 6.4 * len(name), taken)
+        label_x, label_y = _free_spot(x, y, 6.4 * len(name), occupied)
         parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{style.SHADES[Op.F][0]}'/>")
         parts.append(_text(label_x, label_y, name, DARK))
     return "\n".join([*parts, "</svg>"])
 
 
 def _free_spot(
-    x: float, y: float, width: float, taken: list[tuple[float, float, float, float]]
+    x: float, y: float, width: float, occupied: list[tuple[float, float, float, float]]
 ) -> tuple[float, float]:
-    """Return where the label of a point covers nothing, and remember it in `taken`.
+    """Return where the label of a point covers nothing, and remember it in `occupied`.
 
     It goes to the right of the point, to its left, above or below, and further up if need be.
     """
@@ -214,8 +214,8 @@ def _free_spot(
         box = left, left + width, base - 9, base + 2
         if not any(
             box[0] < other[1] and other[0] < box[1] and box[2] < other[3] and other[2] < box[3]
-            for other in taken
+            for other in occupied
         ):
             break
-    taken.append(box)
+    occupied.append(box)
     return left, base

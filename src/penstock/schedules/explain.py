@@ -24,7 +24,7 @@ from penstock.text_format import choose_time_unit, format_stages
 # The causes of idle time. "order" means that an action was ready but stands later in the lane.
 IDLE_CAUSES = ("fill", "drain", "wait", "order", "memory")
 
-_TOLERANCE = 1e-9  # relative to the makespan: shorter gaps are rounding errors
+_TOLERANCE = 1e-9  # relative to the makespan
 
 
 class Place(NamedTuple):
@@ -142,12 +142,13 @@ class TimelineIndex:
         ready, needed = self.ready_time(place)
         if place.position:
             before = Place(place.rank, place.position - 1)
-            if needed is None or ready <= self.span(before).end + self._slack:
+            if needed is None or ready <= self.span(before).end + self.slack:
                 return before
         return needed
 
     @cached_property
-    def _slack(self) -> float:
+    def slack(self) -> float:
+        """The length below which a gap is a rounding error."""
         return _TOLERANCE * (self.timeline.makespan or 1.0)
 
 
@@ -192,19 +193,19 @@ def find_idle(index: TimelineIndex, memory: float | None = None) -> Iterator[Idl
     """
     timeline = index.timeline
     caps = None if memory is None else expand_memory_caps(memory, timeline.ranks)
-    first, last = timeline.start, timeline.start + timeline.makespan
+    begin, finish = timeline.start, timeline.start + timeline.makespan
     for rank, lane in enumerate(timeline.computes):
         if not lane:
             continue
         candidates = _LaneCandidates(index, rank, None if caps is None else caps[rank])
-        if lane[0].start > first + index._slack:
-            yield Idle(rank, first, lane[0].start, "fill", None)
+        if lane[0].start > begin + index.slack:
+            yield Idle(rank, begin, lane[0].start, "fill", None)
         for step in range(1, len(lane)):
             start, end = lane[step - 1].end, lane[step].start
-            if end > start + index._slack:
+            if end > start + index.slack:
                 yield Idle(rank, start, end, *candidates.explain(step, end))
-        if last > lane[-1].end + index._slack:
-            yield Idle(rank, lane[-1].end, last, "drain", None)
+        if finish > lane[-1].end + index.slack:
+            yield Idle(rank, lane[-1].end, finish, "drain", None)
 
 
 class _LaneCandidates:
@@ -235,7 +236,7 @@ class _LaneCandidates:
             if position == len(steps) or steps[position] == step:
                 continue
             later = Place(rank, steps[position])
-            if index.ready_time(later)[0] >= end - index._slack:
+            if index.ready_time(later)[0] >= end - index.slack:
                 continue
             fits = self._cap is None or not exceeds(
                 self._live[step - 1] + activation[stage], self._cap
@@ -273,9 +274,11 @@ def compare_run(plan: Timeline, run: Timeline) -> RunComparison:
         The comparison.
 
     Raises:
-        ArgumentError: The two ran different actions.
+        ArgumentError: The two ran different actions, or none.
     """
     planned, measured = TimelineIndex(plan), TimelineIndex(run)
+    if not measured.places:
+        raise ArgumentError("the run has no spans of computations, so there is nothing to compare")
     if planned.places != measured.places:
         raise ArgumentError(
             "the plan and the run are of different schedules: their ranks do not run the same "

@@ -150,10 +150,10 @@ def resample(profile: Sequence[float], stages: int) -> list[float]:
     # Both are counted in parts of one length, so that the overlaps are whole numbers.
     means = []
     for stage in range(stages):
-        first, last = stage * len(profile), (stage + 1) * len(profile)
+        begin, end = stage * len(profile), (stage + 1) * len(profile)
         total = 0.0
-        for index in range(first // stages, -(-last // stages)):
-            overlap = min(last, (index + 1) * stages) - max(first, index * stages)
+        for index in range(begin // stages, -(-end // stages)):
+            overlap = min(end, (index + 1) * stages) - max(begin, index * stages)
             total += overlap * profile[index]
         means.append(total / len(profile))
     return means

@@ -17,7 +17,7 @@ A setting is an object with the fields of `_DEFAULTS`. `answer` never raises: an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -37,7 +37,7 @@ from penstock.schedules.explain import (
     critical_path,
     find_idle,
 )
-from penstock.schedules.ir import OP_RULES, Op, Program, Schedule, schedule_of
+from penstock.schedules.ir import OP_RULES, Op, Program, Schedule, StageGraph, schedule_of
 from penstock.schedules.lowering import CHECKPOINT_MODES, lower
 from penstock.schedules.notation import dumps, loads
 from penstock.schedules.request import MAX_CELLS, ScheduleRequest, summarize
@@ -63,17 +63,25 @@ def answer(request: str) -> str:
         '{"ok": false, "error": "ranks=0: each of t'
     """
     try:
-        parsed = json.loads(request)
-        if not isinstance(parsed, dict) or parsed.get("kind") not in _HANDLERS:
-            raise ArgumentError(f"kind must be one of {', '.join(_HANDLERS)}")
+        parsed = _parse(request)
         return json.dumps({"ok": True, **_rounded(_HANDLERS[parsed["kind"]](parsed))})
     except PenstockError as error:
         message = str(error)
     except (MemoryError, RecursionError, OverflowError):
         message = "this is too large. Use fewer ranks, stages or micro-batches."
-    except (KeyError, TypeError, ValueError) as error:
-        message = f"the request is not valid: {type(error).__name__}: {error}"
+    except Exception as error:  # the page has to go on in any case
+        message = f"this is a defect of Penstock: {type(error).__name__}: {error}"
     return json.dumps({"ok": False, "error": make_printable(message, 4000)})
+
+
+def _parse(request: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(request)
+    except ValueError:
+        raise ArgumentError("a request is a JSON object") from None
+    if not isinstance(parsed, dict) or str(parsed.get("kind")) not in _HANDLERS:
+        raise ArgumentError(f"kind must be one of {', '.join(_HANDLERS)}")
+    return parsed
 
 
 def _rounded(value: Any) -> Any:
@@ -114,13 +122,13 @@ MAX_PROFILE = 4096
 
 def _read_setting(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the setting of a request with every field, all of the right types."""
-    given = request.get("setting", {})
-    if not isinstance(given, dict):
+    fields = request.get("setting", {})
+    if not isinstance(fields, dict):
         raise ArgumentError("setting must be an object")
-    unknown = [str(name) for name in given if name not in _DEFAULTS]
+    unknown = [str(name) for name in fields if name not in _DEFAULTS]
     if unknown:
         raise ArgumentError(f"a setting has no field '{make_printable(unknown[0], 40)}'")
-    setting = {**_DEFAULTS, **given}
+    setting = {**_DEFAULTS, **fields}
     for name in ("ranks", "chunks"):
         setting[name] = _whole(name, setting[name])
     if setting["stages_per_rank"] is not None:
@@ -235,14 +243,12 @@ def _handle_timeline(request: Mapping[str, Any]) -> dict[str, Any]:
     setting = _read_setting(request)
     if setting["schedule"] == "text":
         work = _load_work(setting["text"])
-        problems = _verify_work(work, setting)
+        problems = verify(work, _graph_of(work, setting))
         if problems:
-            return _describe_unsound(work, setting, problems)
+            return _describe_unsound(schedule_of(work), _graph_of(work, setting), setting, problems)
     timeline = _simulate_setting(setting)
     name, memory = setting["schedule"], setting["memory"]
-    excess: list[str] = []
-    if memory is not None:
-        excess = list(find_memory_excess(timeline.program.schedule, memory, timeline.cost))
+    excess = _find_excess(timeline.program.schedule, timeline.cost, memory)
     return {"problems": excess, "waits": [], **_describe_timeline(name, timeline, memory)}
 
 
@@ -253,25 +259,52 @@ def _handle_edit(request: Mapping[str, Any]) -> dict[str, Any]:
     actions here. The answer to `timeline` has everything.
     """
     setting = _read_setting(request)
-    schedule = _move_action(_schedule_of_setting(setting), request["move"])
-    problems = _verify_work(schedule, setting)
+    work = _work_of_setting(setting)
+    schedule, graph = _move_action(schedule_of(work), request.get("move")), _graph_of(work, setting)
+    skips = {"skips": _skips_of(graph, schedule.stages)}
+    problems = verify(schedule, graph)
     if problems:
-        return _describe_unsound(schedule, setting, problems)
-    build = _schedule_request(setting)
-    graph, cost = build.build_graph(schedule.stages), build.build_cost(schedule.placement)
+        return {**_describe_unsound(schedule, graph, setting, problems), **skips}
+    cost = _schedule_request(setting).build_cost(schedule.placement)
     spans = list(play(schedule, graph, cost))
-    return {"problems": [], "waits": [], **_describe_spans(schedule, spans)}
+    excess = _find_excess(schedule, cost, setting["memory"])
+    return {"problems": excess, "waits": [], **_describe_spans(schedule, spans), **skips}
 
 
-def _schedule_of_setting(setting: Mapping[str, Any]) -> Schedule:
+def _find_excess(schedule: Schedule, cost: Cost, memory: float | None) -> list[str]:
+    return [] if memory is None else list(find_memory_excess(schedule, memory, cost))
+
+
+def _graph_of(work: Schedule | Program, setting: Mapping[str, Any]) -> StageGraph:
+    """Return the stage graph: a program has its own, a schedule that of the setting."""
+    if isinstance(work, Program):
+        if setting["skips"]:
+            raise ArgumentError("a program lists its own edges. Write the skip there.")
+        return work.graph
+    return _schedule_request(setting).build_graph(work.stages)
+
+
+def _skips_of(graph: StageGraph, stages: int) -> list[tuple[int, int]]:
+    """Return the edges that a chain does not have, with which an edited program is a schedule."""
+    chain = set(StageGraph.chain(stages).edges)
+    if not chain <= set(graph.edges):
+        raise ArgumentError(
+            "the stages of this program do not form a chain with skips, so it cannot be edited here"
+        )
+    return sorted(set(graph.edges) - chain)
+
+
+def _work_of_setting(setting: Mapping[str, Any]) -> Schedule | Program:
     if setting["schedule"] == "text":
-        return schedule_of(_load_work(setting["text"]))
+        return _load_work(setting["text"])
     return _simulate_setting(setting).program.schedule
 
 
 def _move_action(schedule: Schedule, move: Any) -> Schedule:
     """Return the schedule with one action at another place. It no longer overlaps with others."""
-    rank, source, target = (_whole(name, move[name]) for name in ("rank", "source", "target"))
+    if not isinstance(move, dict):
+        raise ArgumentError("a move has a rank, a source and a target")
+    rank, source, target = (_whole(name, move.get(name)) for name in ("rank", "source", "target"))
     lanes = list(schedule.lanes)
     if not 0 <= rank < len(lanes) or not {source, target} <= set(range(len(lanes[rank]))):
         raise ArgumentError(f"there is no place {source} or {target} in the lane of rank {rank}")
@@ -288,24 +321,14 @@ def _move_action(schedule: Schedule, move: Any) -> Schedule:
     return replace(schedule, lanes=tuple(lanes), overlaps=overlaps)
 
 
-def _verify_work(work: Schedule | Program, setting: Mapping[str, Any]) -> list[str]:
-    build, schedule = _schedule_request(setting), schedule_of(work)
-    if isinstance(work, Program) and setting["skips"]:
-        raise ArgumentError("a program lists its own edges. Write the skip there.")
-    graph = None if isinstance(work, Program) else build.build_graph(schedule.stages)
-    cost = build.build_cost(schedule.placement)
-    return list(verify(work, graph, setting["memory"], cost))
-
-
 def _describe_unsound(
-    work: Schedule | Program, setting: Mapping[str, Any], problems: list[str]
+    schedule: Schedule, graph: StageGraph, setting: Mapping[str, Any], problems: Sequence[str]
 ) -> dict[str, Any]:
     """Return what can be drawn of a schedule that must not run: all that runs before it stops."""
-    schedule, build = schedule_of(work), _schedule_request(setting)
     spans: list[Span] = []
     waits: list[dict[str, Any]] = []
     try:
-        graph, cost = build.build_graph(schedule.stages), build.build_cost(schedule.placement)
+        cost = _schedule_request(setting).build_cost(schedule.placement)
         for span in play(schedule, graph, cost):
             spans.append(span)
     except Deadlock as deadlock:
@@ -431,11 +454,12 @@ def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
 
     `stages_per_rank` applies to those that allow any number.
     """
-    setting, rows = _read_setting(request), []
-    for name in _list("names", request.get("names"), 40):
+    setting = _read_setting(request)
+    rows: list[dict[str, Any]] = []
+    for name in map(str, _list("names", request.get("names"), 40)):
         placement = "v" if name == "fit, v" else "loop"
         kind = "fit" if name in ("fit", "fit, v") else name
-        free = kind == "fit" and placement == "loop" if kind == "fit" else family_of(name).free
+        free = name == "fit" or (kind != "fit" and family_of(name).free)
         stages = setting["stages_per_rank"] if free else None
         try:
             timeline = _simulate_setting(
@@ -444,10 +468,7 @@ def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
         except PenstockError as error:
             rows.append({"schedule": name, "error": str(error)})
             continue
-        schedule, cost = timeline.program.schedule, timeline.cost
-        excess = []
-        if setting["memory"] is not None:
-            excess = list(find_memory_excess(schedule, setting["memory"], cost))
+        excess = _find_excess(timeline.program.schedule, timeline.cost, setting["memory"])
         rows.append({**summarize(name, timeline), "fits": not excess})
     return {"rows": rows}
 
@@ -458,7 +479,10 @@ def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
 def _handle_action(request: Mapping[str, Any]) -> dict[str, Any]:
     index = _index_setting(_read_setting(request))
     timeline = index.timeline
-    rank, position = _whole("rank", request["rank"]), _whole("position", request["position"])
+    rank, position = (
+        _whole("rank", request.get("rank")),
+        _whole("position", request.get("position")),
+    )
     if not (0 <= rank < timeline.ranks and 0 <= position < len(timeline.computes[rank])):
         raise ArgumentError(f"there is no action {position} on rank {rank}")
     place = Place(rank, position)
@@ -526,17 +550,16 @@ def _handle_lesson(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _handle_open(request: Mapping[str, Any]) -> dict[str, Any]:
     """Say what a file is: a timeline that was saved, or the text of a schedule."""
-    text = request["text"]
+    text = request.get("text")
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise ArgumentError(f"a file may have at most {MAX_TEXT // 2**20} MB")
     if text.lstrip()[:1] == "{":
         timeline = Timeline.from_json(text)
-        placement = timeline.program.schedule.placement
         return {
             "file": "timeline",
             "ranks": timeline.ranks,
             "chunks": timeline.program.schedule.chunks,
-            "profile": _profile_of(placement, timeline.cost),
+            "profile": _profile_of(timeline.cost),
         }
     schedule = schedule_of(_load_work(text))
     return {
@@ -547,11 +570,11 @@ def _handle_open(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile_of(placement: tuple[int, ...], cost: Cost) -> list[float]:
+def _profile_of(cost: Cost) -> list[float]:
     """Return the costs of the stages relative to their mean."""
     seconds = [sum(parts) for parts in zip(cost.F, cost.I, cost.W, strict=True)]
-    mean = sum(seconds) / len(seconds)
-    return [second / mean if mean else 1.0 for second in seconds]
+    total = sum(seconds)
+    return [second * len(seconds) / total if total else 1.0 for second in seconds]
 
 
 def _handle_measured(request: Mapping[str, Any]) -> dict[str, Any]:

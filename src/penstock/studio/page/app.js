@@ -140,7 +140,7 @@ function showVerdict(result) {
   const list = document.createElement("ul");
   list.append(...result.problems.slice(0, 12).map((problem) => Object.assign(document.createElement("li"), { textContent: problem })));
   const more = result.problems.length > 12 ? `and ${result.problems.length - 12} more` : "";
-  const head = result.facts ? "This schedule does not fit the memory cap:" : "This schedule must not run:";
+  const head = result.problems.every((problem) => /brings live memory/.test(problem)) ? "This schedule does not fit the memory cap:" : "This schedule must not run:";
   box.replaceChildren(head, list, more);
 }
 
@@ -426,7 +426,7 @@ async function dropAction() {
   for (let i = 0; i < 200 && current.wanted !== undefined && current.wanted !== current.target; i++) await new Promise((done) => setTimeout(done, 10));
   edit = null;
   if (!current.result || current.target === current.source) { refresh(); return; }
-  await change({ schedule: "text", text: current.result.text });
+  await change({ schedule: "text", text: current.result.text, skips: current.result.skips });
 }
 
 /** Moves the selected action by keyboard. */
@@ -438,7 +438,7 @@ async function nudge(step) {
   const result = await engine.ask("edit", { setting, move: { rank: place.rank, source: place.position, target } }, { key: "edit", urgency: 20 });
   if (!result?.ok) { if (result) showError(result.error); return; }
   lanes.selected = { ...place, position: target };
-  await change({ schedule: "text", text: result.text });
+  await change({ schedule: "text", text: result.text, skips: result.skips });
   $("announce").textContent = result.problems.length ? `Must not run: ${result.problems[0]}` : "Sound.";
 }
 
