@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 
 from penstock import Pipe
@@ -77,3 +78,40 @@ def test_traced_model_on_gpu_with_autocast_and_recomputation() -> None:
         loss = pipe.step(ids).loss
     assert torch.isfinite(loss)
     assert all(p.grad is not None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hugging_face_model_is_captured(name: str, schedule: str) -> None:
+    """It asks whether it is captured, and its batch is on the GPU before its weights are."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=4, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0
+        )
+        config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=4,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            vocab_size=64,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(64, (8, 16), device="cuda:0")
+    unsplit = copy.deepcopy(model).cuda()
+    expected = unsplit(input_ids=ids, labels=ids).loss
+    pipe = Pipe(
+        model,
+        4,
+        devices=virtual_gpus(2),
+        example={"input_ids": ids, "labels": ids},
+        schedule=schedule,
+        runtime="graph",
+    )
+    for _ in range(4):
+        found = pipe.step(input_ids=ids, labels=ids).loss
+        assert abs(found.item() - expected.item()) < 1e-5

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CutError, Pipe
+from penstock.model.traced.dry_run import FakeTensorFactory, run_on_fakes
 from penstock.model.traced.traced_partition import MAX_TRACES_PER_KEY, TracedPartition
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 from tests.models.architecture import squares
@@ -266,6 +267,17 @@ class Anchored(Four):
 def test_tensor_kept_by_a_unit_during_the_fake_dry_run() -> None:
     """The unit ran again with real tensors, and found the fake one that it had kept."""
     assert_same(Anchored)
+
+
+def test_tied_weight_that_is_not_on_the_device_of_the_batch() -> None:
+    """Its fake tensor was taken for a tensor of the unit in which it was first needed."""
+    embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    factory = FakeTensorFactory(torch.device("meta"))
+    ids = factory.from_tensor(torch.zeros(2, 3, dtype=torch.long))
+    hidden, _ = run_on_fakes(factory, "embedding", embedding, (ids,), {}, {})
+    output, _ = run_on_fakes(factory, "head", head, (hidden,), {}, {})
+    assert output.shape == (2, 3, 8)
 
 
 class Heads(nn.Module):

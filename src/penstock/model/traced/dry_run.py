@@ -88,6 +88,9 @@ class FakeTensorFactory:
                 )
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
+            # It is made while a unit runs, and yet is not a tensor of that unit: a tied weight is
+            # used by other units, too.
+            fake.made_in = ""  # type: ignore[attr-defined]
             self._moved_fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad), tensor
         return self._moved_fakes[id(tensor)][0]
 
