@@ -13,6 +13,7 @@
 # make studio    build the studio, the page that `penstock studio` opens; needs npm
 # make browser   install Chromium (apt, as root) and playwright-core (npm) for the tests of the studio
 # make features  rewrite docs/features.md from a run of its tests; a minute
+# make frameworks  train with Trainers of Hugging Face, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
 #                each with the audit and without it; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions papers bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -83,6 +84,10 @@ browser:
 
 features: $(READY)
 	$(BIN)/python -m tests.features
+
+frameworks: export OMP_NUM_THREADS := 1
+frameworks: $(READY)
+	$(BIN)/python -m tests.integrations.frameworks $(ROWS)
 
 zoo: $(READY)
 	$(BIN)/python -m tests.models.table

@@ -5,6 +5,7 @@ import re
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -316,6 +317,27 @@ def test_gather_keeps_the_structure(shape: Any) -> None:
     a, b = torch.arange(6).view(3, 2), torch.arange(3)
     found = gather([shape(a[:2], b[:2]), shape(a[2:], b[2:])], MicrobatchRows((2, 1)))
     assert same(found, shape(a, b))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([3, 2, 2, 1], "a list of 4 plain values"),
+        ({"names": ["a", "b", "c", None]}, "a list of 4 plain values"),
+        (numpy.ones((4, 2)), r"a NumPy array of shape \(4, 2\)"),
+    ],
+)
+def test_scatter_refuses_a_value_for_each_row_that_is_no_tensor(value: Any, text: str) -> None:
+    """Each micro-batch got the whole list, and took the first entries for its own rows."""
+    with pytest.raises(ArgumentError, match=text):
+        scatter((torch.zeros(4, 1), value), chunks=2)
+    scatter((torch.zeros(4, 1), value), chunks=1)
+
+
+@pytest.mark.parametrize("value", [(3, 2, 2, 1), [3, 2], numpy.ones(3), [[1, 2], [3, 4]]])
+def test_scatter_passes_other_values_whole(value: Any) -> None:
+    microbatches, _ = scatter((torch.zeros(4, 1), value), chunks=2)
+    assert all(given is value or given == value for _, given in microbatches)
 
 
 class Mask:

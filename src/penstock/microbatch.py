@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from penstock.device.accelerator import has_streams
 from penstock.errors import ArgumentError, BatchShapeError, PenstockTypeError, RunError
 from penstock.nested_values import iter_hidden_tensors
+from penstock.state_copy import is_of_numpy
 from penstock.torch_compat import pytree
 
 
@@ -227,6 +228,7 @@ def scatter(
         )
     if len(counts) > 1:
         _check_no_hidden_rows(leaves, sum(counts))
+        _check_no_row_lists(values, sum(counts))
     microbatches = _split_leaves(leaves, rows)
     return [pytree.tree_unflatten(pieces, spec) for pieces in microbatches], rows
 
@@ -283,6 +285,11 @@ def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor | Chunk | NoChunk | nn.Module):
             continue
+        if is_of_numpy(leaf) and getattr(leaf, "shape", ())[:1] == (row_count,):
+            raise ArgumentError(
+                f"an input is a NumPy array of shape {leaf.shape}, with the batch's {row_count} "
+                "rows, and only tensors are split into micro-batches. Pass a tensor."
+            )
         for tensor in iter_hidden_tensors(leaf):
             if tensor.dim() and len(tensor) == row_count:
                 kind = type(leaf).__name__
@@ -291,6 +298,25 @@ def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:
                     f"a tensor of shape {tuple(tensor.shape)} with the batch's {row_count} rows. "
                     f"Pass tensors and make the {kind} in the forward, or use chunks=1."
                 )
+
+
+def _check_no_row_lists(values: Any, row_count: int) -> None:
+    """Raise if a list has a plain value for each row, as a list of lengths or of captions has."""
+    parts: Iterable[Any] = ()
+    if isinstance(values, Mapping):
+        parts = values.values()
+    elif isinstance(values, list | tuple):
+        parts = values
+    plain = str | int | float | None
+    is_row_list = isinstance(values, list) and len(values) == row_count > 1
+    if is_row_list and all(isinstance(value, plain) for value in values):
+        raise ArgumentError(
+            f"an input is a list of {row_count} plain values, as many as the batch has rows. Every "
+            "micro-batch would get all of them, and take the first ones for its rows. Pass a "
+            "tensor, which is split; or a tuple, if every micro-batch needs all of them."
+        )
+    for part in parts:
+        _check_no_row_lists(part, row_count)
 
 
 def have_equal_rows(values: tuple[Any, ...]) -> bool:

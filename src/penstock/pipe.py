@@ -19,16 +19,28 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
-from penstock.config import check_audit, check_choices, check_chunks, check_loss_fn
+from penstock.config import (
+    check_audit,
+    check_choices,
+    check_chunks,
+    check_loss_fn,
+    check_scale,
+    resolve_chunks,
+)
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
+from penstock.model.framework_attributes import (
+    MODEL_ATTRIBUTES,
+    ModelForward,
+    build_device_map,
+    find_base_model,
+    find_dtype,
+)
 from penstock.model.placement import (
     PlacedPartition,
     SplitRequest,
-    build_move_error,
     check_keeps_device,
-    check_no_device_argument,
     describe_placement,
     place_model,
 )
@@ -115,8 +127,9 @@ class Pipe(nn.Module):
             `stages` and `devices`, neighbouring layers on the same device form a stage.
         devices: One device for each rank. Without it, ranks use the GPUs of the machine, or the
             CPU if there are none.
-        schedule: The name of a schedule, such as "1f1b" or "zb-v", a `Schedule`, or the path of a
-            file with one. Defaults to "gpipe".
+        schedule: The name of a schedule, such as "1f1b" or "zb-v", in any case, a `Schedule`, or
+            the path of a file with one. PyTorch's names, such as "Interleaved1F1B" or
+            "ScheduleZBVZeroBubble", are understood. Defaults to "gpipe".
         loss_fn: The loss of `step`, called as `loss_fn(output, target)`.
         reduction: How the losses of the micro-batches are combined: "mean" or "sum". By default
             that of `loss_fn`, or "mean".
@@ -145,6 +158,19 @@ class Pipe(nn.Module):
             step, "off" none. If the numbers differ, the step raises an AuditError.
         heartbeat: With processes, the seconds without progress after which a rank is considered
             dead.
+        n_microbatches: The same as `chunks`, as torch.distributed.pipelining calls it.
+
+    Attributes:
+        stages: The number of stages.
+        devices: The devices of the ranks in this process.
+        schedule: The name of the schedule.
+        partition: The model cut into stages. `print` shows a table of them.
+        device: The device of the first stage in this process.
+        dtype: The dtype of the first parameter.
+        hf_device_map: The device of each unit by name, for transformers and accelerate.
+
+    A child, parameter or buffer of the model that has one of these names comes first. The `config`
+    of a Hugging Face model, and what else training frameworks read, is that of the model.
 
     Raises:
         ArgumentError: If an argument is invalid or arguments contradict each other.
@@ -186,9 +212,10 @@ class Pipe(nn.Module):
         shapes: str = "learned",
         heartbeat: float = DEFAULT_HEARTBEAT,
         audit: str | int = "first",
+        n_microbatches: int | None = None,
     ) -> None:
         super().__init__()
-        topology = resolve_topology(mesh, group)
+        self._topology = topology = resolve_topology(mesh, group)
         groups = None if topology is None else open_process_groups(topology, devices, heartbeat)
         # Among processes, an error in the arguments of one rank must be raised on all of them, so
         # even the checks run inside the guard.
@@ -197,8 +224,9 @@ class Pipe(nn.Module):
             if groups is None
             else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
         ):
-            check_model(module)
+            chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)
+            check_model(module, chunks)
             check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
@@ -310,6 +338,7 @@ class Pipe(nn.Module):
 
     # ---- training and inference -----------------------------------------------------------
 
+    @ModelForward
     @not_compiled
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
         """Return the output of the model for a batch. `loss.backward()` runs the backwards.
@@ -351,6 +380,7 @@ class Pipe(nn.Module):
         loss_fn: LossFn | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scale: float = 1.0,
         **keyword_inputs: Any,
     ) -> StepResult:
         """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
@@ -372,6 +402,8 @@ class Pipe(nn.Module):
             scaler: A GradScaler. It scales the gradients, not the loss of the result.
             optimizer: An optimizer whose `step()` is called after the backwards. With
                 `runtime="graph"` it becomes part of the captured step.
+            scale: A factor for the gradients, not for the loss of the result. To accumulate the
+                mean over 4 batches in `.grad`, use `scale=1 / 4`.
             **keyword_inputs: Inputs by name, as for `pipe(x)`.
 
         Returns:
@@ -379,7 +411,7 @@ class Pipe(nn.Module):
 
         Raises:
             BatchShapeError: If the inputs cannot be split into the same micro-batches.
-            ArgumentError: If `optimizer` cannot be used here.
+            ArgumentError: If `optimizer` or `scale` cannot be used here.
             RunError: If the pipe cannot run the step.
 
         >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -392,8 +424,9 @@ class Pipe(nn.Module):
         self._save_if_preempted(training=True)
         if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
             self._enclosing_ddp.check_step_allowed()
+        check_scale(scale)
         request = self._build_step_request(
-            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer
+            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
         )
         if optimizer is not None:
             request.check_optimizer()
@@ -408,6 +441,7 @@ class Pipe(nn.Module):
         outputs: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scale: float = 1.0,
     ) -> Request:
         if loss_fn is None:
             loss_fn = self.loss_fn
@@ -426,6 +460,7 @@ class Pipe(nn.Module):
             return_outputs=outputs,
             scaler=scaler,
             optimizer=optimizer,
+            scale=scale,
             uses_model_loss=loss_fn is None,
         )
 
@@ -551,6 +586,7 @@ class Pipe(nn.Module):
         extra: Any = None,
         background: bool = False,
         keep: int = 2,
+        model: bool = True,
     ) -> SaveHandle:
         """Write a checkpoint that any pipe of the same model can load, however it is split.
 
@@ -565,6 +601,8 @@ class Pipe(nn.Module):
             background: Write in a background thread, so that training can go on at once. The next
                 save waits for it.
             keep: How many checkpoints the folder keeps, with the new one.
+            model: Whether parameters and buffers are saved. Without them, such as beside a
+                `save_pretrained`, use `load` with `model=False`, too.
 
         Returns:
             A handle whose `wait()` waits until the checkpoint is written.
@@ -584,9 +622,9 @@ class Pipe(nn.Module):
         {'epoch': 3}
         """
         with self._engine.guarded_slow_call(
-            "saving", folder=Path(folder).absolute(), background=background, keep=keep
+            "saving", folder=Path(folder).absolute(), background=background, keep=keep, model=model
         ):
-            return self._build_saver().save(folder, optimizer, extra, background, keep)
+            return self._build_saver().save(folder, optimizer, extra, background, keep, model)
 
     def save_on_preemption(
         self,
@@ -663,7 +701,13 @@ class Pipe(nn.Module):
         signals.end_preemption()
         raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument = None, trust: bool = False) -> Any:
+    def load(
+        self,
+        path: PathLike,
+        optimizer: OptimizerArgument = None,
+        trust: bool = False,
+        model: bool = True,
+    ) -> Any:
         """Read a checkpoint, however the model was split when it was saved.
 
         Everything is read and verified before anything is changed. After an error the model and
@@ -676,6 +720,7 @@ class Pipe(nn.Module):
                 generator is then restored, too.
             trust: Also load values that can only be read by running code from the file. Pass True
                 only if you trust whoever wrote the checkpoint as you trust your own code.
+            model: Whether parameters and buffers are read, or the optimizers alone.
 
         Returns:
             The `extra` that was given to `save`, or None.
@@ -686,8 +731,10 @@ class Pipe(nn.Module):
 
         See `save` for an example.
         """
-        with self._engine.guarded_slow_call("loading", path=Path(path).absolute(), trust=trust):
-            return self._build_saver().load(path, optimizer, trust)
+        with self._engine.guarded_slow_call(
+            "loading", path=Path(path).absolute(), trust=trust, model=model
+        ):
+            return self._build_saver().load(path, optimizer, trust, model)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file, under the model's names.
@@ -736,12 +783,22 @@ class Pipe(nn.Module):
 
     # ---- nn.Module ------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+    def __getattr__(self, name: str) -> Any:
         # DistributedDataParallel reads this attribute of the module that it wraps. There is no
         # other way for a module to learn that it is being wrapped.
         if name == DDP_IGNORED_NAMES:
             self._enclosing_ddp.is_wrapped = True
-        return super().__getattr__(name)
+        # Children come first: a model may have one that is called "stages" or "config".
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            placed = self.__dict__.get("_placed_partition")  # None while the pipe is being made
+            if placed is not None and name in _PIPE_ATTRIBUTES:
+                return _PIPE_ATTRIBUTES[name](self)
+            model = None if placed is None else placed.partition.model
+            if name in MODEL_ATTRIBUTES and hasattr(model, name):
+                return getattr(model, name)
+            raise
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -766,6 +823,11 @@ class Pipe(nn.Module):
         """
         return frozenset().union(*find_side_names_per_layer(self, first))
 
+    def _get_name(self) -> str:
+        # transformers.Trainer decides by this name whether label smoothing shifts the labels.
+        model = self._placed_partition.partition.model
+        return "Pipe" if model is None else type(find_base_model(model)).__name__
+
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
         head = f"Pipe({options}, schedule={self._schedule_choice.name!r},"
@@ -786,37 +848,21 @@ class Pipe(nn.Module):
             module.training = mode
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Cast parameters and buffers. The stages stay on their devices.
-
-        Args:
-            *args: The arguments of `nn.Module.to`, without a device.
-            **kwargs: The same by name.
-
-        Returns:
-            The pipe.
-
-        Raises:
-            PenstockTypeError: If a device is given.
-
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), devices=["cpu"])
-        >>> pipe.to(torch.float64)[0].weight.dtype
-        torch.float64
-        """
-        check_no_device_argument(args, kwargs)
-        return super().to(*args, **kwargs)
-
-    def cuda(self, device: Any = None) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
-        raise build_move_error()
-
-    def cpu(self) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
-        raise build_move_error()
-
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """Apply a conversion such as `half()`, of the pipe or of a module that contains it."""
         check_keeps_device(fn, self._placed_partition.devices.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._placed_partition.partition.refresh(fn)
         return self
+
+
+# The attributes of a pipe that give way to a child, parameter or buffer of the same name.
+_PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {
+    "stages": lambda pipe: len(pipe._placed_partition.partition.stages),
+    "devices": lambda pipe: tuple(d.device for d in pipe._placed_partition.devices.values()),
+    "schedule": lambda pipe: pipe._schedule_choice.name,
+    "partition": lambda pipe: pipe._placed_partition.partition,
+    "device": lambda pipe: next(iter(pipe._placed_partition.stage_devices.values())),
+    "dtype": find_dtype,
+    "hf_device_map": lambda pipe: build_device_map(pipe._placed_partition),
+}

@@ -398,3 +398,17 @@ def test_load_of_a_model_with_a_layer_called_model(kind: str, tmp_path: Path) ->
     pipe.load(path)
     for name, tensor in pipe.state_dict().items():
         assert torch.equal(tensor, expected[name])
+
+
+def test_optimizer_alone_is_saved_and_loaded_under_another_cut(tmp_path: Path) -> None:
+    pipe, optimizer = stepped_pipe()
+    pipe.save(tmp_path / "run", optimizer, model=False)
+    other = piped(build(), stages=2)
+    weights = copy.deepcopy(other.state_dict())
+    other_optimizer = optimizer_of(other)
+    other.load(tmp_path / "run", other_optimizer, model=False)
+    assert all(torch.equal(other.state_dict()[key], weights[key]) for key in weights)
+    states = zip(optimizer.state.values(), other_optimizer.state.values(), strict=True)
+    assert all(torch.equal(s["exp_avg"], t["exp_avg"]) for s, t in states)
+    with pytest.raises(ArgumentError):  # there is no model in it
+        other.load(tmp_path / "run")

@@ -54,6 +54,14 @@ def test_check_children_refuses_empty_and_duplicate_layers() -> None:
 # ---- devices of layers --------------------------------------------------------------------
 
 
+def test_embedding_that_counts_the_indices_of_a_batch_is_refused() -> None:
+    """PyTorch divides its gradient by counts of the micro-batch instead of the batch."""
+    model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True), nn.Linear(3, 3))
+    with pytest.raises(ArgumentError, match=r"'0' \(Embedding\) has scale_grad_by_freq=True"):
+        Pipe(model, chunks=2, stages=2)
+    Pipe(model, chunks=1, stages=2)
+
+
 def test_find_layer_device() -> None:
     assert find_layer_device(on(META)) == META
     assert find_layer_device(nn.ReLU()) is None

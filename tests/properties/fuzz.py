@@ -2,18 +2,19 @@
 
 First, every family of schedules is verified at every size.
 
-    python -m tests.properties.fuzz --cases 8000 --seed 1
+    python -m tests.properties.fuzz --cases 8000 --seed 1 --workers 16
     python -m tests.properties.fuzz --processes             ranks are processes
     python -m tests.properties.fuzz --case out/fuzz.txt     run one saved case again
 
-A case that fails is shrunk, printed and saved. The same seed and number of cases try the same
-cases again.
+A case that fails is shrunk, printed and saved. The same seed and numbers of cases and workers try
+the same cases again.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -35,7 +37,6 @@ from tests.properties.test_sweep import VARIANTS, check_family
 
 NAMES = {made.__name__: made for made in (Case, Layer, Model, Skip, Tie)}  # the classes in a case
 FOUND = Path("out/fuzz.txt")
-WORKERS = 2
 
 
 class Passed(NamedTuple):
@@ -62,6 +63,7 @@ Tell = Callable[[Passed | Failed | Ended], None]
 def attempt(start: int, number: int, tell: Tell, processes: bool = False) -> None:
     """Try `number` cases and report each; after a failure, report the smallest that fails."""
     warnings.simplefilter("error")
+    torch.set_num_threads(1)  # each worker has one core
     failing: list[Case] = []
 
     @seed(start)
@@ -98,21 +100,21 @@ def read_case(text: str) -> Case:
     return found
 
 
-def fuzz(start: int, number: int, processes: bool) -> int:
+def fuzz(start: int, number: int, workers: int, processes: bool) -> int:
     """Try `number` cases in several processes, and return the exit status."""
-    print(f"{number} cases of seed {start}, {WORKERS} at once", flush=True)
+    print(f"{number} cases of seed {start}, {workers} at once", flush=True)
     spawn = multiprocessing.get_context("spawn")
     queue: SimpleQueue[Passed | Failed | Ended] = spawn.SimpleQueue()  # type: ignore[assignment]
-    share = -(-number // WORKERS)
-    workers = [
-        spawn.Process(target=attempt, args=(start * WORKERS + at, share, queue.put, processes))
-        for at in range(WORKERS)
+    share = -(-number // workers)
+    running = [
+        spawn.Process(target=attempt, args=(start * workers + at, share, queue.put, processes))
+        for at in range(workers)
     ]
-    for worker in workers:
-        worker.start()
-    passed, failed = _listen(queue, share * WORKERS)
-    for worker in workers:
-        worker.join()
+    for process in running:
+        process.start()
+    passed, failed = _listen(queue, share * workers, workers)
+    for process in running:
+        process.join()
     whole, bitwise = (sum(getattr(one, name) for one in passed) for name in ("whole", "bitwise"))
     print(
         f"{len(passed)} cases equal the unsplit model, {whole} of them also on the whole batch at "
@@ -122,10 +124,10 @@ def fuzz(start: int, number: int, processes: bool) -> int:
 
 
 def _listen(
-    queue: SimpleQueue[Passed | Failed | Ended], number: int
+    queue: SimpleQueue[Passed | Failed | Ended], number: int, running: int
 ) -> tuple[list[Passed], list[Failed]]:
     passed, failed = [], []
-    began, running = time.monotonic(), WORKERS
+    began = time.monotonic()
     while running:
         news = queue.get()
         if isinstance(news, Passed):
@@ -155,6 +157,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cases", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--case", type=Path, help="a file with one case")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--processes", action="store_true", help="each rank is one")
     options = parser.parse_args(arguments)
     if options.case is not None:
@@ -167,7 +170,7 @@ def main(arguments: list[str]) -> int:
                 check_family(name, v, ranks, range(1, 18))
         print("every family of schedules is sound at every size", flush=True)
     number = options.cases or (1500 if options.processes else 8000)
-    return fuzz(options.seed, number, options.processes)
+    return fuzz(options.seed, number, options.workers, options.processes)
 
 
 if __name__ == "__main__":

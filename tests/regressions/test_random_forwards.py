@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import CutError, Pipe
+from penstock import AuditError, CutError, Pipe, PipeSequential
 
 WIDTH = 4
 
@@ -111,6 +111,8 @@ def _assert_equal(
         ("", "self.config.times = 1 + 0.1 * len(x)", "x = x * self.config.times"),
         ("x = x * self.config.times", "self.config.times = 0.5", ""),
         ("x = x * self.config.times\nself.config.times = 1 + 0.1 * len(x)", "", ""),
+        # The next call multiplies by 0.5 twice. The first one does so once.
+        ("x = x * self.config.times * 0.5", "self.config.times = 0.5", ""),
     ],
 )
 def test_forward_that_leaves_a_value_for_its_next_call_is_refused(
@@ -209,6 +211,87 @@ def test_recomputed_stage_whose_output_needs_no_gradient(layer: nn.Module, check
     loss = pipe.step(x, target=x, loss_fn=squares).loss
     assert abs(loss - squares(model(x), x)) < 1e-12
     assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+class Copies(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+class InPlace(nn.Linear):
+    """Changes its input in place, which PyTorch refuses behind a backward hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_hook_behind_a_recomputed_stage_whose_output_needs_no_gradient(
+    checkpoint: str,
+) -> None:
+    """The hook was put on an input that needs no gradient in the unsplit model."""
+    layer, hooked, last = Copies(), InPlace(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    layer.register_module("unused", nn.Linear(WIDTH, WIDTH))
+    hooked.register_full_backward_hook(lambda *_: None)
+    model, x = nn.Sequential(layer, hooked, last).double(), torch.randn(4, WIDTH).double()
+    pipe = Pipe(model, 2, stages=3, checkpoint=checkpoint)
+    loss = pipe.step(x.clone(), target=x, loss_fn=squares).loss
+    assert abs(loss - squares(model(x.clone()), x)) < 1e-12
+
+
+class Asks(nn.Linear):
+    """Keeps a mean in a buffer, of which the value depends on whether its input needs a grad."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.mean = 0.5 * self.mean + (x.detach().mean(0) if y.requires_grad else 0)
+        return y
+
+
+def test_assigned_buffer_that_depends_on_requires_grad_is_found() -> None:
+    """In a forward that will be recomputed nothing requires grad. The output is the same."""
+    model, x = nn.Sequential(Asks(), Asks()).double(), torch.randn(4, WIDTH).double()
+    pipe = Pipe(model, 2, stages=2, checkpoint="always", audit="first")
+    with pytest.raises(AuditError, match=r"the buffer '0\.mean' differs"):
+        pipe.step(x, target=x, loss_fn=squares)
+
+
+class Hooked(nn.Module):
+    """Puts a hook on an input, and may return something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(halve)
+        result: Tensor = self.lin(y)
+        return result
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def test_hook_on_an_input_that_the_loss_does_not_depend_on_is_not_called() -> None:
+    """It was called with None in the first step."""
+    model, x = PipeSequential(Pair(), Hooked()).double(), torch.randn(4, WIDTH).double()
+    pipe = Pipe(model, 2, stages=2, checkpoint="never")
+    loss = pipe.step(x, target=x, loss_fn=squares).loss
+    assert abs(loss - squares(model(x), x)) < 1e-12
 
 
 class Reversible(torch.autograd.Function):

@@ -40,6 +40,7 @@ class Does(nn.Module):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.linear, self.function = linear(), function
+        self.teacher = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.register_buffer("state", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,6 +121,105 @@ def test_loss_that_is_no_mean_over_rows_in_a_later_micro_batch_is_found(chunks: 
     with pytest.raises(AuditError, match="depends on how it is split"):
         pipe.step(rows(), target=mask)
     pipe.step(rows(), target=torch.ones_like(mask))
+
+
+def each(output: Tensor) -> Tensor:
+    return output.square().mean(1)
+
+
+def trimmed(output: Tensor, weight: Tensor) -> Tensor:
+    losses = each(output).sort().values
+    count = len(losses) // 4
+    return losses[count : len(losses) - count].mean()
+
+
+def flooded(output: Tensor, weight: Tensor) -> Tensor:
+    loss = (each(output) * weight).mean()
+    return (loss - 0.5).abs() + 0.5
+
+
+def normalised(output: Tensor, weight: Tensor) -> Tensor:
+    return (each(output) * (weight / weight.sum())).sum()
+
+
+def of_numbers(output: Tensor, weight: Tensor) -> Tensor:
+    return (each(output) * weight.where(weight > 0, torch.nan)).nanmean()
+
+
+@pytest.mark.parametrize("loss_fn", [trimmed, flooded, normalised, of_numbers])
+def test_loss_that_depends_on_the_split_later_is_found(loss_fn: Callable[..., Tensor]) -> None:
+    """Of one or two rows they are means over rows, and of equal weights."""
+    pipe = piped(linear(), loss_fn=loss_fn)
+    equal = torch.full((8,), 40.0, dtype=torch.float64)
+    x = rows()
+    for _ in range(5):
+        if loss_fn is not trimmed:
+            pipe.step(x, target=equal)
+    weight = 10 * torch.arange(8, dtype=torch.float64)
+    with pytest.raises(AuditError, match="but the loss of the whole batch is"):
+        pipe.step(x, target=weight)
+    with pytest.raises(AuditError, match="depends on how it is split"):  # not only once
+        pipe.step(x, target=weight)
+
+
+def test_loss_that_is_not_proved_is_compared_without_a_trace() -> None:
+    """It is called once more in each step, and what it keeps does not see that call."""
+    seen = []
+
+    def loss_fn(output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return (each(output).sort().values + 0.1 * torch.rand(())).mean()
+
+    def deterministic(output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return each(output).sort().values.mean()
+
+    for function in (loss_fn, deterministic):
+        pipe = piped(linear(), loss_fn=function, checkpoint="never")
+        seen.clear()
+        for _ in range(3):
+            pipe.step(rows())
+        assert seen == [2] * 12
+
+
+def goes_on(layer: nn.Module, x: Tensor) -> Tensor:
+    """Go on from the hidden state of the last batch, row by row."""
+    x = x + 0.5 * vars(layer).get("hidden", torch.zeros_like(x))
+    layer.hidden = x.detach()
+    return x
+
+
+def warms_up(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.calls = vars(layer).get("calls", 0) + 1
+    return x * min(1.0, layer.calls / 10)  # type: ignore[operator]
+
+
+def follows(layer: nn.Module, x: Tensor) -> Tensor:
+    """Move a teacher towards its student, as BYOL does."""
+    with torch.no_grad():
+        layer.get_parameter("linear.bias").mul_(0.9)
+    return x
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Does(goes_on),
+        lambda: Does(warms_up),
+        lambda: Does(follows),
+        lambda: nn.utils.spectral_norm(linear()),
+    ],
+    ids=["hidden", "calls", "parameter", "spectral norm"],
+)
+def test_layer_that_computes_with_what_the_micro_batch_before_has_left_is_found(
+    build: Callable[[], nn.Module], door: str
+) -> None:
+    """The unsplit model changes its state once for the batch. Each micro-batch changed it again."""
+    pipe = piped(build(), checkpoint="never")
+    with pytest.raises(AuditError, match="and that of the next one computes with it"):
+        (pipe.step if door == "step" else pipe)(rows())
+    piped(build(), checkpoint="never", chunks=1).step(rows())
 
 
 class Switch:
@@ -316,7 +416,7 @@ def counts(layer: nn.Module, x: Tensor) -> Tensor:
 
 def writes(layer: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
-        layer.get_parameter("linear.bias").mul_(0.9)
+        layer.get_parameter("teacher").add_(1)
     return x
 
 

@@ -164,6 +164,22 @@ def test_layers_and_their_recomputation_see_the_thread_local_values_of_the_calle
         vars(LOCAL).pop("factor", None)
 
 
+@each_runtime
+@each_checkpoint
+def test_loss_function_sees_the_thread_local_values_of_the_caller(
+    checkpoint: str, runtime: str
+) -> None:
+    """The loss was right until the value of the caller was not the default any more."""
+    local = threading.local()
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).double()
+    pipe = Pipe(model, 2, checkpoint, stages=2, devices=["cpu"] * 2, runtime=runtime)
+    x = torch.randn(4, 1).double()
+    for factor in (1.0, 3.0):
+        local.factor = factor
+        result = pipe.step(x, loss_fn=lambda y: y.mean() * getattr(local, "factor", 1.0))
+        assert torch.allclose(result.loss, model(x).mean() * factor, rtol=1e-10)
+
+
 # ---- CallerContext itself -----------------------------------------------------------------
 
 

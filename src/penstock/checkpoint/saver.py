@@ -154,6 +154,7 @@ class Saver:
         extra: Any,
         background: bool,
         keep: int = 2,
+        with_model: bool = True,
     ) -> SaveHandle:
         """Write a checkpoint to a new directory in `folder`.
 
@@ -166,7 +167,8 @@ class Saver:
         root = Path(folder).absolute()
         description = f"saving to '{root}'"
         state, extra_bytes = save_group.run_on_each_rank(
-            description, lambda: (_full_state(local_state, optimizer), _serialize_extra(extra))
+            description,
+            lambda: (_full_state(local_state, optimizer, with_model), _serialize_extra(extra)),
         )
         tied_keys = {
             f"{MODEL_KEY}.{alias}": f"{MODEL_KEY}.{saved_name}"
@@ -203,7 +205,13 @@ class Saver:
         self.history.handle = handle if background else None
         return handle
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument, trust: bool = False) -> Any:
+    def load(
+        self,
+        path: PathLike,
+        optimizer: OptimizerArgument,
+        trust: bool = False,
+        with_model: bool = True,
+    ) -> Any:
         """Read the tensors that this process needs. Return the object that was saved as `extra`.
 
         First every rank reads and verifies everything that it needs. If all have succeeded, the
@@ -229,7 +237,14 @@ class Saver:
             try:
                 staged = save_group.run_on_each_rank(
                     description,
-                    lambda: _read_all(local_state, Path(checkpoint), names, optimizers, trust),  # noqa: B023
+                    lambda: _read_all(
+                        local_state,
+                        Path(checkpoint),  # noqa: B023
+                        names,
+                        optimizers,
+                        trust,
+                        with_model,
+                    ),
                 )
                 break
             except Exception as error:
@@ -303,11 +318,14 @@ def _read_all(
     names: list[str],
     optimizers: list[Optimizer],
     trust: bool,
+    with_model: bool,
 ) -> reader.StagedLoad:
     """Read everything that this process needs from a checkpoint, and change nothing."""
     source = reader.open_checkpoint(checkpoint, names, local_state, trust)
-    reader.check_stored_names(source, names, local_state.tied_names)
-    model = reader.read_model(local_state, source)
+    model = dict[str, Any]()
+    if with_model:
+        reader.check_stored_names(source, names, local_state.tied_names)
+        model = reader.read_model(local_state, source)
     optimizer_states = list[dict[str, Any]]()
     rng_state = None
     # Restoring the optimizer means resuming a run, so the random state comes with it.
@@ -335,9 +353,11 @@ def _model_state(local_state: LocalState) -> dict[str, Any]:
     }
 
 
-def _full_state(local_state: LocalState, optimizer: OptimizerArgument) -> dict[str, Any]:
+def _full_state(
+    local_state: LocalState, optimizer: OptimizerArgument, with_model: bool
+) -> dict[str, Any]:
     """Return everything that this process saves: model, optimizers and random state."""
-    state: dict[str, Any] = {MODEL_KEY: _model_state(local_state)}
+    state: dict[str, Any] = {MODEL_KEY: _model_state(local_state)} if with_model else {}
     optimizers = as_optimizer_list(optimizer)
     if optimizers:
         state[OPTIMIZER_KEY] = flatten_optimizer_state(local_state, optimizers)

@@ -61,22 +61,12 @@ from penstock.schedules.balance import balance_costs, check_cut
 from penstock.schedules.ir import Schedule, StageGraph
 from penstock.schedules.registry import choose_placement, default_stages_per_rank
 from penstock.stage.stage import Stage
-from penstock.torch_compat import parse_to_device
 
 # ---- conversions of a pipe -----------------------------------------------------------------------
 #
 # The stages of a pipe stay on the devices that they were placed on. `pipe.to(dtype)` and other
-# casts are allowed, and everything that would move a tensor to another device is refused.
-
-
-def check_no_device_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if the arguments of `pipe.to` name a device."""
-    try:
-        device = parse_to_device(*args, **kwargs)
-    except RuntimeError:  # a device that this machine does not have
-        raise build_move_error() from None
-    if device is not None:
-        raise build_move_error()
+# casts are allowed, and so is a move to where all stages are already. Everything that would move a
+# tensor to another device is refused.
 
 
 def check_keeps_device(tensor_function: Any, devices: Iterable[Device]) -> None:

@@ -240,10 +240,17 @@ class SequentialRef:
             )
 
 
-def check_model(module: nn.Module) -> None:
-    """Raise if the argument is not a module, or is a Sequential that cannot be cut."""
+def check_model(module: nn.Module, chunks: int = 1) -> None:
+    """Raise if the argument is not a module, or is one that cannot be cut."""
     if not isinstance(module, nn.Module):
         raise PenstockTypeError(f"a pipe needs an nn.Module, not {type(module).__name__}")
+    for name, layer in module.named_modules() if chunks > 1 else ():
+        if getattr(layer, "scale_grad_by_freq", None) is True:
+            raise ArgumentError(
+                f"'{name}' ({type(layer).__name__}) has scale_grad_by_freq=True, which divides "
+                "gradients by how often an index occurs in a batch. A micro-batch would count its "
+                "own indices only. Use chunks=1, or leave the option out."
+            )
     if is_plain_sequential(module):
         check_children(module)
         verify_skippables(module)

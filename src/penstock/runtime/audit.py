@@ -9,7 +9,11 @@ Then it compares:
     the gradients    that the micro-batch adds to each parameter
     the buffers      after the forward of the micro-batch
     Python numbers   that the forward changes, before and after a recomputation
-    the split        the loss, or the outputs, of some rows with those of two parts of them
+    the split        the loss, or the outputs, of some rows with those of two parts of them; and
+                     the next micro-batch with the state that the first one has left, and without
+
+If the operations of the loss function do not prove that it is a mean over rows (row_means.py), each
+step also compares its loss with that of the outputs of all micro-batches together.
 
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
 of one forward and backward, and at most one more forward for the parts.
@@ -22,7 +26,6 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,8 +34,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import is_dtensor
+from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import MicrobatchRows
+from penstock.microbatch import MicrobatchRows, gather
 from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -51,8 +55,8 @@ from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
-from penstock.stage.loss import LossExtras, LossFn, LossReduction
-from penstock.stage.loss_terms import OTHER_TERMS, TermSizes
+from penstock.stage.loss import LossExtras, LossFn, LossReduction, identify_loss
+from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
 from penstock.stage.stage import OUTSIDE
@@ -61,8 +65,10 @@ from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
+    get_eager_function,
     get_saved_tensor_hooks,
     pytree,
+    unwrap_compiled,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +97,7 @@ class Auditor:
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
-        kind = self._identify(request, inputs)
+        kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
         return kind if kind not in self._audited_kinds or is_due else None
 
@@ -106,13 +112,13 @@ class Auditor:
         if not sizes or request.audit == "off":
             return None
         self._add_age(sizes)
-        kind = self._identify(request, inputs)
+        kind = self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None or all(size <= 2 * audited.get(k, 0) for k, size in sizes.items()):
             return None
         return kind
 
-    def _identify(self, request: Request, inputs: StageInputs) -> Any:
+    def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
         batch = *request.inputs, *request.keyword_inputs.values(), *request.target
         return (
@@ -120,7 +126,7 @@ class Auditor:
             request.training,
             torch.is_grad_enabled(),
             request.checkpoint,
-            _identify_loss(request.loss_fn),
+            identify_loss(request.loss_fn),
             inputs.chunks > 1,
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
@@ -155,17 +161,6 @@ class Auditor:
                     "this note.)",
                     reason,
                 )
-
-
-def _identify_loss(loss_fn: LossFn | None) -> Any:
-    """Return what two losses of one kind share: their code, or their class.
-
-    The function itself would not do. Many scripts pass a new lambda in every step, and it may hold
-    large tensors.
-    """
-    if isinstance(loss_fn, partial):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def find_obstacle(
@@ -273,8 +268,10 @@ class Audit:
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
-                if forward.changed_state and self.next_microbatch is not None:
-                    self._run_next_microbatch()
+                next_outputs: dict[str, Digest] = {}
+                has_next = self.next_microbatch is not None
+                if has_next and (forward.changed_state or forward.left_state):
+                    next_outputs = self._run_next_microbatch()
             if forward.changed_state and not self._is_first_everywhere:
                 self._auditor.note_audited(self._kind, self._term_sizes)
                 self._auditor.tell_once(
@@ -282,7 +279,11 @@ class Audit:
                     "orders"
                 )
                 return
+            if forward.changed_state:
+                self._next_outputs = next_outputs
             self._compare_parts(forward)
+            if next_outputs and forward.left_state:
+                self._check_left_state(forward, next_outputs)
             if keeps_state:
                 self._compare_loss_orders()
             self._forward = forward
@@ -290,8 +291,8 @@ class Audit:
             close_failed_checkpoints(error)
             self._failure = error
 
-    def _run_next_microbatch(self) -> None:
-        """Run the forward of the next micro-batch, with the state that the first one has left."""
+    def _run_next_microbatch(self) -> dict[str, Digest]:
+        """Return the outputs of the next micro-batch, in the state that the modules have now."""
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
@@ -300,7 +301,22 @@ class Audit:
                 self._get_counted_targets(self.next_microbatch),
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
-        self._next_outputs = self._digest_by_path(value)
+        return self._digest_by_path(value)
+
+    def _check_left_state(self, forward: ReferenceForward, outputs: Mapping[str, Digest]) -> None:
+        """Find out whether the next micro-batch computes with what the first one has left."""
+        with self._reference.isolate():
+            expected = self._run_next_microbatch()
+        if any(
+            digest.find_difference(expected.get(path, digest), self._rounding)
+            for path, digest in outputs.items()
+        ):
+            self._split_problem = (
+                f"the forward of a micro-batch changes {', '.join(forward.left_state[:4])}, and "
+                "that of the next one computes with it. The unsplit model changes it once for the "
+                "whole batch, after all rows have been computed. Change such state outside of the "
+                "forward, after each step, or use chunks=1."
+            )
 
     def _compare_loss_orders(self) -> None:
         """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""
@@ -596,6 +612,32 @@ class Audit:
         self._has_reference()
         self._finish()
 
+    def check_whole_loss(
+        self, outputs: Mapping[int, tuple[Any, ...]], losses: LossAccumulator
+    ) -> None:
+        """Compare the loss of a step with that of all outputs together.
+
+        Args:
+            outputs: The arguments of `loss_fn` for each micro-batch.
+            losses: The losses of the micro-batches.
+        """
+        arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
+        joined = tuple(gather(column, self._inputs.rows) for column in zip(*arguments, strict=True))
+        whole = self._reference.compute_whole_loss(joined)
+        if whole is None:
+            return
+        total = losses.compute_loss()
+        numbers = [float(item.loss) for item in losses.microbatch_losses]
+        size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
+        distance = abs(float(total) - float(whole))
+        if distance <= _SPLIT_ROUNDING.get(total.dtype, 1e-8) * size or not math.isfinite(distance):
+            return
+        self._auditor.forget(self._kind)
+        self._fail(
+            f"the losses of the micro-batches combine to {float(total):.6g}, but the loss of the "
+            f"whole batch is {float(whole):.6g}. {_SPLIT_CURE}"
+        )
+
     # ---- parts of the micro-batch --------------------------------------------------------------
 
     def _compare_parts(self, whole: ReferenceForward) -> None:
@@ -696,11 +738,8 @@ class Audit:
             return (
                 "the losses of two parts of the batch, "
                 f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
-                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. So "
-                "the loss of a batch depends on how it is split. It is not a mean over rows: it "
-                "mixes rows, divides by a number that is given, or does not count all targets. "
-                "Return penstock.Weighted(loss, weight) if it is a mean over something else, or "
-                "pass reduction='sum' if it is a sum. A loss that mixes rows needs chunks=1."
+                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
+                f"{_SPLIT_CURE}"
             )
         shares: Sequence[float] = rows.fractions() if self._inputs.loss_shares else ()
         if all(share == 1 for share in self._inputs.loss_shares):  # the losses are added
@@ -759,6 +798,13 @@ class _NotFiniteError(Exception):
     """Parts of a batch have results that are not finite, and together they have."""
 
 
+_SPLIT_CURE = (
+    "So the loss of a batch depends on how it is split. It is not a mean over rows: it mixes rows, "
+    "divides by a number that is given, or does not count all targets. Return "
+    "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
+    "if it is a sum. A loss that mixes rows needs chunks=1."
+)
+
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
 _SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
@@ -782,6 +828,7 @@ def _find_loss_order(program: Program, last_stage: int) -> list[int]:
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
     if not expected.is_floating_point():
         return True  # an index of a maximum may differ by rounding
+    actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
     distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
     tolerance = _SPLIT_ROUNDING.get(expected.dtype, 1e-8)
@@ -826,6 +873,39 @@ def audit_new_terms(
     audit = _build_audit(pipe, call, execution, program, reduction, kind)
     if audit is not None:
         audit.check_new_terms(sizes)
+
+
+def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReduction) -> bool:
+    """Return whether the loss of a step can be compared with that of the whole batch."""
+    request = call.request
+    if request.loss_fn is None or request.audit == "off" or call.inputs.chunks < 2:
+        return False
+    # PyTorch's own classification losses are weighed by their targets, and mix no rows. The
+    # compiler would compile a function under the mode of a proof once more.
+    is_compiled = unwrap_compiled(request.loss_fn) is not request.loss_fn
+    if reduction.target_counter is not None or is_compiled or get_eager_function(request.loss_fn):
+        return False
+    is_capturing = any(map(is_captured, pipe.placed_partition.stage_devices.values()))
+    return call.is_local and not (running.is_running or is_inside_cell() or is_capturing)
+
+
+def check_whole_loss(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction,
+    comparison: TermComparison,
+) -> None:
+    """Raise if the loss of a step that has run is not that of its whole batch.
+
+    It is called for losses that are not known to be means over rows.
+    """
+    kind = pipe.auditor.identify(call.request, call.inputs)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    losses = execution.cell_io.loss
+    if audit is not None and isinstance(losses, LossAccumulator):
+        audit.check_whole_loss(comparison.kept_outputs, losses)
 
 
 def _build_audit(

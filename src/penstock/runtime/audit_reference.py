@@ -33,6 +33,7 @@ from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
 from penstock.stage.loss import LossReduction, LossStageFunction
+from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.stage import OUTSIDE
 from penstock.state_copy import ReachedState, StructureCopier, find_reachable
 from penstock.torch_compat import (
@@ -67,6 +68,8 @@ class ReferenceForward(NamedTuple):
         buffers: The digests of the buffers after it.
         changed_state: Whether it changed a buffer.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
+        left_state: The names of buffers, attributes and parameters that it changed, except for the
+            running statistics of norms, which training does not read.
         adds_losses: Whether layers added auxiliary losses.
     """
 
@@ -75,6 +78,7 @@ class ReferenceForward(NamedTuple):
     buffers: dict[BufferKey, Digest]
     changed_state: bool
     changed_attributes: frozenset[AttributeKey]
+    left_state: tuple[str, ...]
     adds_losses: bool
 
 
@@ -222,19 +226,26 @@ class Reference:
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
-        before, objects = self._digest_buffers(), collect_buffers(self._model_modules)
+        before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
+        values_before = _read_attributes(self._model_modules)
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
         changed = any(before.get(key) != digest for key, digest in buffers.items())
-        # A pipe assigns new buffers when the micro-batch is done, and not in the forward.
-        current = collect_buffers(self._model_modules)
-        buffers = {k: digest for k, digest in buffers.items() if current[k] is objects.get(k)}
         now = read_plain_attributes(self._model_modules)
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
+        left = [key for key, digest in buffers.items() if before.get(key) != digest]
+        left = [key for key in left if not has_write_only_buffers(key[0])]
+        values_after = _read_attributes(self._model_modules).items()
+        left += [key for key, value in values_after if not _is_same(values_before.get(key), value)]
+        names = self._partition.names()
+        left_state = [f"{names.get(module, '')}.{name}".lstrip(".") for module, name in left]
+        left_state += ["a parameter"] * self._write_log.has_written
+        return ReferenceForward(
+            values, has_drawn, buffers, changed, counted, tuple(left_state), self._adds_losses
+        )
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -259,6 +270,27 @@ class Reference:
             thread_state.sink = previous_sink
         self._adds_losses = bool(losses.layer_count)
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
+
+    @torch.no_grad()
+    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> Tensor | None:
+        """Return the loss of the outputs of a whole batch.
+
+        None: it cannot be compared with the losses of micro-batches. It fails, draws random
+        numbers, or keeps state.
+        """
+        assert self._request.loss_fn is not None
+        cells = UnsplitCells(self._seed, 1, (), {})
+        with self.isolate():
+            state = self.digest_loss_state()
+            try:
+                with cells.emulate(0):
+                    result = self._request.loss_fn(*arguments)
+            except Exception:  # outputs without rows are a list, which the loss may not take
+                return None
+            has_changed = state != self.digest_loss_state()
+        value = result.get("loss") if isinstance(result, Mapping) else result
+        has_drawn = cells.has_drawn or bool(self._write_log.generators)
+        return value if isinstance(value, Tensor) and not has_drawn and not has_changed else None
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
@@ -353,6 +385,30 @@ def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, An
     }
 
 
+def _read_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
+    """Return the attributes of modules that are not PyTorch's own."""
+    return {
+        (module, name): (value, _measure(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
+
+
+def _measure(value: Any) -> Any:
+    """Return a number that shows whether a value is changed in place: its version, or length."""
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    return len(value) if isinstance(value, list | dict | set | deque) else 0
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is None or before[1] != after[1]:
+        return False
+    is_plain = isinstance(after[0], int | float | str)
+    return before[0] is after[0] or (is_plain and bool(before[0] == after[0]))
+
+
 class _WriteLog(CompileFriendlyDispatchMode):
     """Restores parameters that an operation writes to, and generators that it draws from.
 
@@ -380,6 +436,11 @@ class _WriteLog(CompileFriendlyDispatchMode):
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 self._copy_before_write(tensor)
         return func(*args, **kwargs)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether an operation has written to a parameter."""
+        return bool(self._copies)
 
     def _copy_before_write(self, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):

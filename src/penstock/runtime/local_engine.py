@@ -64,7 +64,7 @@ from penstock.schedules.timeline import Timeline
 from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.compile_support import make_forward_lock
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
-from penstock.stage.loss import LossReduction
+from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage, collect_members, find_shared_ids
 from penstock.state_copy import find_reachable
@@ -172,11 +172,7 @@ class LocalEngine:
         """Split the batch into the inputs of the stages."""
         devices = self.placed_partition.stage_devices
         inputs = self.placed_partition.partition.build_stage_inputs(request, devices)
-        loss_scale = (
-            None
-            if request.scaler is None
-            else read_loss_scale(request.scaler, devices[len(devices) - 1])
-        )
+        loss_scale = read_loss_scale(request.scaler, request.scale, devices[len(devices) - 1])
         return LocalCall(self, request, inputs, loss_scale)
 
     def replay_or_capture(self, call: LocalCall) -> StepResult:
@@ -300,15 +296,15 @@ class LocalEngine:
             )
         )
 
-    @property
-    def thread_locals(self) -> list[threading.local]:
-        """The `threading.local` objects that the code of the model refers to."""
-        if self._lazy_state.thread_locals is None:
+    def find_thread_locals(self, loss_fn: LossFn | None) -> list[threading.local]:
+        """Return the `threading.local` objects that the code of the model or a loss refers to."""
+        thread_locals, kind = self._lazy_state.thread_locals, identify_loss(loss_fn)
+        if kind not in thread_locals:
             partition = self.placed_partition.partition
             stage_modules = (module for stage in partition.stages for module in stage.modules())
-            reached = find_reachable([*partition.names(), *stage_modules])
-            self._lazy_state.thread_locals = reached.find(threading.local)
-        return self._lazy_state.thread_locals
+            reached = find_reachable([*partition.names(), *stage_modules, loss_fn])
+            thread_locals[kind] = reached.find(threading.local)
+        return thread_locals[kind]
 
     def _get_worker_pool(self) -> WorkerPool:
         """Return the threads of the pipe. They start with its first call and end with the pipe."""
@@ -336,7 +332,7 @@ class _LazyState:
     pool_lock: threading.Lock = field(default_factory=threading.Lock)
     step_lock: AbstractContextManager[object] = field(default_factory=threading.RLock)
     last_measured: HasTimeline | None = None
-    thread_locals: list[threading.local] | None = None
+    thread_locals: dict[Any, list[threading.local]] = field(default_factory=dict)  # by loss
 
     # Threads, locks and captured graphs cannot be copied or pickled.
     def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
@@ -446,7 +442,7 @@ class LocalCall:
             allow_host_rng=self._engine.replicas.is_empty,
             # A captured step has no Python state, and its numbers cannot be read.
             compare_recomputations=None if is_captured else self.request.audit != "off",
-            thread_locals=self._engine.thread_locals,
+            thread_locals=self._engine.find_thread_locals(self.request.loss_fn),
         )
 
     def build_loss(

@@ -21,6 +21,7 @@ class Request(Batch):
         runtime: The runtime that was asked for.
         loss_fn: The loss of a step. None: the model computes it.
         scaler: The scaler of the gradients of a step.
+        scale: A constant factor of the gradients of a step.
         optimizer: The optimizer whose `step()` is called after the backwards.
         audit: Which calls are compared with the unsplit model: "first", "off", or every n-th.
     """
@@ -30,10 +31,11 @@ class Request(Batch):
     runtime: str = "threads"
     loss_fn: LossFn | None = None
     scaler: torch.amp.GradScaler | None = None
+    scale: float = 1.0
     optimizer: torch.optim.Optimizer | None = None
     audit: str | int = "off"
 
-    def describe_options(self) -> dict[str, str | int | bool | None]:
+    def describe_options(self) -> dict[str, str | float | bool | None]:
         """Return the options that decide what is computed, by name.
 
         All ranks compare them before a call, and a captured step is replayed only for equal ones.
@@ -45,6 +47,7 @@ class Request(Batch):
             "reduction": self.reduction,
             "outputs": self.return_outputs,
             "scaler": self.scaler is not None,
+            "scale": self.scale,
             "optimizer": self.optimizer is not None,
         }
 

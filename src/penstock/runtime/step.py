@@ -41,7 +41,13 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
-from penstock.runtime.audit import Auditor, audit_new_terms, start_audit
+from penstock.runtime.audit import (
+    Auditor,
+    audit_new_terms,
+    can_check_whole_loss,
+    check_whole_loss,
+    start_audit,
+)
 from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
@@ -367,7 +373,9 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         reduction,
         call.has_target,
         request.return_outputs,
-        comparison := TermComparison(inputs.rows.fractions()),
+        comparison := TermComparison(
+            inputs.rows.fractions(), can_check_whole_loss(pipe, call, reduction)
+        ),
     )
     execution = call.build_execution(program, stages, None, False)
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
@@ -388,6 +396,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 audit.check_step(term_sizes)
             else:
                 audit_new_terms(pipe, call, execution, program, reduction, term_sizes)
+            if comparison.kept_outputs:
+                check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
             loss.restore_gradients()
             raise

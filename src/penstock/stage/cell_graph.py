@@ -53,21 +53,24 @@ def accumulate_grads(roots: Sequence[Any], gradients: Sequence[Tensor], retain_g
 class _GraphEntry(torch.autograd.Function):
     """The start of a graph whose first layer may change its input in place.
 
-    PyTorch refuses in-place operations on a leaf that requires grad. The outputs of this function
-    are detached tensors with a `grad_fn`, so they are not leaves. Its backward writes the gradients
-    into a list instead of passing them on.
+    PyTorch refuses in-place operations on a leaf that requires grad. The output of this function is
+    a detached tensor with a `grad_fn`, so it is not a leaf. Its backward writes the gradient into a
+    list instead of passing it on.
+
+    Each input has a node of its own. PyTorch calls the hooks on all outputs of a node, with None
+    for those that the loss does not depend on.
     """
 
     @staticmethod
-    def forward(ctx: Any, received_grads: list[Any], anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.inbox = received_grads
+    def forward(ctx: Any, received_grads: list[Any], index: int, anchor: Tensor, x: Tensor) -> Any:
+        ctx.inbox, ctx.index = received_grads, index
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.inbox[:] = gradients
-        return None, None, *(None for _ in gradients)
+        (ctx.inbox[ctx.index],) = gradients
+        return None, None, None, None
 
 
 # An empty leaf that requires grad. PyTorch gives the outputs of a `torch.autograd.Function` a
@@ -83,7 +86,9 @@ def enter_graph(
     With them come their gradient edges, and a list into which a backward writes their gradients.
     """
     received_grads: list[Tensor | None] = [None] * len(tensors)
-    inside = _GraphEntry.apply(received_grads, GRAPH_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
+    apply: Any = _GraphEntry.apply
+    entries = enumerate(tensors)
+    inside = tuple([apply(received_grads, i, GRAPH_ANCHOR, tensor) for i, tensor in entries])
     edges = [GradientEdge(t.grad_fn, t.output_nr, _find_node_owner(t)) for t in inside]
     return inside, tuple(edges), received_grads
 

@@ -29,6 +29,7 @@ from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.loss_terms import LossTerm, LossTerms, TermComparison, find_loss_terms
 from penstock.stage.recompute import is_checkpointing, is_recomputing, mark_only_run
+from penstock.stage.row_means import RowMeanProver
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import (
     get_legacy_reduction,
@@ -129,6 +130,17 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
                 DEFAULT_IGNORE_INDEX if ignored is None else ignored, loss_fn.weight
             )
     return None
+
+
+def identify_loss(loss_fn: LossFn | None) -> Any:
+    """Return what two losses of one kind share: their code, or their class.
+
+    The function itself would not do. Many scripts pass a new lambda in every step, and it may hold
+    large tensors.
+    """
+    if isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 class CrossEntropyRecorder(TorchFunctionMode):
@@ -261,11 +273,22 @@ class LossStageFunction:
         if self.loss_fn is None:
             result = extract_model_loss(output)
         else:
-            with mark_only_run(), nullcontext() if recorder is None else recorder:
+            # One micro-batch shows what the loss function does with all of them.
+            prover = self._build_prover(output, targets)
+            with (
+                mark_only_run(),
+                nullcontext() if recorder is None else recorder,
+                nullcontext() if prover is None else prover,
+            ):
                 result = self.loss_fn(output, *targets)
+            if prover is not None and self.comparison is not None:
+                value = result.get("loss") if isinstance(result, Mapping) else result
+                self.comparison.keeps_outputs = not prover.proves(value)
         loss, extras = parse_loss(result, self.origin)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:
+            if self.comparison is not None:
+                self.comparison.keeps_outputs = False
             _zero_grad_if_weightless(output, extras.weight)
             if isinstance(aux_losses, CollectedLosses) and aux_losses:
                 loss = loss + sum_losses(aux_losses).to(loss.device)
@@ -277,12 +300,22 @@ class LossStageFunction:
             # losses give those no gradient anyway.
             if target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
-        elif self.comparison is not None and not self.reduction.is_sum:
-            terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
-            self.comparison.note(terms)
+        elif self.comparison is not None:
+            terms = None
+            if not self.reduction.is_sum:
+                terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
+            kept = pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
+            self.comparison.note(terms, kept if self.comparison.keeps_outputs else None)
         if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
+
+    def _build_prover(self, output: Any, targets: tuple[Any, ...]) -> RowMeanProver | None:
+        """Return what follows the loss function on the first micro-batch of a step, if needed."""
+        comparison = self.comparison
+        if comparison is None or not comparison.keeps_outputs or comparison.kept_outputs:
+            return None
+        return RowMeanProver(output, targets)
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,9 @@ _MAX_NODES = 256  # a loss may be a loop over thousands of rows
 _MAX_SIZES = 16
 _ROUNDING = 1e-6
 _GRAPH_ENTRY = "_GraphEntryBackward"  # a value of an earlier stage, which is like a leaf
+# A number of an earlier stage, or a parameter. Nothing is known of how it was computed. A
+# micro-batch of another size may be cut elsewhere, and have the terms themselves in its place.
+_RECEIVED = "received"
 _MEAN = 1  # the code of reduction="mean" in autograd nodes
 
 # Nodes of functions that add terms up, or reshape one. The sign of a term does not matter.
@@ -142,7 +145,9 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
                 todo.append((inputs[0], factors, divisors))
             else:
                 terms.append(LossTerm(name, factors, divisors))
-        elif inputs and name != _GRAPH_ENTRY:
+        elif not inputs or name == _GRAPH_ENTRY:
+            terms.append(LossTerm(_RECEIVED))
+        else:
             terms.append(LossTerm(name, factors, divisors, is_sum=False))
     return LossTerms(terms)
 
@@ -163,8 +168,13 @@ class TermComparison:
     Numbers on a GPU are read once, at the end of the step.
     """
 
-    def __init__(self, row_shares: Sequence[float]) -> None:
+    def __init__(self, row_shares: Sequence[float], keeps_outputs: bool = False) -> None:
         self._row_shares = row_shares
+        # Whether outputs and targets are kept, so that the loss of the whole batch can be computed.
+        # A proof that the loss is a mean over rows sets it to False.
+        self.keeps_outputs = keeps_outputs
+        self.kept_outputs: dict[int, tuple[Any, ...]] = {}  # by micro-batch
+        self._latest_output: tuple[Any, ...] | None = None
         # Whether the numbers are known after the replay of a captured step only.
         self.is_deferred = False
         self._latest: LossTerms | None = None
@@ -172,13 +182,18 @@ class TermComparison:
         self._coefficients: dict[int, list[Coefficient]] = {}
         self._device_numbers: Tensor | None = None
 
-    def note(self, terms: LossTerms) -> None:
-        """Note the terms of the micro-batch that is running, for which `add` is called next."""
-        self._latest = terms
+    def note(self, terms: LossTerms | None, output: tuple[Any, ...] | None = None) -> None:
+        """Note the terms of the micro-batch that is running, for which `add` is called next.
+
+        `output` are the arguments of its loss function, if they are kept.
+        """
+        self._latest, self._latest_output = terms, output
 
     def add(self, microbatch: int) -> None:
         """Compare the terms of a micro-batch with those of others, at once if that is possible."""
         terms, self._latest = self._latest, None
+        if self._latest_output is not None:
+            self.kept_outputs[microbatch], self._latest_output = self._latest_output, None
         if terms is None:  # the loss has a weight, or is a sum
             return
         if terms.list_device_numbers():
@@ -249,6 +264,8 @@ class TermComparison:
         first = self._coefficients[first_microbatch]
         rows = self._row_shares[microbatch] / self._row_shares[first_microbatch]
         if len(first) != len(coefficients):
+            if any(one.name == _RECEIVED for one in (*first, *coefficients)):
+                return
             # A loop over rows has a term for each of them.
             counts, other_counts = Counter(first), Counter(coefficients)
             are_as_many = len(counts) == len(other_counts) and all(
@@ -300,6 +317,8 @@ def _is_mean_over_rows(one: Coefficient, other: Coefficient, rows: float) -> boo
 
     `rows` says how many times the rows of the one the other one has.
     """
+    if _RECEIVED in (one.name, other.name):
+        return True
     if one.name != other.name:
         return False
     # The factor of a learned number, such as `scale.exp()`, is a loss, and that may be any number.

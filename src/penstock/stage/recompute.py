@@ -116,7 +116,7 @@ class BufferSnapshot(NamedTuple):
     value: Tensor
 
 
-def _has_write_only_buffers(module: nn.Module) -> bool:
+def has_write_only_buffers(module: nn.Module) -> bool:
     """Return whether training never reads the buffers of a module, but only writes them.
 
     That is known of the norms of PyTorch and Penstock. A norm of another library may read its
@@ -131,7 +131,7 @@ def snapshot_buffers(modules: Sequence[nn.Module]) -> list[BufferSnapshot]:
     return [
         BufferSnapshot(owner, name, buffer, buffer._version, buffer.clone())
         for owner in modules
-        if not _has_write_only_buffers(owner)
+        if not has_write_only_buffers(owner)
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
@@ -245,7 +245,7 @@ class AttributeWatch:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # `DeferredStatsBatchNorm` collects nothing in a recomputation.
-        self._modules = [m for m in modules if not _has_write_only_buffers(m)]
+        self._modules = [m for m in modules if not has_write_only_buffers(m)]
         self._copier = StructureCopier(clone_state)
         self.before = _read_attributes(self._modules)
         for _, _, value in self.before:
@@ -345,7 +345,7 @@ def restore_state(
     if current_flags != training_flags:
         _set_training(modules, training_flags)
     for owner, name, buffer in current_buffers:
-        if buffer is not None and _has_write_only_buffers(owner):
+        if buffer is not None and has_write_only_buffers(owner):
             owner._buffers[name] = buffer.clone()
     for snapshot in snapshots:
         snapshot.module._buffers[snapshot.name] = snapshot.value.clone()

@@ -379,12 +379,14 @@ class StageRunner:
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
 
-        A forward without a graph cannot tell them apart. If there are several outputs, or a frozen
-        stage that may need no backward at all, the first forward of each kind is followed by a
-        recomputation whose graph is dropped at once.
+        A forward without a graph cannot tell them apart. If there are several outputs, a frozen
+        stage that may need no backward at all, or a layer with backward hooks, which are not called
+        without gradients, the first forward of each kind is followed by a recomputation whose graph
+        is dropped at once.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE}
-        if sum(map(sum, sent.values())) < 2 and not self._has_frozen_peer:
+        is_alone = sum(map(sum, sent.values())) < 2
+        if is_alone and not (self._has_frozen_peer or self._has_peer_with_hooks):
             return
         saved = self._recompute_inputs[microbatch]
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
@@ -415,6 +417,15 @@ class StageRunner:
             peer is not None and not peer.parameters and any(m._parameters for m in peer._modules)
             for peer in peers
         )
+
+    @cached_property
+    def _has_peer_with_hooks(self) -> bool:
+        peers = (reference() for reference in self.peers)
+        return any(peer is not None and peer._has_backward_hooks for peer in peers)
+
+    @cached_property
+    def _has_backward_hooks(self) -> bool:
+        return any(m._backward_hooks or m._backward_pre_hooks for m in self._modules)
 
     @cached_property
     def _trainable_ids(self) -> frozenset[int]:

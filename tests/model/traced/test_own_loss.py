@@ -165,3 +165,58 @@ def test_own_loss_that_counts_targets_unevenly_is_refused(
         found = call(x, y.clamp(2))
         loss = found["loss"] if way == "call" else found.loss
         assert closely(loss.detach(), model(x, y.clamp(2))["loss"].detach())
+
+
+class TakesLabels(Returns):
+    """A model that takes the number of items, as BERT and T5 do, and ignores it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, _: x)
+
+    def forward(self, x: Tensor, num_items_in_batch: Any = None, labels: Any = None) -> Any:
+        x = super().forward(x)
+        return x if labels is None else functional.cross_entropy(x, labels)
+
+
+@each_door
+def test_mean_cross_entropy_may_ignore_num_items_in_batch(door: str) -> None:
+    model = TakesLabels().double()
+    labels = torch.tensor([0, -100, 1, 3, -100, 2])  # of two rows, micro-batches count 1, 2 and 1
+    inputs: dict[str, Any] = {"x": torch.randn(6, 4).double(), "labels": labels}
+    expected = model(**inputs)
+    inputs["num_items_in_batch"] = torch.tensor(17)
+    pipe = Pipe(model, 3, stages=3, devices=["cpu"] * 3, example=inputs)
+    loss = pipe.step(**inputs).loss if door == "step" else pipe(**inputs)
+    assert closely(loss.detach(), expected.detach())
+    # Without labels there is no loss, which the number could divide.
+    del inputs["labels"]
+    assert closely(pipe(**inputs).detach(), model(inputs["x"]).detach())
+
+
+class WithPenalty(nn.Module):
+    """A model whose loss has a term that is computed from the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[0](x)
+        y = self.blocks[2](torch.tanh(self.blocks[1](hidden)))
+        loss: Tensor = functional.mse_loss(y, x) + 0.1 * hidden.square().sum(1).mean()
+        return loss
+
+
+@each_door
+def test_term_of_an_earlier_stage_beside_a_micro_batch_of_one_row(door: str) -> None:
+    """One row is cut elsewhere: its mean was on the last stage, and counted as one more term."""
+    model = WithPenalty().double()
+    unsplit, x = copy.deepcopy(model), torch.randn(7, 6).double()
+    pipe = Pipe(model, 4, stages=[1, 2], devices=["cpu"] * 2, example=x)
+    loss = pipe.step(x).loss if door == "step" else pipe(x)
+    expected = unsplit(x)
+    expected.backward()
+    if door != "step":
+        loss.backward()
+    assert closely(loss, expected)
+    assert same_gradients(model, unsplit)

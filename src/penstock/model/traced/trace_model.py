@@ -441,7 +441,8 @@ def _is_same_path(nodes: Sequence[TraceNode], first_nodes: Sequence[TraceNode]) 
         [_describe_computation(n) for n in group if not n.input_only]
         for group in (calls, first_calls)
     )
-    first_from_inputs = [_describe_computation(n) for n in first_calls if n.input_only]
+    # An iterator, which `in` consumes: what is left must come in the same order, and as often.
+    first_from_inputs = iter([_describe_computation(n) for n in first_calls if n.input_only])
     return computed == first_computed and all(
         _describe_computation(n) in first_from_inputs for n in calls if n.input_only
     )

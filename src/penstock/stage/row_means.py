@@ -1,0 +1,256 @@
+"""A proof that a loss function is a mean over rows, from the operations that it runs.
+
+The loss of a batch is the mean of the losses of its micro-batches only if the function is a sum of
+terms, each of which depends on one row. Trying it on some rows shows that for these rows. A weight
+that is normalised over the batch may be the same for all of them, a quantile of two rows is their
+mean, and a branch may be taken later. So the operations of a micro-batch are followed:
+
+    outputs, targets            ROWS        a number, or several, for each row
+    sigmoid, log_softmax(1)     ROWS        operations that compute each row by itself
+    mean, sum, cross_entropy    TOTAL       a sum over rows
+    TOTAL + TOTAL, 0.1 * TOTAL  TOTAL       linear operations
+    anything else               OTHER       no proof
+
+A loss that is a TOTAL is a mean, or a sum, over rows. (`loss_terms.py` compares what these count.)
+Of any other loss nothing is known, and it is compared with the loss of the whole batch in each
+step (`Audit.check_whole_loss`). So it is enough to know the operations of common losses.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from penstock.torch_compat import pytree
+
+
+def _split_names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+class Kind(Enum):
+    """How a tensor depends on the rows of the batch."""
+
+    CONSTANT = auto()
+    ROWS = auto()
+    TOTAL = auto()
+    OTHER = auto()
+
+
+# The names of functions, methods and operators, without underscores.
+_ELEMENTWISE = _split_names(
+    """
+    add radd sub rsub subtract mul rmul multiply div rdiv truediv rtruediv divide neg negative abs
+    absolute exp expm1 log log1p log2 sqrt rsqrt square pow rpow reciprocal sign sigmoid logsigmoid
+    tanh relu gelu silu softplus elu leaky_relu clamp clip where masked_fill nan_to_num minimum
+    maximum xlogy erf cos sin eq ne lt le gt ge and or xor invert logical_and logical_or logical_not
+    isnan isfinite to type_as float double half bfloat16 long int bool detach clone contiguous
+    zeros_like ones_like full_like
+    """
+)
+_LINEAR = _split_names(
+    """
+    add radd sub rsub subtract neg negative sum mean stack to float double half bfloat16 clone
+    contiguous view reshape squeeze
+    """
+)
+_SCALING = _split_names("mul rmul multiply div truediv divide")
+_SUMS = _split_names("sum mean")
+_RESHAPES = _split_names("view reshape flatten unflatten")
+# The position of the argument `dim`, and its default.
+_DIMS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(
+        _split_names(
+            """
+            sum mean amax amin max min argmax argmin softmax log_softmax logsumexp var std cumsum
+            unsqueeze squeeze gather
+            """
+        ),
+        (1, None),
+    ),
+    "norm": (2, None),
+    "vector_norm": (2, None),
+    "normalize": (2, 1),
+    "cosine_similarity": (2, 1),
+    "topk": (2, -1),
+    "sort": (1, -1),
+    "argsort": (1, -1),
+}
+_CLASS_LOSSES = _split_names("cross_entropy nll_loss")  # targets may have one dim less
+_LOSSES = _CLASS_LOSSES | _split_names(
+    """
+    mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy soft_margin_loss
+    binary_cross_entropy_with_logits poisson_nll_loss
+    """
+)
+_IN_PLACE_OPERATORS = _split_names(
+    """
+    __setitem__ __set__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__
+    """
+)
+# They return no number that depends on data.
+_METADATA = _split_names(
+    """
+    get size dim ndimension numel len stride is_floating_point is_complex is_contiguous get_device
+    element_size backward retain_grad hash
+    """
+)
+
+
+class RowMeanProver(TorchFunctionMode):
+    """Follows the operations of a loss function on one micro-batch.
+
+    Args:
+        batch: The values that have rows: the outputs of the model, and the targets.
+    """
+
+    def __init__(self, *batch: Any) -> None:
+        super().__init__()
+        self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}  # by id of a tensor
+        # Whether Python has read a number, and may go by it, or an operation in place has changed
+        # other tensors with the same memory. What follows is not known.
+        self._is_lost = False
+        tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+        for tensor in tensors:
+            self._mark(tensor, Kind.ROWS if tensor.dim() else Kind.OTHER)
+        self._row_count = math.gcd(*(len(t) for t in tensors if t.dim()))
+
+    def proves(self, loss: Any) -> bool:
+        """Return whether a tensor is a mean, or a sum, over rows."""
+        kinds = Kind.TOTAL, Kind.CONSTANT
+        return isinstance(loss, Tensor) and self._find_kind(loss) in kinds
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and note the kind of what it returns."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = _list_tensors((*args, *kwargs.values()))
+        kinds = {self._find_kind(tensor) for tensor in tensors} - {Kind.CONSTANT}
+        outputs = _list_tensors((result,))
+        kind = Kind.OTHER if kinds else Kind.CONSTANT
+        if kinds:
+            name = getattr(func, "__name__", "")
+            self._is_lost |= not outputs and name.strip("_") not in _METADATA
+            self._is_lost |= _works_in_place(name) or "out" in kwargs
+            if outputs and not self._is_lost and len(kinds) == 1:
+                kind = self._derive(name.strip("_"), kinds.pop(), tensors, args, kwargs, outputs)
+        for output in outputs:
+            self._mark(output, kind)
+        return result
+
+    def _mark(self, tensor: Tensor, kind: Kind) -> None:
+        self._kinds[id(tensor)] = weakref.ref(tensor), kind
+
+    def _find_kind(self, tensor: Any) -> Kind:
+        reference, kind = self._kinds.get(id(tensor), (None, Kind.CONSTANT))
+        if reference is not None and reference() is tensor:
+            return kind
+        # It has a graph, and was not computed here: a layer may have left it somewhere.
+        return Kind.CONSTANT if tensor.is_leaf else Kind.OTHER
+
+    def _derive(
+        self,
+        name: str,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Sequence[Tensor],
+    ) -> Kind:
+        """Return the kind of what a function returns for arguments of one kind and constants."""
+        if kind is Kind.TOTAL and self._is_linear(name, args):
+            return Kind.TOTAL
+        if kind is not Kind.ROWS or not isinstance(args[0], Tensor | list | tuple):
+            return Kind.OTHER
+        source = tensors[0]
+        if name in _LOSSES:
+            return self._derive_loss(name, args, kwargs, outputs[0])
+        if name in _ELEMENTWISE and all(self._is_aligned(t, outputs[0]) for t in tensors):
+            return Kind.ROWS
+        if name in _SUMS and not outputs[0].dim():
+            return Kind.TOTAL
+        if name in _RESHAPES:
+            has_rows = outputs[0].dim() and not len(outputs[0]) % max(self._row_count, 1)
+            return Kind.ROWS if has_rows else Kind.OTHER
+        if name in _DIMS and all(self._find_kind(t) is Kind.ROWS for t in tensors):
+            position, default = _DIMS[name]
+            dims = kwargs.get("dim", args[position] if position < len(args) else default)
+            dims = dims if isinstance(dims, tuple | list) else [dims]
+            sizes = {len(t) if t.dim() else 0 for t in (*tensors, *outputs)}
+            is_by_row = all(type(dim) is int and dim % source.dim() for dim in dims)
+            return Kind.ROWS if is_by_row and len(sizes) == 1 else Kind.OTHER
+        if name == "getitem" and self._keeps_rows(source, args[1]):
+            return Kind.ROWS
+        if name == "transpose" and all(dim % source.dim() for dim in args[1:]):
+            return Kind.ROWS
+        return Kind.OTHER
+
+    def _is_linear(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Return whether a function of totals and constants is linear in the totals."""
+        if name in _LINEAR:
+            return True
+        are_totals = [self._find_kind(a) is Kind.TOTAL for a in args if isinstance(a, Tensor)]
+        # Not the product of two totals, nor a constant that is divided by a total.
+        has_one = are_totals.count(True) == 1
+        return name in _SCALING and has_one and (are_totals[0] or "div" not in name)
+
+    def _derive_loss(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Kind:
+        """Return the kind of one of PyTorch's losses. Its weights must be constant."""
+        batch, others = args[:2], (*args[2:], *kwargs.values())
+        if any(isinstance(v, Tensor) and self._find_kind(v) is not Kind.CONSTANT for v in others):
+            return Kind.OTHER
+        if len(batch) < 2 or not all(self._find_kind(t) is Kind.ROWS and t.dim() for t in batch):
+            return Kind.OTHER
+        # A prediction of shape (rows, 1) and a target of shape (rows) would be combined row by row.
+        if batch[0].dim() != batch[1].dim() and name not in _CLASS_LOSSES:
+            return Kind.OTHER
+        if len(batch[0]) != len(batch[1]):
+            return Kind.OTHER
+        return Kind.ROWS if output.dim() else Kind.TOTAL
+
+    def _is_aligned(self, tensor: Tensor, output: Tensor) -> bool:
+        """Return whether each row of an elementwise result is computed from the same row."""
+        if self._find_kind(tensor) is Kind.ROWS:
+            return tensor.dim() == output.dim() and len(tensor) == len(output)
+        # A constant with an entry for each row depends on where the batch is split.
+        return tensor.dim() < output.dim() or len(tensor) == 1 or not tensor.dim()
+
+    def _keeps_rows(self, source: Tensor, index: Any) -> bool:
+        """Return whether `source[index]` has all rows, or those where a mask is true."""
+        if isinstance(index, Tensor):
+            is_mask = index.dtype is torch.bool and self._find_kind(index) is Kind.ROWS
+            return is_mask and len(index) == len(source)
+        indices = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(i, Tensor | list) for i in indices):
+            return False
+        is_behind_rows = indices[0] is Ellipsis and len(indices) <= source.dim()
+        return is_behind_rows or indices[0] == slice(None)
+
+
+def _list_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in lists and tuples. A tree would take longer than most operations."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _list_tensors(value)
+    return tensors
+
+
+def _works_in_place(name: str) -> bool:
+    """Return whether a function is `add_`, `__iadd__` or `__setitem__`, say."""
+    if name.startswith("__"):
+        return name in _IN_PLACE_OPERATORS
+    return name.endswith("_")
