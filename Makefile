@@ -19,7 +19,9 @@
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
+# make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
+# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -27,7 +29,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions caps papers plans bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -97,8 +99,14 @@ versions: $(READY)
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \
 		$(foreach python,$(PYTHONS),--python $(python))
 
+caps: $(READY)
+	$(BIN)/python -m tests.properties.memory_caps $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
+
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+
+plans: $(READY)
+	$(BIN)/python -m tests.planning.brute_force
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

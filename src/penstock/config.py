@@ -10,12 +10,10 @@ from math import isfinite
 from typing import Any
 
 from penstock.errors import ArgumentError, PenstockTypeError
-from penstock.schedules.lowering import CHECKPOINT_MODES
 
 RUNTIMES = ("threads", "inline", "graph", "auto")
 
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
-    "checkpoint": CHECKPOINT_MODES,
     "runtime": RUNTIMES,
     "reduction": (None, "mean", "sum"),
     "data": ("all", "first"),
