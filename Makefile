@@ -18,6 +18,7 @@
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
+# make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
 # make bench     measure; prints tables
 
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features zoo versions caps papers bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -91,6 +92,9 @@ zoo: $(READY)
 versions: $(READY)
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \
 		$(foreach python,$(PYTHONS),--python $(python))
+
+caps: $(READY)
+	$(BIN)/python -m tests.properties.memory_caps $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
 
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py

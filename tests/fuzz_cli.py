@@ -90,6 +90,12 @@ COMMANDS = (
     "verify {path:program.txt}",
     "verify {path:huge.txt}",
     "studio missing.txt --port {n:0} --no-browser",  # with a file that exists, it would serve it
+    "plan {path:profile.json} --devices {n:2} --memory {n:2}GB --solver-seconds {n:0}",
+    "plan factories:{factory:good} --devices {n:2} --memory {n:1}GB --solver-seconds 0",
+    "plan {module:factories}:{factory:exits} --optimizer {name:sgd} --solver-seconds 0 --devices 1",
+    "split factories:{factory:good} --stages {n:2} --chunks {n:2} --balance {name:parameters}",
+    "split {module:factories}:{factory:raises} --stages 2",
+    "plan {path:good.txt} --objective {name:period} --save {path:plan.json}",
     "check factories:{factory:good} --stages {n:2} --chunks {n:2} --schedules {name:gpipe}",
     "check factories:{factory:exits} --stages 2 --chunks 2 --schedules 1f1b --json",
     "check {module:factories}:{factory:good} --tolerance {n:1e-10} --quick --stages 2",

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.errors import ArgumentError, PenstockTypeError
-from penstock.schedules.lowering import CHECKPOINT_MODES
 
 RUNTIMES = ("threads", "inline", "graph", "auto")
 
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
-    "checkpoint": CHECKPOINT_MODES,
     "runtime": RUNTIMES,
     "reduction": (None, "mean", "sum"),
     "data": ("all", "first"),

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ from penstock.config import check_audit, check_choices, check_chunks, check_loss
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
+from penstock.errors import RunError
 from penstock.model.placement import (
+    MemoryCap,
     PlacedPartition,
     SplitRequest,
     build_move_error,
@@ -32,11 +35,13 @@ from penstock.model.placement import (
     describe_placement,
     place_model,
 )
+from penstock.model.planner import build_process_request, replan, wants_plan
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
 from penstock.model.traced.containers import HOOK_TABLES
 from penstock.model.traced.units import UnitSelector
+from penstock.planning.plan import Plan
 from penstock.runtime import signals
 from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
@@ -54,6 +59,8 @@ from penstock.runtime.distributed.setup import (
 from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
+from penstock.runtime.memory_cap import ADAM_STATE_FACTOR, place_plan, place_within_memory
+from penstock.runtime.memory_forecast import MemoryForecast, build_example_loss
 from penstock.runtime.preemption import (
     PreemptionPlan,
     PreemptionRequest,
@@ -65,6 +72,7 @@ from penstock.runtime.request import Request
 from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
+from penstock.schedules.lowering import Recomputation, resolve_recomputation
 from penstock.schedules.notation import dumps
 from penstock.schedules.registry import (
     ScheduleLike,
@@ -108,7 +116,8 @@ class Pipe(nn.Module):
         module: The model. An `nn.Sequential`, or any other module together with `example`.
         chunks: The number of micro-batches that a batch is split into.
         checkpoint: Which micro-batches are recomputed in the backward instead of keeping their
-            activations: "always", "except_last" or "never".
+            activations: "always", "except_last" or "never"; a list with one of these, or a bool,
+            for each stage; or a function of (stage, micro-batch).
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of
             once per micro-batch.
         stages: The number of stages, or a list with the number of layers of each stage. Without
@@ -128,8 +137,15 @@ class Pipe(nn.Module):
             trace the model and to measure its layers.
         units: For a traced model, the submodules that are never cut: a path, a class, a function
             of name and module, or a list of these.
-        memory: For a traced model, the bytes that a device may use: one number, or one for each
-            rank.
+        memory: A cap on the bytes that each rank uses for parameters, gradients, the state of an
+            Adam optimizer, and a step on the `example`: a number, a text such as "24GB" or
+            "512 MiB", a fraction of the device such as 0.9 or "90%", or a list with one of these
+            for each rank.
+        target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps.
+        plan: A plan of `penstock.plan`, or one that was loaded with `Plan.load`. It decides about
+            stages, schedule, chunks, recomputation and runtime. Without it, and with an `example`
+            but neither `stages` nor `devices`, the pipe makes a plan for the devices that are
+            there.
         stage_fn: Called as `stage_fn(module, index)` for each stage. It returns the module that
             computes the stage, for example `module` wrapped in `fully_shard`,
             `DistributedDataParallel` or `torch.compile`.
@@ -165,7 +181,7 @@ class Pipe(nn.Module):
         self,
         module: nn.Module,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Recomputation = "except_last",
         deferred_batch_norm: bool = False,
         *,
         stages: int | Sequence[int] | None = None,
@@ -177,7 +193,9 @@ class Pipe(nn.Module):
         balance: str | None = None,
         example: Any = None,
         units: UnitSelector = None,
-        memory: float | Sequence[float] | None = None,
+        memory: MemoryCap = None,
+        target: Any = None,
+        plan: Plan | None = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -199,7 +217,7 @@ class Pipe(nn.Module):
         ):
             check_model(module)
             check_chunks(chunks)
-            check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+            check_choices(runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
             check_audit(audit)
@@ -209,19 +227,47 @@ class Pipe(nn.Module):
             self.__dict__["loss_fn"] = loss_fn
             if deferred_batch_norm:
                 module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
-            requested_schedule = resolve_schedule(schedule)
-            split_request = SplitRequest(stages, devices, balance, example, chunks, units, memory)
+            split_request = SplitRequest(
+                stages,
+                devices,
+                balance,
+                example,
+                chunks,
+                units,
+                memory,
+                checkpoint,
+                resolve_schedule(schedule),
+            )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
             weights = {} if groups is None else sample_weights(module)
-            placed_partition = place_model(
-                module,
-                split_request,
-                requested_schedule,
-                None if groups is None else build_process_context(groups),
-            )
-            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn)
+            self._plan, self._memory_forecast = plan, None
+            self._replanned: list[Plan] = []  # the last plan of `replan`, after the one it replaces
+            place = partial(place_model, module)
+            if groups is not None:
+                process = build_process_context(groups)
+                if plan is not None:
+                    split_request = build_process_request(
+                        module, plan, split_request, process.ranks
+                    )
+                placed_partition = place(split_request, process)
+            elif plan is not None or wants_plan(split_request):
+                planned = place_plan(
+                    module, split_request, plan, place, self._forecast_memory, target
+                )
+                self._plan, split_request, placed_partition, self._memory_forecast = planned
+            elif memory is None:
+                placed_partition = place(split_request)
+            else:
+                placed_partition, self._memory_forecast = place_within_memory(
+                    split_request, place, partial(self._forecast_memory, batch=(example, target))
+                )
+            chunks, requested_schedule = split_request.chunks, split_request.schedule
+            self.chunks, self.checkpoint = chunks, split_request.checkpoint
+            if self._plan is not None and runtime == "threads":
+                self.runtime = self._plan.runtime
+            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn, chunks)
             if groups is not None and len(set(placed_partition.placement)) > 1:
                 prepared_pipe = replace(prepared_pipe, partial_model=weakref.ref(module))
             self._prepared_pipe = prepared_pipe
@@ -263,6 +309,7 @@ class Pipe(nn.Module):
         placed_partition: PlacedPartition,
         schedule: str | Schedule | None,
         stage_fn: StageFn | None,
+        chunks: int,
     ) -> PreparedPipe:
         """Wrap the stages with `stage_fn`, build the schedule and verify it."""
         self._placed_partition = replace(
@@ -276,9 +323,9 @@ class Pipe(nn.Module):
         )
         graph = self._placed_partition.partition.graph
         self._schedule_choice = build_schedule_factory(
-            schedule, self._placed_partition.placement, self.chunks, graph
+            schedule, self._placed_partition.placement, chunks, graph
         )
-        first_schedule = self._schedule_choice(self.chunks)
+        first_schedule = self._schedule_choice(chunks)
         check_has_backward(first_schedule, self._schedule_choice.name)
         # The named schedules are sound for every graph. Their tests verify them.
         if isinstance(schedule, Schedule):
@@ -292,6 +339,32 @@ class Pipe(nn.Module):
             [getattr(self, name) for name in HOOK_TABLES],
         )
 
+    def _forecast_memory(
+        self,
+        placed_partition: PlacedPartition,
+        request: SplitRequest,
+        batch: tuple[Any, Any],
+        optimizer_factor: float = ADAM_STATE_FACTOR,
+    ) -> MemoryForecast:
+        """Return the bytes that a step on a batch and its target needs.
+
+        The pipe need not be complete yet.
+        """
+        example, target = batch
+        loss_fn = build_example_loss(self.loss_fn, target is not None)
+        named = dict(example) if isinstance(example, Mapping) else {}
+        inputs = () if named else example if isinstance(example, tuple) else (example,)
+        prepared = self._prepare(placed_partition, request.schedule, None, request.chunks)
+        prepared = replace(prepared, layers=placed_partition.partition.children())
+        step = replace(
+            self._build_step_request(inputs, named, target, loss_fn),
+            chunks=request.chunks,
+            checkpoint=resolve_recomputation(
+                request.checkpoint, len(placed_partition.placement), request.chunks
+            ),
+        )
+        return LocalEngine(prepared).forecast_memory(step, optimizer_factor)
+
     def _build_request(
         self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any
     ) -> Request:
@@ -300,7 +373,9 @@ class Pipe(nn.Module):
             inputs,
             keyword_inputs,
             chunks=self.chunks,
-            checkpoint=self.checkpoint,
+            checkpoint=resolve_recomputation(
+                self.checkpoint, len(self._placed_partition.placement), self.chunks
+            ),
             training=self.training,
             runtime=self.runtime,
             reduction=self.reduction,
@@ -540,7 +615,69 @@ class Pipe(nn.Module):
         >>> "2 stages" in pipe.summary()
         True
         """
-        return str(self._placed_partition.partition)
+        lines = [str(self._placed_partition.partition)]
+        if self._memory_forecast is not None:
+            caps = self._placed_partition.memory
+            lines.append(f"memory   {self._memory_forecast.describe(caps)}")
+        if self._plan is not None:
+            lines.append(f"plan     {self._plan.describe_choice()}: {self._describe_gain()}")
+        stages = len(self._placed_partition.placement)
+        if self._plan is None and self.chunks < len(set(self._placed_partition.placement)):
+            bubble = self.forecast(Cost.even(self._placed_partition.placement)).bubble
+            lines.append(
+                f"chunks   {self.chunks} for {stages} stages: the ranks are idle for {bubble:.0%} "
+                f"of the time. Use chunks={2 * stages} or more."
+            )
+        return "\n".join(lines)
+
+    def _describe_gain(self) -> str:
+        if not self._replanned:
+            return "pipe.replan() says whether another one is faster, as measured"
+        before, after = self._replanned
+        gain = 1 - after.seconds / before.seconds
+        return f"a new plan would gain {gain:.0%}" if gain > 0.005 else "no new plan is faster"
+
+    def replan(
+        self,
+        *,
+        chunks: int | Sequence[int] | None = None,
+        solver_seconds: float = 10.0,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> Plan:
+        """Plan again with the costs that the last step has measured in place of the profile.
+
+        The pipe itself stays as it is. `Pipe(model, plan=pipe.replan())` makes another one, and
+        `summary()` says how much faster it would be.
+
+        Args:
+            chunks: The number of micro-batches, or those to try.
+            solver_seconds: How long the exact solver may run, if `ortools` is installed.
+            progress: Called with what is being done and the fraction that is done.
+
+        Returns:
+            The new plan.
+
+        Raises:
+            RunError: If the pipe has no plan, or has not run a step yet.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> pipe = Pipe(layers, example=x, chunks=4, schedule="1f1b", loss_fn=nn.MSELoss())
+        >>> _ = pipe.step(x, target=y)
+        >>> pipe.replan(chunks=4).chunks
+        4
+        """
+        if self._plan is None:
+            raise RunError(
+                "the pipe was made without a plan, so there is no profile to correct. Make it with "
+                "Pipe(model, example=batch), or with plan=."
+            )
+        cost = self.forecast().cost
+        if cost == Cost.even(self._placed_partition.placement):
+            raise RunError("nothing is measured yet. Run a step before you call pipe.replan().")
+        before, after = replan(self._plan, cost, chunks, solver_seconds, progress)
+        self._replanned[:] = before, after
+        return after
 
     # ---- checkpoints ----------------------------------------------------------------------
 

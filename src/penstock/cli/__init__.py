@@ -332,6 +332,59 @@ def run_studio(
         server.serve_forever()
 
 
+# ---- plan ---------------------------------------------------------------------------------
+
+
+@app.command("plan")
+def make_plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="MODULE:FACTORY, a function that returns (model, batch, ...), or a profile: a "
+            ".json file of Profile.save."
+        ),
+    ],
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices. Default: those of the profile.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Cap of each device: 24GB, 1.5GiB or 90%.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="makespan of one step, or period of steps in a row.")
+    ] = "makespan",
+    solver_seconds: Annotated[
+        float, typer.Option(min=0, max=86400, help="Time for the exact solver; 0: none.")
+    ] = 10.0,
+    optimizer: Annotated[
+        str, typer.Option(help="For MODULE:FACTORY: adamw, sgd, momentum, ...")
+    ] = "adamw",
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it: .svg or .png.")] = None,
+) -> None:
+    """Find the fastest plan for a model and its devices, and say how far it is from the best."""
+    from penstock.cli.plan import run
+
+    run(target, devices, memory, objective, solver_seconds, optimizer, save, picture)
+
+
+@app.command("split")
+def split_model(
+    factory: Annotated[
+        str, typer.Argument(help="MODULE:FACTORY, a function that returns (model, batch, ...).")
+    ],
+    stages: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Number of stages.")] = 4,
+    chunks: ChunksOption = 1,
+    balance: Annotated[
+        str | None, typer.Option(help="time, memory or parameters. Default: time.")
+    ] = None,
+) -> None:
+    """Cut a model into stages and show them, without a pipe."""
+    from penstock.cli.plan import run_split
+
+    run_split(factory, stages, chunks, balance)
+
+
 # ---- check --------------------------------------------------------------------------------
 
 

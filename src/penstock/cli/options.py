@@ -50,7 +50,9 @@ MemoryOption = Annotated[
     float | None,
     typer.Option(
         "--memory",
-        help="Limit on live micro-batches per rank, over all its stages. For fit: 1f1b's peak.",
+        metavar="MICROBATCHES",
+        help="Limit on live micro-batches per rank, over all its stages. For fit: 1f1b's peak. "
+        "(A limit in bytes needs a model: penstock plan.)",
     ),
 ]
 HtmlOption = Annotated[

@@ -95,7 +95,7 @@ class LegacyPipe(nn.Module):
     @property
     def checkpoint(self) -> str:
         """The micro-batches that are recomputed: `always`, `except_last` or `never`."""
-        return self._pipe.checkpoint
+        return str(self._pipe.checkpoint)
 
     def _run(self, *inputs: Any) -> Any:
         self._pipe.training = self.training

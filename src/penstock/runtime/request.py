@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.stage_inputs import Batch
+from penstock.schedules.lowering import RecomputeTable
 from penstock.stage.loss import LossFn
 
 
@@ -16,7 +17,8 @@ class Request(Batch):
     """The batch of one call of a pipe, with the options of the call and of the pipe.
 
     Attributes:
-        checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never".
+        checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never", or for
+            each stage one of these or a bool for each micro-batch.
         training: Whether the pipe is in training mode.
         runtime: The runtime that was asked for.
         loss_fn: The loss of a step. None: the model computes it.
@@ -25,7 +27,7 @@ class Request(Batch):
         audit: Which calls are compared with the unsplit model: "first", "off", or every n-th.
     """
 
-    checkpoint: str = "except_last"
+    checkpoint: RecomputeTable = "except_last"
     training: bool = True
     runtime: str = "threads"
     loss_fn: LossFn | None = None
@@ -40,7 +42,7 @@ class Request(Batch):
         """
         return {
             "chunks": self.chunks,
-            "checkpoint": self.checkpoint,
+            "checkpoint": str(self.checkpoint),
             "training mode": self.training,
             "reduction": self.reduction,
             "outputs": self.return_outputs,
