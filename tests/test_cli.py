@@ -379,6 +379,7 @@ COST = "such as F=1,I=1,W=1,send=0, not"
         ),
         ("show fit -p 2 -m 2 --placement w", "placement must be loop or v, not 'w'"),
         ("show fit -p 2 -m 2 --placement v -v 3", "placement v needs 2 stages per rank, not 3"),
+        ("show fit -p 2 -m 2 --placement v -v 1", "placement v needs 2 stages per rank, not 1"),
         ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: the file name must end in .svg"),
         ("show zb-v", "zb-v needs --ranks and --chunks, for example -p 4 -m 8"),
         ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),

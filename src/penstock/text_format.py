@@ -18,8 +18,8 @@ def choose_byte_unit(size: float) -> tuple[float, str]:
 def format_bytes(size: float) -> str:
     """Return a number of bytes with three significant digits.
 
-    >>> format_bytes(512), format_bytes(1_536_000)
-    ('512 B', '1.54 MB')
+    >>> format_bytes(512), format_bytes(999_950), format_bytes(1_536_000)
+    ('512 B', '1 MB', '1.54 MB')
     """
     factor, name = choose_byte_unit(size)
     return f"{size / factor:.3g} {name}"

@@ -265,6 +265,21 @@ def test_check_of_a_custom_schedule_and_one_from_a_file(tmp_path: Any) -> None:
     assert "nothing ran, so nothing is proved" in str(refused)
 
 
+def test_missing_or_additional_gradient_is_a_difference() -> None:
+    gradient = torch.zeros(2)
+    assert compute_difference("gradients", "", None, None).size == 0
+    assert compute_difference("gradients", "", None, gradient).size == torch.inf
+    assert compute_difference("gradients", "", gradient, None).size == torch.inf
+
+
+@pytest.mark.parametrize("expected", [1.0, torch.inf])
+def test_nan_is_equal_to_nan_alone(expected: float) -> None:
+    nan, other = torch.tensor([torch.nan, 1.0]), torch.tensor([expected, 1.0])
+    assert compute_difference("outputs", "", nan, nan.clone()).size == 0
+    assert compute_difference("outputs", "", nan, other).size == torch.inf
+    assert compute_difference("outputs", "", other, nan).size == torch.inf
+
+
 @pytest.mark.parametrize(("relative", "counts"), [(2e-7, False), (1e-5, True)])
 def test_only_rounding_is_tolerated_in_single_precision(relative: float, counts: bool) -> None:
     expected = torch.linspace(1, 2, 5)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from penstock import ArgumentError, CheckpointError, Pipe, saved
 from penstock.checkpoint.directory import find_newest
+from penstock.checkpoint.manifest import write_file_synced
 
 
 def make_pipe() -> Pipe:
@@ -138,6 +139,7 @@ def test_unfinished_save_is_not_loaded_and_is_removed_by_the_next(tmp_path: Path
     [
         (lambda save: (save / "manifest.json").unlink(), "manifest.json' is missing"),
         (lambda save: (save / "manifest.json").write_text("{}"), "manifest.json' is damaged"),
+        (lambda save: _change_date(save), "manifest.json' is damaged"),
         (lambda save: save.rename(save.parent / "save-000009"), "renamed or copied"),
         (lambda save: _set_format(save, 2), "has format 2, and this version of penstock reads"),
     ],
@@ -152,6 +154,12 @@ def test_odd_newest_save_raises_instead_of_starting_again(
         with pytest.raises(CheckpointError, match=message) as raised:
             call(tmp_path)
     assert ("The newest complete save is" in str(raised.value)) == (steps == 2)
+
+
+def _change_date(save: Path) -> None:
+    content = json.loads((save / "manifest.json").read_text())
+    content["saved_at"] = "2001-01-01T00:00:00+00:00"
+    (save / "manifest.json").write_text(json.dumps(content))
 
 
 def _set_format(save: Path, number: int) -> None:
@@ -327,6 +335,13 @@ def test_save_and_load_need_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "link", refuse)
     assert save_steps(tmp_path, 3).load(tmp_path) == 3
     assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
+
+
+def test_file_of_a_save_replaces_no_other(tmp_path: Path) -> None:
+    (tmp_path / "extra.pt").write_text("of another writer")
+    with pytest.raises(FileExistsError):
+        write_file_synced(tmp_path / "extra.pt", b"mine")
+    assert (tmp_path / "extra.pt").read_text() == "of another writer"
 
 
 def test_manifest_lists_every_file_with_its_digests(tmp_path: Path) -> None:

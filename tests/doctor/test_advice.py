@@ -77,6 +77,13 @@ CASES = {
             "Install the same version on every host"
         ],
     ),
+    "torch differs on the last of four": (
+        found({}, {}, {}, with_version("torch", "2.11.0")),
+        [
+            "broken: torch differs between ranks: 2.13.0+cpu on ranks 0 to 2; 2.11.0 on rank 3. "
+            "Install the same version on every host"
+        ],
+    ),
     "torch is old": (
         found(with_version("torch", "2.9.1")),
         ["broken: rank 0 has torch 2.9.1, but Penstock needs 2.10 or newer"],

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.draw import text
 from penstock.draw.style import SHADES, contrasting_ink
+from penstock.draw.text import _Grid
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
@@ -158,6 +159,13 @@ def test_text_of_measured_times_without_a_common_quantum(played: Played) -> None
         1 action is too short to draw
         makespan 4.17, bubble 0.7%, peak 2
     """)
+
+
+def test_boxes_of_half_a_column_more_are_all_rounded_up() -> None:
+    # Python's `round` would go to the even number, and float errors to either side.
+    grid = _Grid(scale=10.0, quantum_columns=1)
+    ends = [grid.column(0.1 * (number + 0.5)) for number in range(20)]
+    assert ends == list(range(1, 21))
 
 
 def test_text_draws_overlapping_spans_side_by_side(played: Played) -> None:

@@ -54,6 +54,15 @@ def test_missing_variables_are_named_with_the_torchrun_command(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "8"), ("LOCAL_RANK", "4"), ("MASTER_PORT", "65536")]
+)
+def test_numbers_that_contradict_each_other_are_refused(name: str, value: str) -> None:
+    with pytest.raises(RunError, match=f"contradict each other: .*{name}={value}"):
+        read_rank_env({**TORCHRUN_ENV, name: value})
+    read_rank_env({**TORCHRUN_ENV, name: str(int(value) - 1)})
+
+
 def test_non_numeric_variables_are_named() -> None:
     with pytest.raises(RunError, match=r"not numbers: WORLD_SIZE=two, MASTER_PORT=-1\."):
         read_rank_env({**TORCHRUN_ENV, "WORLD_SIZE": "two", "MASTER_PORT": "-1"})

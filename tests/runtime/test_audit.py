@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -524,6 +525,19 @@ def test_state_and_hooks_outside_of_the_model_see_the_step_once() -> None:
     pipe.step(rows(), loss_fn=loss_fn)
     assert (seen, len(hooks)) == ([2, 2, 2, 2], 4)
     assert random.getstate() == state
+
+
+def test_audit_of_a_call_warns_of_nothing() -> None:
+    """PyTorch warns when a number of a graph is read, and that ended the comparison of parts."""
+    pipe = piped(linear(), checkpoint="never")
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe(rows()).sum().backward()
+    finally:
+        torch.set_warn_always(False)
+    assert not caught
 
 
 def test_buffer_that_is_assigned_between_units_is_no_difference() -> None:

@@ -53,6 +53,24 @@ def test_one_backward_through_two_pipe_calls(checkpoint: str, runtime: str) -> N
     assert same_gradients(pipe, model)
 
 
+@each_checkpoint
+def test_parameters_with_one_gradient_in_common(checkpoint: str) -> None:
+    """Autograd returns one tensor as the gradient of both terms of an addition."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.ones(6).double()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.a + self.b)
+
+    model, pipe = both(nn.Sequential(Sums(), Sums()), checkpoint=checkpoint, stages=2, chunks=4)
+    for module in (model, pipe):
+        module(batch(8)[0]).sum().backward()
+    assert same_gradients(pipe, model)
+
+
 @each_runtime
 @each_checkpoint
 def test_pipe_between_other_modules(checkpoint: str, runtime: str) -> None:

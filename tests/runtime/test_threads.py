@@ -24,6 +24,30 @@ from tests.support import crews, ends, without_gc
 def nothing() -> None: ...
 
 
+def test_ranks_see_the_calls_of_two_callers_in_the_same_order() -> None:
+    """Otherwise one rank waits for a message of a call that another rank has not begun."""
+    pool = WorkerPool(2)
+    calls: tuple[list[str], list[str]] = ([], [])
+
+    def run(caller: str) -> None:
+        pool.run_jobs([lambda lane=lane: lane.append(caller) for lane in calls], nothing)  # type: ignore[misc]
+
+    second = threading.Thread(target=run, args=("second",))
+    queue = pool._job_queues[0]
+
+    class StartsTheSecondCaller:
+        def put(self, job: Any) -> None:
+            pool._job_queues[0] = queue
+            queue.put(job)
+            second.start()
+            second.join(timeout=0.5)  # it ends only if it did not wait for the first
+
+    pool._job_queues[0] = StartsTheSecondCaller()  # type: ignore[call-overload]
+    run("first")
+    second.join()
+    assert calls[0] == calls[1] == ["first", "second"]
+
+
 def test_worker_pool_runs_each_job_in_its_own_thread_at_the_same_time() -> None:
     meeting = threading.Barrier(3)
     names: list[str] = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.schedules.explain import (
     critical_path,
     find_idle,
 )
+from penstock.schedules.ir import Send, consumes, produces
 
 
 def index_of(name: str, ranks: int, chunks: int, **costs: float) -> TimelineIndex:
@@ -24,17 +26,17 @@ def index_of(name: str, ranks: int, chunks: int, **costs: float) -> TimelineInde
 @pytest.mark.parametrize("send", [0.0, 0.3])
 def test_critical_path_adds_up_to_the_makespan(name: str, send: float) -> None:
     index = index_of(name, 4, 8, send=send)
+    graph = index.timeline.program.graph
+    sent = {s.action.message: s.end for s in index.timeline.spans if isinstance(s.action, Send)}
     path = critical_path(index)
-    total = 0.0
-    for before, place in zip([None, *path], path, strict=False):
-        span = index.span(place)
-        arrived = 0.0
-        if before is not None:
-            arrived = index.span(before).end + (send if before.rank != place.rank else 0.0)
-        assert span.start >= arrived - 1e-9
-        total = span.end
     assert index.span(path[0]).start == 0.0
-    assert total == pytest.approx(index.timeline.makespan)
+    assert index.span(path[-1]).end == pytest.approx(index.timeline.makespan)
+    for before, place in pairwise(path):  # without a gap: each starts when its cause is there
+        cause = index.span(before).end
+        if before.rank != place.rank:
+            made = produces(index.action(before), graph)
+            cause = max(sent[m] for m in consumes(index.action(place), graph) if m in made) + send
+        assert index.span(place).start == pytest.approx(cause)
 
 
 @pytest.mark.parametrize("name", schedules.FAMILIES)

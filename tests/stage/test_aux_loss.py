@@ -97,6 +97,19 @@ def test_added_losses_of_frozen_layers_have_no_gradient() -> None:
     assert pipe[0].weight.grad is None
 
 
+@each_checkpoint
+def test_added_loss_is_a_mean_over_rows_beside_a_loss_that_is_a_sum(checkpoint: str) -> None:
+    model, pipe = both(balanced(), checkpoint=checkpoint, stages=3, reduction="sum")
+    x, target = batch(7)
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(y, target, reduction="sum")
+
+    loss = pipe.step(x, target=target, loss_fn=loss_fn).loss
+    assert closely(loss, whole(model, x, target, loss_fn).loss)
+    assert same_gradients(pipe, model)
+
+
 def test_layer_used_only_for_its_added_loss_gets_a_gradient() -> None:
     """The layer gets a gradient from its added loss although all later layers are frozen."""
 

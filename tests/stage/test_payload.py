@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe
+from penstock import Pipe, PipeSequential
 from penstock.nested_values import iter_hidden_tensors
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from tests.support import Do, closely, each_checkpoint
@@ -88,6 +88,33 @@ def test_stages_pass_nested_values_with_tensors(checkpoint: str) -> None:
     y.sum().backward()
     assert x.grad is not None
     assert closely(x.grad, torch.tensor([[3.0], [1.0], [3.0]]))
+
+
+class RunningSum(nn.Module):
+    """Returns a view of its buffer, which the forward of the next micro-batch changes."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.total += x.detach().sum()
+        return x, self.total[:]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_buffer_that_is_sent_has_the_values_of_its_micro_batch(checkpoint: str) -> None:
+    """Stage 0 is a micro-batch ahead of stage 1, and both are in the memory of one process."""
+    layers = PipeSequential(RunningSum(), Do(lambda x, total: x * total))
+    pipe = Pipe(layers, 3, checkpoint, stages=2, devices=["cpu", "cpu"], runtime="inline")
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    y = pipe(x)
+    assert y.tolist() == [1.0, 6.0, 18.0]
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 3.0, 6.0]
 
 
 class Slotted:

@@ -76,32 +76,14 @@ def drive(folder: Path, **environment: str) -> dict[str, str | None]:
     return results
 
 
-@pytest.fixture(scope="module")
-def driven(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, dict[str, str | None]]:
-    missing = find_missing()
-    if missing:
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    """One test for all checks, because starting the browser and Python in it takes longest."""
+    if missing := find_missing():
         pytest.skip(missing)
-    folder = tmp_path_factory.mktemp("studio")
-    return folder, drive(folder)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_page_in_a_browser(driven: tuple[Path, dict[str, str | None]], check: str) -> None:
-    assert driven[1][check] is None
-
-
-def test_every_check_of_the_browser_is_a_test(
-    driven: tuple[Path, dict[str, str | None]],
-) -> None:
-    assert set(driven[1]) == set(CHECKS)
-
-
-def test_files_that_the_page_exports_are_read_by_the_library(
-    driven: tuple[Path, dict[str, str | None]],
-) -> None:
-    pictures = driven[0] / "pictures"
+    results = drive(tmp_path)
+    assert {check: problem for check, problem in results.items() if problem is not None} == {}
+    assert tuple(results) == CHECKS
+    pictures = tmp_path / "pictures"
     schedule = loads((pictures / "exported.txt").read_text())
     assert verify(schedule) == ()
     timeline = Timeline.load(pictures / "exported.timeline.json")

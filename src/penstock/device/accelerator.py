@@ -85,6 +85,11 @@ def has_nvidia_driver(device_type: str) -> bool:
     return device_type == "cuda" and torch.version.hip is None
 
 
+def has_double_precision(device_type: str) -> bool:
+    """Return whether devices of this type compute in float64. Apple's GPUs do not."""
+    return device_type != "mps"
+
+
 def _get_module(device_type: str) -> Any:
     return getattr(torch, device_type, None)
 

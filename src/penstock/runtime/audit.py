@@ -716,7 +716,7 @@ class Audit:
                 continue  # the pipe returns a list, with an entry for each micro-batch
             if not leaf.dim() and is_counted:
                 continue  # weighted by labels; not by the rows of the parts
-            if leaf.shape == other.shape and _is_close(leaf, other):
+            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
                 continue

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.data_parallel.dtensor import to_local
+from penstock.device.accelerator import has_double_precision
 from penstock.stage.repeat_check import multiply_by_fixed_vector
 
 K = TypeVar("K", bound=Hashable)
@@ -91,8 +92,9 @@ class Digester:
             values = values.to_dense()
         if values.is_complex():
             values = torch.view_as_real(values)
-        # Double precision takes longer, and Apple's GPUs have none.
-        is_double = values.dtype in (torch.float64, torch.int64) and values.device.type != "mps"
+        # Double precision takes longer, and not every device has it.
+        is_double = values.dtype in (torch.float64, torch.int64)
+        is_double = is_double and has_double_precision(values.device.type)
         flat = values.reshape(-1).to(torch.float64 if is_double else torch.float32)
         return torch.stack([multiply_by_fixed_vector(flat), flat @ flat])
 

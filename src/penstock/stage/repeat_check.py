@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.data_parallel.dtensor import to_local
+from penstock.device.accelerator import has_double_precision
 from penstock.errors import RunError
 from penstock.stage.stage import Stage
 from penstock.torch_compat import wait_for_collective
@@ -99,8 +100,7 @@ class RepeatCheck:
         pairs, self._pairs = self._pairs, []
         for device in {pair.forward.device for pair in pairs}:
             on_device = [pair for pair in pairs if pair.forward.device == device]
-            # Apple's GPUs have no double precision.
-            dtype = torch.float32 if device.type == "mps" else torch.float64
+            dtype = torch.float64 if has_double_precision(device.type) else torch.float32
             numbers = [number.to(dtype) for pair in on_device for number in pair[1:4]]
             values = iter(torch.stack(numbers).tolist())
             for pair in on_device:

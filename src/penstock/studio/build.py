@@ -46,6 +46,7 @@ MODULES = (
     "draw",
     "studio/__init__.py",
     "studio/requests.py",
+    "studio/settings.py",
 )
 
 NOTICE = f"""This folder contains Pyodide {PYODIDE} (https://pyodide.org), without its list of

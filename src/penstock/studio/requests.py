@@ -10,8 +10,8 @@
     measured  {run, plan}                a measured step beside its plan
     export    {setting, format}          the schedule as text, SVG or a trace for Perfetto
 
-A setting is an object with the fields of `_DEFAULTS`. `answer` never raises: an answer is either
-`{"ok": true, ...}` or `{"ok": false, "error": message}`.
+A setting is an object with the fields of `DEFAULTS` in settings.py. `answer` never raises: an
+answer is either `{"ok": true, ...}` or `{"ok": false, "error": message}`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -41,12 +40,23 @@ from penstock.schedules.explain import (
     find_idle,
 )
 from penstock.schedules.ir import OP_RULES, Op, Program, Schedule, StageGraph, schedule_of
-from penstock.schedules.lowering import CHECKPOINT_MODES, lower
-from penstock.schedules.notation import dumps, loads
-from penstock.schedules.request import MAX_CELLS, ScheduleRequest, summarize
+from penstock.schedules.notation import dumps
+from penstock.schedules.request import summarize
 from penstock.schedules.simulator import Deadlock, Span, play
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.schedules.verify import find_memory_excess, verify
+from penstock.studio.settings import (
+    DEFAULTS,
+    MAX_PROFILE,
+    MAX_TEXT,
+    index_setting,
+    load_work,
+    read_list,
+    read_setting,
+    read_whole,
+    schedule_request,
+    simulate_setting,
+)
 from penstock.text_format import choose_time_unit, make_printable
 
 # ---- the entry point ----------------------------------------------------------------------
@@ -101,155 +111,17 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# ---- settings -----------------------------------------------------------------------------
-
-_DEFAULTS: dict[str, Any] = {
-    "schedule": "1f1b",  # a name, "fit", or "text"
-    "ranks": 4,
-    "chunks": 8,
-    "stages_per_rank": None,
-    "placement": "loop",  # of fit: loop or v
-    "F": 1.0,
-    "I": 1.0,
-    "W": 1.0,
-    "send": 0.0,
-    "profile": [],  # the cost over the depth of the model, relative to its mean
-    "checkpoint": "never",
-    "memory": None,
-    "skips": [],
-    "text": "",  # the schedule itself, where `schedule` is "text"
-}
-MAX_TEXT = 32 * 2**20  # characters of a file
-MAX_PROFILE = 4096
-
-
-def _read_setting(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the setting of a request with every field, all of the right types."""
-    fields = request.get("setting", {})
-    if not isinstance(fields, dict):
-        raise ArgumentError("setting must be an object")
-    unknown = [str(name) for name in fields if name not in _DEFAULTS]
-    if unknown:
-        raise ArgumentError(f"a setting has no field '{make_printable(unknown[0], 40)}'")
-    setting = {**_DEFAULTS, **fields}
-    for name in ("ranks", "chunks"):
-        setting[name] = _whole(name, setting[name])
-    if setting["stages_per_rank"] is not None:
-        setting["stages_per_rank"] = _whole("stages_per_rank", setting["stages_per_rank"])
-    for name in ("F", "I", "W", "send"):
-        setting[name] = _number(name, setting[name], 1e9)
-    if not any(setting[name] for name in "FIW"):
-        raise ArgumentError("at least one of F, I and W must be more than 0")
-    if setting["memory"] is not None:
-        setting["memory"] = _number("memory", setting["memory"], 1e15)
-        if not setting["memory"]:
-            raise ArgumentError("memory must be more than 0, or null")
-    setting["profile"] = _profile(setting["profile"])
-    setting["skips"] = [_skip(pair) for pair in _list("skips", setting["skips"], 100)]
-    for name in ("schedule", "placement", "checkpoint", "text"):
-        if not isinstance(setting[name], str) or len(setting[name]) > MAX_TEXT:
-            raise ArgumentError(f"{name} must be a text")
-    if setting["checkpoint"] not in CHECKPOINT_MODES:
-        raise ArgumentError(f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}")
-    return setting
-
-
-def _whole(name: str, value: Any) -> int:
-    if type(value) is not int or abs(value) > 10**9:
-        raise ArgumentError(f"{name} must be a whole number, not {str(value)[:40]}")
-    return value
-
-
-def _number(name: str, value: Any, most: float) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= most:
-        raise ArgumentError(f"{name} must be a number from 0 to {most:g}, not {str(value)[:40]}")
-    return float(value)
-
-
-def _list(name: str, value: Any, most: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise ArgumentError(f"{name} must be a list of at most {most} entries")
-    return value
-
-
-def _profile(value: Any) -> list[float]:
-    profile = [_number("profile", factor, 1e6) for factor in _list("profile", value, MAX_PROFILE)]
-    if profile and not any(profile):
-        raise ArgumentError("at least one entry of profile must be more than 0")
-    return profile
-
-
-def _skip(pair: Any) -> tuple[int, int]:
-    if not isinstance(pair, list) or len(pair) != 2:
-        raise ArgumentError("a skip is a pair of stages, such as [0, 3]")
-    return _whole("a stage of a skip", pair[0]), _whole("a stage of a skip", pair[1])
-
-
-def _schedule_request(setting: Mapping[str, Any]) -> ScheduleRequest:
-    return ScheduleRequest(
-        setting["ranks"],
-        setting["chunks"],
-        setting["stages_per_rank"],
-        {name: setting[name] for name in ("F", "I", "W", "send")},
-        setting["checkpoint"],
-        setting["memory"],
-        tuple(setting["skips"]),
-        tuple(setting["profile"]),
-    )
-
-
-def _simulate_setting(setting: Mapping[str, Any]) -> Timeline:
-    """Return the timeline of a setting. Several requests ask for the same one in a row."""
-    return _simulate_cached(json.dumps(setting, sort_keys=True))
-
-
-def _index_setting(setting: Mapping[str, Any]) -> TimelineIndex:
-    return _index_cached(json.dumps(setting, sort_keys=True))
-
-
-@lru_cache(maxsize=2)
-def _index_cached(key: str) -> TimelineIndex:
-    return TimelineIndex(shift_to_zero(_simulate_cached(key)))
-
-
-@lru_cache(maxsize=4)
-def _simulate_cached(key: str) -> Timeline:
-    setting = json.loads(key)
-    setting["skips"] = [tuple(pair) for pair in setting["skips"]]
-    request, name = _schedule_request(setting), setting["schedule"]
-    if name == "text":
-        work = _load_work(setting["text"])
-        if isinstance(work, Schedule):
-            work = lower(work, request.build_graph(work.stages))
-        return simulate(work, request.build_cost(work.schedule.placement))
-    if name == "fit":
-        return request.simulate_fit(setting["placement"])
-    return request.simulate_named(name)
-
-
-def _load_work(text: str) -> Schedule | Program:
-    work = loads(text)
-    schedule = schedule_of(work)
-    cells = schedule.stages * schedule.chunks
-    if max(cells, sum(map(len, work.lanes))) > 8 * MAX_CELLS or schedule.ranks > MAX_CELLS:
-        raise ArgumentError(
-            f"this schedule has {schedule.ranks:,} ranks, {schedule.stages:,} stages and "
-            f"{schedule.chunks:,} micro-batches, too many to draw. Use fewer: the pattern repeats"
-        )
-    return work
-
-
 # ---- timelines ----------------------------------------------------------------------------
 
 
 def _handle_timeline(request: Mapping[str, Any]) -> dict[str, Any]:
-    setting = _read_setting(request)
+    setting = read_setting(request)
     if setting["schedule"] == "text":
-        work = _load_work(setting["text"])
+        work = load_work(setting["text"])
         problems = verify(work, _graph_of(work, setting))
         if problems:
             return _describe_unsound(schedule_of(work), _graph_of(work, setting), setting, problems)
-    timeline = _simulate_setting(setting)
+    timeline = simulate_setting(setting)
     name, memory = setting["schedule"], setting["memory"]
     excess = _find_excess(timeline.program.schedule, timeline.cost, memory)
     return {"problems": excess, "waits": [], **_describe_timeline(name, timeline, memory)}
@@ -261,14 +133,14 @@ def _handle_edit(request: Mapping[str, Any]) -> dict[str, Any]:
     This runs while the action is dragged, so it leaves out what takes longest: the messages are not
     actions here. The answer to `timeline` has everything.
     """
-    setting = _read_setting(request)
+    setting = read_setting(request)
     work = _work_of_setting(setting)
     schedule, graph = _move_action(schedule_of(work), request.get("move")), _graph_of(work, setting)
     skips = {"skips": _skips_of(graph, schedule.stages)}
     problems = verify(schedule, graph)
     if problems:
         return {**_describe_unsound(schedule, graph, setting, problems), **skips}
-    cost = _schedule_request(setting).build_cost(schedule.placement)
+    cost = schedule_request(setting).build_cost(schedule.placement)
     spans = list(play(schedule, graph, cost))
     excess = _find_excess(schedule, cost, setting["memory"])
     return {"problems": excess, "waits": [], **_describe_spans(schedule, spans), **skips}
@@ -284,7 +156,7 @@ def _graph_of(work: Schedule | Program, setting: Mapping[str, Any]) -> StageGrap
         if setting["skips"]:
             raise ArgumentError("a program lists its own edges. Write the skip there.")
         return work.graph
-    return _schedule_request(setting).build_graph(work.stages)
+    return schedule_request(setting).build_graph(work.stages)
 
 
 def _skips_of(graph: StageGraph, stages: int) -> list[tuple[int, int]]:
@@ -299,15 +171,17 @@ def _skips_of(graph: StageGraph, stages: int) -> list[tuple[int, int]]:
 
 def _work_of_setting(setting: Mapping[str, Any]) -> Schedule | Program:
     if setting["schedule"] == "text":
-        return _load_work(setting["text"])
-    return _simulate_setting(setting).program.schedule
+        return load_work(setting["text"])
+    return simulate_setting(setting).program.schedule
 
 
 def _move_action(schedule: Schedule, move: Any) -> Schedule:
     """Return the schedule with one action at another place. It no longer overlaps with others."""
     if not isinstance(move, dict):
         raise ArgumentError("a move has a rank, a source and a target")
-    rank, source, target = (_whole(name, move.get(name)) for name in ("rank", "source", "target"))
+    rank, source, target = (
+        read_whole(name, move.get(name)) for name in ("rank", "source", "target")
+    )
     lanes = list(schedule.lanes)
     if not 0 <= rank < len(lanes) or not {source, target} <= set(range(len(lanes[rank]))):
         raise ArgumentError(f"there is no place {source} or {target} in the lane of rank {rank}")
@@ -331,7 +205,7 @@ def _describe_unsound(
     spans: list[Span] = []
     waits: list[dict[str, Any]] = []
     try:
-        cost = _schedule_request(setting).build_cost(schedule.placement)
+        cost = schedule_request(setting).build_cost(schedule.placement)
         for span in play(schedule, graph, cost):
             spans.append(span)
     except Deadlock as deadlock:
@@ -449,7 +323,7 @@ def _handle_catalog(request: Mapping[str, Any]) -> dict[str, Any]:
         for name, family in FAMILIES.items()
     ]
     ops = [{"op": op.value, "name": OP_RULES[op].name, "shades": SHADES[op]} for op in Op]
-    return {"families": families, "ops": ops, "idle_causes": IDLE_CAUSES, "defaults": _DEFAULTS}
+    return {"families": families, "ops": ops, "idle_causes": IDLE_CAUSES, "defaults": DEFAULTS}
 
 
 def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,15 +331,15 @@ def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
 
     `stages_per_rank` applies to those that allow any number.
     """
-    setting = _read_setting(request)
+    setting = read_setting(request)
     rows: list[dict[str, Any]] = []
-    for name in map(str, _list("names", request.get("names"), 40)):
+    for name in map(str, read_list("names", request.get("names"), 40)):
         placement = "v" if name == "fit, v" else "loop"
         kind = "fit" if name in ("fit", "fit, v") else name
         free = name == "fit" or (kind != "fit" and family_of(name).free)
         stages = setting["stages_per_rank"] if free else None
         try:
-            timeline = _simulate_setting(
+            timeline = simulate_setting(
                 {**setting, "schedule": kind, "placement": placement, "stages_per_rank": stages}
             )
         except PenstockError as error:
@@ -480,11 +354,11 @@ def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _handle_action(request: Mapping[str, Any]) -> dict[str, Any]:
-    index = _index_setting(_read_setting(request))
+    index = index_setting(read_setting(request))
     timeline = index.timeline
     rank, position = (
-        _whole("rank", request.get("rank")),
-        _whole("position", request.get("position")),
+        read_whole("rank", request.get("rank")),
+        read_whole("position", request.get("position")),
     )
     if not (0 <= rank < timeline.ranks and 0 <= position < len(timeline.computes[rank])):
         raise ArgumentError(f"there is no action {position} on rank {rank}")
@@ -537,7 +411,7 @@ MAX_LESSON = 2000  # actions
 
 
 def _handle_lesson(request: Mapping[str, Any]) -> dict[str, Any]:
-    index = _index_setting(_read_setting(request))
+    index = index_setting(read_setting(request))
     places = sorted(index.places.values(), key=lambda p: (index.span(p).start, p.rank))
     if len(places) > MAX_LESSON:
         raise ArgumentError(
@@ -558,12 +432,12 @@ def _handle_open(request: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"a file may have at most {MAX_TEXT // 2**20} MB")
     if text.lstrip()[:1] == "{":
         return _open_json(text)
-    schedule = schedule_of(_load_work(text))
+    schedule = schedule_of(load_work(text))
     return {
         "file": "schedule",
         "ranks": schedule.ranks,
         "chunks": schedule.chunks,
-        "text": text if isinstance(_load_work(text), Program) else dumps(schedule),
+        "text": text if isinstance(load_work(text), Program) else dumps(schedule),
     }
 
 
@@ -653,10 +527,10 @@ def _handle_measured(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _handle_export(request: Mapping[str, Any]) -> dict[str, Any]:
-    setting, form = _read_setting(request), request.get("format")
+    setting, form = read_setting(request), request.get("format")
     if form == "text" and setting["schedule"] == "text":
         return {"content": setting["text"]}  # also a schedule that must not run yet
-    timeline = shift_to_zero(_simulate_setting(setting))
+    timeline = shift_to_zero(simulate_setting(setting))
     if form == "text":
         return {"content": dumps(timeline.program.schedule)}
     if form == "perfetto":

@@ -59,6 +59,8 @@ def diagnosed(*statuses: PeerStatus, suspicious: bool = False, me: int = 0) -> s
         # All ranks are waited for: those that have arrived are not diagnosed.
         ([waits("step 4"), waits("step 4", still=15), outside(still=LONG)], "2 stalled"),
         ([waits("step 4"), waits("step 4"), outside(mode=RankState.LEFT, still=1)], "2 left"),
+        # A rank that has left sends no more heartbeats, and has not died.
+        ([waits("step 4"), waits("step 4"), outside(LONG, LONG, RankState.LEFT)], "2 left"),
         # Time outside of calls counts only from when some rank waits.
         ([waits("step 4", still=1), outside(still=3600), outside()], "nobody"),
         # A message sent before the rank left may still be in flight.
@@ -135,6 +137,8 @@ def test_diagnose_leaves_a_waiting_rank_to_the_ranks_that_see_its_peer() -> None
     statuses = [waits("1>0:0", 1, still=21), waits("9>1:3", 9, still=21), at("2F0")]
     assert diagnosed(*statuses) == "nobody"
     statuses[1] = waits("2>1:3", 2, still=21)  # a third rank computes, and may still send
+    assert diagnosed(*statuses) == "nobody"
+    statuses[2] = at("2F0", still=21)  # for long: that is for rank 1 to say
     assert diagnosed(*statuses) == "nobody"
     assert diagnosed(*[waits("the end", still=21)] * 3) == "0 stalled"
 
