@@ -20,6 +20,7 @@
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
+# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features zoo versions caps papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features zoo versions caps papers plans bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -98,6 +99,9 @@ caps: $(READY)
 
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+
+plans: $(READY)
+	$(BIN)/python -m tests.planning.brute_force
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -15,7 +15,7 @@ import penstock
 from penstock import ArgumentError, InvalidScheduleError, Pipe, Plan, RunError
 from penstock.model.model_profile import resolve_optimizer
 from tests.properties.memory_caps import Stack
-from tests.support import batch, differences, plain, trained, whole
+from tests.support import batch, closely, differences, plain, trained, whole
 
 QUICK: dict[str, Any] = {"solver_seconds": 0, "chunks": [2, 4], "schedules": ["1f1b", "zb-h1"]}
 X, Y = torch.randn(32, 16), torch.randn(32, 16)
@@ -37,7 +37,7 @@ def test_pipe_of_a_plan_equals_the_model(kind: str) -> None:
     expected = whole(model, x, y, mse_loss)
     model.zero_grad()
     pipe = Pipe(model, plan=quick_plan(model, x), loss_fn=mse_loss)
-    assert differences(trained(pipe, x, y, "step"), expected) == []
+    assert differences(trained(pipe, x, y, "step"), expected, closely) == []
     assert len(pipe._placed_partition.devices) == 2
 
 
@@ -66,8 +66,8 @@ def test_plan_measures_and_leaves_no_trace() -> None:
     assert seen == sorted(seen)
     assert plan.profile.unit_names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
     skips = [value for value in plan.profile.values if value.src == 0]
-    assert skips[0].dsts == (1, 3)
-    assert [unit.parameter_bytes for unit in plan.profile.units[:2]] == [6656, 6656]
+    assert skips[0].dsts == (1, 2)  # the sum with it is computed after block 2
+    assert [unit.parameter_bytes for unit in plan.profile.units[:2]] == [6528, 6528]
     # What the blocks keep grows with the rows, and nothing else.
     assert plan.profile.units[0].activation.fixed == 0
     assert plan.profile.units[0].activation.per_row > 0

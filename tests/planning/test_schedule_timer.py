@@ -7,11 +7,15 @@ import pytest
 from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.stage_costs import CostTable
 from penstock.schedules.families import FAMILIES, make
-from penstock.schedules.lowering import lower, recompute
+from penstock.schedules.lowering import RecomputePredicate, lower, recompute
 from penstock.schedules.timeline import simulate
 from tests.planning.problems import random_profile
 
 TRAINING = [name for name, family in FAMILIES.items() if family.trains]
+
+
+def choose_stages(flags: list[bool]) -> RecomputePredicate:
+    return lambda stage, microbatch: flags[stage]
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -31,7 +35,7 @@ def test_timer_agrees_with_the_simulator(name: str, seed: int) -> None:
     timer = ScheduleTimer(name, schedule, costs.graph)
     for _ in range(4):
         flags = [draw.random() < 0.5 for _ in cut]
-        full = recompute(schedule, lambda stage, microbatch, flags=flags: flags[stage])
+        full = recompute(schedule, choose_stages(flags))
         timeline = simulate(lower(full, costs.graph), costs.cost)
         assert timer.seconds(costs, flags) == pytest.approx(timeline.makespan, rel=1e-12)
         assert timer.seconds(costs, flags, "period") == pytest.approx(timeline.period, rel=1e-12)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import ArgumentError
@@ -59,7 +61,12 @@ def test_faster_device_gets_more_units() -> None:
 def test_recomputation_is_chosen_only_where_memory_needs_it() -> None:
     profile = even_profile(units=4, ranks=2, rows=8)
     # 1f1b keeps two micro-batches on rank 0 and one on rank 1.
-    options = {"schedules": ["1f1b"], "stages_per_rank": [1], "chunks": [8], "cut": [2, 2]}
+    options: dict[str, Any] = {
+        "schedules": ["1f1b"],
+        "stages_per_rank": [1],
+        "chunks": [8],
+        "cut": [2, 2],
+    }
     free = search_plan(profile, solver_seconds=0, **options)
     assert free.recompute == (False, False)
     assert free.forecast.peak == (842.0, 822.0)
@@ -117,6 +124,8 @@ def test_invalid_options_are_refused() -> None:
     profile = even_profile(units=8, ranks=2)
     assert "chunks is 5" in _bad(profile, chunks=[5])
     assert "no schedule 'zb'" in _bad(profile, schedules=["zb"])
+    wrong = _bad(profile, schedules=["zb-v"], stages_per_rank=[1])
+    assert wrong.startswith("zb-v cannot run with these stages and ranks.")
     assert "forward-only has no backwards" in _bad(profile, schedules=["forward-only"])
     assert "no runtime 'rocket'" in _bad(profile, runtimes=["rocket"])
     assert "'24 zebras' is not a number of bytes" in _bad(profile, memory="24 zebras")

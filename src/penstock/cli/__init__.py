@@ -366,7 +366,7 @@ def make_plan(
     """Find the fastest plan for a model and its devices, and say how far it is from the best."""
     from penstock.cli.plan import run
 
-    run(target, devices, memory, objective, solver_seconds, optimizer, save, picture, html)
+    run(target, devices, memory, objective, solver_seconds, save, picture, optimizer, html)
 
 
 @app.command("split")

@@ -69,10 +69,10 @@ def run(
     memory: str | None,
     objective: str,
     solver_seconds: float,
-    optimizer: str,
     save: Path | None,
     picture: Path | None,
-    html: Path | None,
+    optimizer: str = "adamw",
+    html: Path | None = None,
 ) -> Plan:
     """Search for a plan, print it, and write the files that were asked for."""
     if objective not in ("makespan", "period"):

@@ -148,27 +148,26 @@ def space_bound(
     exceed the memory.
     """
     ranks, units, chunks = len(memory), len(table.profile.units), table.chunks
-    work = [
-        [f + i + w for f, i, w in zip(sums["F"], sums["I"], sums["W"], strict=True)]
-        for sums in table.seconds
-    ]
-    fastest = [min(sums[u + 1] - sums[u] for sums in work) for u in range(units)]
+    work = [sums["FIW"] for sums in table.seconds]
+    distinct = [sums["FIW"] for sums in table.distinct_seconds]
+    fastest = [min(sums[u + 1] - sums[u] for sums in distinct) for u in range(units)]
     # fills[u]: the least seconds from the start of the step until unit u can start.
     fills = [0.0]
     for u in range(units):
-        fills.append(fills[-1] + min(s["F"][u + 1] - s["F"][u] for s in table.seconds))
+        fills.append(fills[-1] + min(s["F"][u + 1] - s["F"][u] for s in table.distinct_seconds))
     if objective == "period":
         fills = [0.0] * len(fills)
     starts = [fills[r] for r in range(ranks)]
     # The share of rank r in the work is at most its time from its start on. Units are weighed by
     # the seconds on the fastest rank, and each rank by how close it can come to these.
-    pace = [
-        max(
+    paces = {
+        id(sums): max(
             (fastest[u] / (sums[u + 1] - sums[u]) for u in range(units) if sums[u + 1] > sums[u]),
             default=1.0,
         )
-        for sums in work
-    ]
+        for sums in distinct
+    }
+    pace = [paces[id(sums)] for sums in work]
     even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
         pace
     )

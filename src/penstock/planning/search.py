@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import comb, inf
 from typing import Any, NamedTuple
@@ -41,17 +42,25 @@ from penstock.text_format import format_bytes
 # Called with what the search is doing and the fraction that is done.
 Progress = Callable[[str, float], None]
 
-# The work of the search, counted in actions, so that equal problems have equal plans. A group is
-# given up if its cuts take more than this to time, or if `fit` would have to place more.
-_TIMED_ACTIONS = 1_000_000
-_FITTED_ACTIONS = 1_500_000
-_ACTIONS_PER_CUT = 1_000  # what it costs to look at a cut at all
+# The work of the search, counted in actions, so that equal problems have equal plans: how many
+# may be timed to try every cut, and how many `fit` may place in the groups that were exhausted.
+_TIMED_ACTIONS = 3_000_000
+_FITTED_ACTIONS = 600_000
+_FITTED_GROUP = 400  # actions of a schedule up to which `fit` is tried for every cut
+_ACTIONS_PER_CUT = 3_000  # what it costs to look at a cut at all
+_STEPS_PER_CUT = 100  # how many dead ends per cut are searched
 # How many schedules `fit` may try for one cut of an exhausted group; how many actions it may place
 # for the best cuts of the other groups together, and for the winner.
 _FIT_ATTEMPTS = 40
 _FIT_EFFORT = 60_000
 _POLISH_EFFORT = 80_000
-_CLIMBED = 6  # how many of the best even cuts are improved by moving units
+# A schedule with so many actions takes long to build. Only these are tried, in the groups with the
+# lowest bounds, up to so many actions.
+_HUGE_ACTIONS = 20_000
+_HUGE_SCHEDULES = frozenset({"1f1b"})
+_HUGE_BUDGET = 1_000_000
+_MAX_CELLS = 250_000  # stages of a rank x ranks x micro-batches that are tried by default
+_CLIMBED = 2  # how many of the best even cuts of a placement are improved by moving units
 _SHOWN_ALTERNATIVES = 4
 
 
@@ -74,16 +83,22 @@ class Group:
         self.table = CostTable(space.profile, chunks, space.runtime)
         self.stages = len(placement)
         self.bound = space_bound(self.table, placement, space.memory, space.objective)
-        self.schedules: dict[str, Schedule] = {}
-        for name, schedule in named_schedules(placement, chunks).items():
-            wanted = space.names is None or name in space.names
-            if wanted and schedule not in self.schedules.values():
-                self.schedules[name] = schedule
         self.actions = 4 * self.stages * chunks  # of one schedule
         units = len(space.profile.units)
         self.cuts = 1 if space.cut else comb(units - 1, self.stages - 1)
         self.is_exhausted = False  # whether all of its plans have been considered
+        self.is_huge = self.actions > _HUGE_ACTIONS
         self._timers: dict[tuple[tuple[int, int], ...], list[ScheduleTimer]] = {}
+
+    @cached_property
+    def schedules(self) -> dict[str, Schedule]:
+        """The named schedules of the placement. In a huge group, only the quickest to build."""
+        schedules: dict[str, Schedule] = {}
+        names = _HUGE_SCHEDULES if self.is_huge and self.space.names is None else self.space.names
+        for name, schedule in named_schedules(self.placement, self.chunks, names).items():
+            if schedule not in schedules.values():
+                schedules[name] = schedule
+        return schedules
 
     def timers(self, costs: StageCosts) -> list[ScheduleTimer]:
         """Return the compiled schedules. Skip connections make other messages for other cuts."""
@@ -95,34 +110,49 @@ class Group:
             ]
         return self._timers[edges]
 
-    def all_cuts(self, best: Callable[[], float]) -> Iterator[tuple[int, ...]]:
-        """Yield every cut in which each rank can do its work in less than the best time so far."""
-        if self.space.cut:
-            yield self.space.cut
-            return
-        units, last = len(self.space.profile.units), self.stages - 1
-        work = [
-            [sum(numbers) for numbers in zip(sums["F"], sums["I"], sums["W"], strict=True)]
-            for sums in self.table.seconds
-        ]
-        loads = [0.0] * len(work)
+    def find_cuts(self, best: float, most: int) -> list[tuple[int, ...]] | None:
+        """Return every cut in which each rank can do its work in less than the best time.
 
-        def extend(cut: tuple[int, ...], start: int) -> Iterator[tuple[int, ...]]:
+        Returns:
+            The cuts, or None if there are more than `most`, or if they take too long to find.
+        """
+        if self.space.cut:
+            return [self.space.cut]
+        if self.stages > _STEPS_PER_CUT:
+            return None  # `extend` calls itself once per stage
+        units, last = len(self.space.profile.units), self.stages - 1
+        work = [sums["FIW"] for sums in self.table.seconds]
+        loads = [0.0] * len(work)
+        # The least work that is left at each unit, and the ranks that can take it after each stage.
+        distinct = [sums["FIW"] for sums in self.table.distinct_seconds]
+        least = [min(sums[-1] - sums[u] for sums in distinct) for u in range(units + 1)]
+        takers = [set(self.placement[stage + 1 :]) for stage in range(self.stages)]
+        cuts: list[tuple[int, ...]] = []
+        limit, steps = best / self.chunks, _STEPS_PER_CUT * most
+
+        def extend(cut: tuple[int, ...], start: int) -> bool:
+            """Add all cuts that begin with these stages. Return False to give up."""
+            nonlocal steps
             stage = len(cut)
             rank, before = self.placement[stage], loads[self.placement[stage]]
             first_end = units if stage == last else start + 1
             for end in range(first_end, units - last + stage + 1):
+                steps -= 1
                 loads[rank] = before + work[rank][end] - work[rank][start] + 3 * self.table.overhead
-                if self.chunks * loads[rank] >= best():
+                if loads[rank] >= limit:
                     break  # with more units it takes even longer
-                longer = (*cut, end - start)
+                if least[end] > sum(limit - loads[taker] for taker in takers[stage]):
+                    continue
                 if stage == last:
-                    yield longer
-                else:
-                    yield from extend(longer, end)
+                    cuts.append((*cut, end - start))
+                elif not extend((*cut, end - start), end):
+                    return False
+                if steps < 0 or len(cuts) > most:
+                    return False
             loads[rank] = before
+            return True
 
-        yield from extend((), 0)
+        return cuts if extend((), 0) else None
 
     def time(self, cut: tuple[int, ...], best: float = inf) -> Iterator[Point]:
         """Yield the named schedules of a cut that fit, with the fewest recomputed stages.
@@ -243,12 +273,17 @@ def search_plan(
         tuple(recompute or ()),
     )
     groups = _build_groups(space, chunks, stages_per_rank, placement)
+    if not space.uses_fit and not any(group.schedules for group in groups):
+        raise ArgumentError(
+            f"{' and '.join(sorted(space.names or ()))} cannot run with these stages and ranks. "
+            "Allow other schedules, such as 'fit', or another number of stages per rank."
+        )
     found = _search_groups(space, groups, report)
     if not found.points:
         raise ArgumentError(_explain_no_fit(space, groups))
     ranking = sorted(found.points.values(), key=lambda point: point.seconds)
     best = ranking[0]
-    if space.uses_fit:
+    if space.uses_fit and not best.group.is_huge:
         report("improving the best schedule", 0.9)
         polished = best.group.fit(best.cut, best.recomputed, _POLISH_EFFORT)
         if polished and polished.seconds < best.seconds * (1 - 1e-9):
@@ -346,7 +381,8 @@ def choose_chunks(rows: int, ranks: int) -> list[int]:
     >>> choose_chunks(rows=12, ranks=2)
     [1, 2, 3, 4, 6, 12]
     """
-    counts = {count_chunks(rows, number) for number in range(1, min(rows, 8 * ranks) + 1)}
+    most = min(rows, 8 * ranks, max(1, _MAX_CELLS // ranks))
+    counts = {count_chunks(rows, number) for number in range(1, most + 1)}
     return sorted(n for n in counts if n <= max(8, ranks) or n % ranks == 0)
 
 
@@ -373,35 +409,47 @@ class _Best:
 def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> _Best:
     best = _Best()
     ordered = sorted(groups, key=lambda group: group.bound)
+    huge = _HUGE_BUDGET
     for index, group in enumerate(ordered):
         report("timing even cuts", 0.2 * index / len(ordered))
-        if group.bound < best.seconds:
-            for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
-                best.consider(group.time(cut))
-    even = sorted(best.points.values(), key=lambda point: point.seconds)
-    for index, point in enumerate(even[:_CLIMBED]):
-        report("moving units", 0.2 + 0.2 * index / _CLIMBED)
-        best.consider(_move_units(point))
+        if group.bound >= best.seconds:
+            continue
+        if group.is_huge:
+            if huge <= 0 or not group.schedules:
+                continue
+            huge -= group.actions
+        for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
+            best.consider(group.time(cut))
+    for index, placement in enumerate({group.placement: None for group in ordered}):
+        report("moving units", 0.2 + 0.05 * index)
+        even = [p for p in best.points.values() if p.group.placement == placement]
+        for point in sorted(even, key=lambda point: point.seconds)[:_CLIMBED]:
+            if not point.group.is_huge:
+                best.consider(_move_units(point))
+    budget = _TIMED_ACTIONS
     for index, group in enumerate(ordered):
         report("trying every cut", 0.4 + 0.2 * index / len(ordered))
-        if group.bound < best.seconds:
-            _try_every_cut(group, best)
+        if group.bound < best.seconds and not group.is_huge:
+            budget -= _try_every_cut(group, best, budget)
     if space.uses_fit:
         _fit_promising(space, ordered, best, report)
     return best
 
 
-def _try_every_cut(group: Group, best: _Best) -> None:
-    """Time every cut of a group that may be faster, unless there are too many."""
-    budget = _TIMED_ACTIONS
-    for cut in group.all_cuts(lambda: best.seconds):
-        budget -= _ACTIONS_PER_CUT
-        if budget < 0:
-            return
-        for point in group.time(cut, best.seconds):
-            budget -= group.actions
-            best.consider([point])
+def _try_every_cut(group: Group, best: _Best, budget: int) -> int:
+    """Time every cut of a group that may be faster, unless there are too many.
+
+    Returns:
+        The work that it took, in actions. There are too many if it would exceed the budget.
+    """
+    per_cut = _ACTIONS_PER_CUT + group.actions
+    cuts = group.find_cuts(best.seconds, max(0, budget // per_cut))
+    if cuts is None:
+        return 0
+    for cut in cuts:
+        best.consider(group.time(cut, best.seconds))
     group.is_exhausted = True
+    return per_cut * len(cuts)
 
 
 def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: Progress) -> None:
@@ -410,10 +458,12 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
     for group in groups:
         if group.bound >= best.seconds:
             break
+        if group.is_huge:
+            continue
+        cuts = [point.cut for point in best.of_group(group)[:1]]
         if group.is_exhausted:
-            cuts = list(group.all_cuts(lambda: best.seconds))
-        else:
-            cuts = [point.cut for point in best.of_group(group)[:1]]
+            # There were not too many before, and now there are fewer.
+            cuts = group.find_cuts(best.seconds, _TIMED_ACTIONS) or []
         for cut in cuts:
             costs = group.table.stage_costs(cut, group.placement)
             free = costs.free_bytes(space.memory)
@@ -430,9 +480,11 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
             break
         report("searching for schedules", 0.6 + 0.3 * index / len(candidates))
         effort = _FIT_ATTEMPTS * group.actions
-        if group.is_exhausted and all_budget >= effort:
+        if group.is_exhausted and all_budget >= effort and group.actions <= _FITTED_GROUP:
             all_budget -= effort
         else:
+            # The candidates are in the order of their bounds: those left have none below this one.
+            group.bound = max(group.bound, bound) if group.is_exhausted else group.bound
             group.is_exhausted = False
             effort = min(effort, _FIT_EFFORT // 3)
             if best_budget < effort:
@@ -572,8 +624,7 @@ def _even_cut(group: Group, with_memory: bool) -> tuple[int, ...]:
                 for a, b in zip(table.resident, table.activation, strict=True)
             ]
         else:
-            seconds = table.seconds[rank]
-            sums = [sum(seconds[op][u] for op in "FIW") for u in range(units + 1)]
+            sums = table.seconds[rank]["FIW"]
         columns.append(sums)
 
     def take(limit: float) -> list[int]:
@@ -594,13 +645,15 @@ def _even_cut(group: Group, with_memory: bool) -> tuple[int, ...]:
 def _move_units(point: Point) -> Iterator[Point]:
     """Yield ever faster points: units move between neighbouring stages as long as that helps.
 
-    A unit may move over several stages: each of them passes one on.
+    A unit may move over several stages: each of them passes one on. With many stages, it moves to
+    one of the next three only.
     """
     group, improving = point.group, not point.group.space.cut
+    furthest = group.stages if group.stages <= 8 else 3
     while improving:
         improving = False
         for src, dst in product(range(group.stages), repeat=2):
-            if src == dst or abs(src - dst) > 2 or point.cut[src] == 1:
+            if not 0 < abs(src - dst) <= furthest or point.cut[src] == 1:
                 continue
             counts = list(point.cut)
             counts[src] -= 1
@@ -664,7 +717,8 @@ def _describe_space(groups: Sequence[Group]) -> str:
     cuts = sum(group.cuts for group in groups)
     chunks = sorted({group.chunks for group in groups})
     stages = sorted({group.stages for group in groups})
-    names = sorted({name for group in groups for name in group.schedules})
+    names = {name for group in groups if not group.is_huge for name in group.schedules}
+    names |= {name for group in groups if group.is_huge for name in _HUGE_SCHEDULES}
     return (
         f"{cuts:,} cuts into {' or '.join(map(str, stages))} stages, "
         f"{len(names)} named schedules and fit, {len(chunks)} numbers of micro-batches from "
@@ -673,7 +727,7 @@ def _describe_space(groups: Sequence[Group]) -> str:
 
 
 def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alternative, ...]:
-    rows = []
+    rows: list[Alternative] = []
     for point in ranking:
         if len(rows) == _SHOWN_ALTERNATIVES:
             break

@@ -46,17 +46,19 @@ class CostTable:
         self.rows = rows = -(-profile.rows // chunks)
         overhead = profile.runtimes[runtime]
         units = profile.units
-        kinds = {}
+        # By kind and speed of device, and by op: the seconds of all units before each unit.
+        equal: dict[tuple[str, float], dict[str, list[float]]] = {}
         for device in profile.devices:
-            if device.kind not in kinds:
+            key = device.kind, device.speed
+            if key not in equal:
                 timed = [unit.seconds[device.kind] for unit in units]
                 columns = {op: [getattr(s, op) or s.F for s in timed] for op in _OPS}
-                kinds[device.kind] = {op: _sums(columns[op], rows) for op in _OPS}
-        # By rank and op: the seconds of all units before each unit.
-        self.seconds = [
-            {op: [n / device.speed for n in sums] for op, sums in kinds[device.kind].items()}
-            for device in profile.devices
-        ]
+                sums = {op: _sums(columns[op], rows) for op in _OPS}
+                sums["FIW"] = [sum(n) for n in zip(*(sums[op] for op in "FIW"), strict=True)]
+                equal[key] = {op: [n / device.speed for n in sums[op]] for op in sums}
+        # The same by rank. Equal devices share theirs, as there may be a thousand of them.
+        self.seconds = [equal[device.kind, device.speed] for device in profile.devices]
+        self.distinct_seconds = list(equal.values())
         self.overhead = overhead
         state = 1 + profile.optimizer_factor
         self.resident = list(

@@ -14,7 +14,7 @@ that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import isnan
@@ -490,14 +490,17 @@ def _alternate(stage: int, chunks: int, warm_up: int) -> list[Compute]:
     return order
 
 
-def named_schedules(placement: Placement, chunks: int) -> dict[str, Schedule]:
-    """Return the named schedules of a placement that can train."""
+def named_schedules(
+    placement: Placement, chunks: int, names: Container[str] | None = None
+) -> dict[str, Schedule]:
+    """Return the named schedules of a placement that can train: those of `names`, or all."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
     schedules: dict[str, Schedule] = {}
     for name, family in FAMILIES.items():
         exists = family.free or family.stages_per_rank == per_rank
-        if family.trains and exists and family.placement(ranks, per_rank) == placement:
+        wanted = family.trains and exists and (names is None or name in names)
+        if wanted and family.placement(ranks, per_rank) == placement:
             schedules[name] = make(name, ranks, chunks, per_rank)
     return schedules
 
