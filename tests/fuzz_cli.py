@@ -95,7 +95,7 @@ COMMANDS = (
     "plan {module:factories}:{factory:exits} --optimizer {name:sgd} --solver-seconds 0 --devices 1",
     "split factories:{factory:good} --stages {n:2} --chunks {n:2} --balance {name:parameters}",
     "split {module:factories}:{factory:raises} --stages 2",
-    "plan {path:good.txt} --objective {name:period} --save {path:plan.json}",
+    "plan {path:good.txt} --objective {name:period} --save {path:p.json} --html {path:p.html}",
     "check factories:{factory:good} --stages {n:2} --chunks {n:2} --schedules {name:gpipe}",
     "check factories:{factory:exits} --stages 2 --chunks 2 --schedules 1f1b --json",
     "check {module:factories}:{factory:good} --tolerance {n:1e-10} --quick --stages 2",

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tests.studio.files import small_profile
 
 from penstock import Cost, draw, lower, schedules, simulate
-from penstock.draw.page import HtmlPage, comparison_page
+from penstock.draw.page import HtmlPage, comparison_page, plan_page
 from penstock.draw.svg import PlotPoint, scatter_svg, timeline_svg
+from penstock.planning import search_plan
 from penstock.schedules.request import ScheduleRequest, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -68,3 +71,11 @@ def test_comparison_page_has_a_row_and_a_picture_of_each_schedule(tmp_path: Path
     text = (tmp_path / "page.html").read_text()
     assert text.count("<svg") == len(rows) + 1
     assert text.count("<tr>") == 2 * (len(rows) + 1)
+
+
+def test_plan_page_has_the_certificate_and_the_forecast(tmp_path: Path) -> None:
+    plan = search_plan(small_profile(), solver_seconds=0)
+    plan_page(plan).write(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert html.escape(str(plan)) in text
+    assert text.count("<svg") == 1

@@ -181,7 +181,8 @@ def test_cost_from_spans_of_actions_that_did_not_run_is_zero() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
 def test_saved_timeline_loads_as_it_was(name: str, tmp_path: Path) -> None:
     schedule = schedules.make(name, ranks=3, chunks=6)
-    timeline = simulate(lower(schedule), Cost.even(schedule.placement, F=1 / 3, send=0.1))
+    cost = replace(Cost.even(schedule.placement, F=1 / 3, send=0.1), links={(0, 1): 0.7})
+    timeline = simulate(lower(schedule), cost)
     timeline.save(tmp_path / "step.json")
     loaded = Timeline.load(tmp_path / "step.json")
     assert loaded == timeline

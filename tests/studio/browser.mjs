@@ -132,6 +132,18 @@ const checks = {
     await until(() => window.studio.measured === null && window.studio.setting.profile[2] > window.studio.setting.profile[0]);
   },
 
+  async "drop a plan and a profile"() {
+    await reset();
+    await dropFiles(["made-by-the-planner.json"]);
+    await until(() => /no plan|certificate|bound|at most/i.test(document.getElementById("run-sentences").textContent) && window.studio.measured !== null);
+    await settled();
+    await shot("plan");
+    await page.click("#run-sentences .dismiss");
+    await until(() => window.studio.measured === null);
+    await dropFiles(["profile.json"]);
+    await until(() => window.studio.setting.profile.length === 6 && window.studio.answer.ranks === 2 && window.studio.answer.facts);
+  },
+
   async "what JavaScript repeats agrees with the library"() {
     const expected = JSON.parse(fs.readFileSync(path.join(files, "repeated.json"), "utf8"));
     const found = await page.evaluate(async (numbers) => {

@@ -9,6 +9,8 @@ from random import Random
 
 from penstock import Timeline, lower, schedules, simulate
 from penstock.draw import style
+from penstock.planning import Profile, search_plan
+from penstock.planning.profile import DeviceProfile, PerRows, UnitProfile, UnitSeconds
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Message, Op, Send, consumes
 from penstock.schedules.timeline import cost_from_spans
@@ -37,6 +39,15 @@ def slow_run(plan: Timeline, seed: int = 7) -> Timeline:
     return replace(plan, spans=tuple(spans), cost=cost_from_spans(plan.program, spans))
 
 
+def small_profile() -> Profile:
+    """Return a profile of six units on two devices."""
+    seconds = [PerRows(0.001, 0.0005 * (1 + unit)) for unit in range(6)]
+    units = [
+        UnitProfile(f"layer {i}", {"cpu": UnitSeconds(s, s, s)}) for i, s in enumerate(seconds)
+    ]
+    return Profile("six layers", 8, tuple(units), devices=(DeviceProfile("cpu"),) * 2)
+
+
 def write_files(folder: Path) -> None:
     """Write all files that the tests drop onto the page."""
     plan = simulate(
@@ -45,6 +56,9 @@ def write_files(folder: Path) -> None:
     )
     plan.save(folder / "plan.json")
     slow_run(plan).save(folder / "run.json")
+    profile = small_profile()
+    profile.save(folder / "profile.json")
+    search_plan(profile, solver_seconds=0).save(folder / "made-by-the-planner.json")
     (folder / "repeated.json").write_text(json.dumps(_repeated_in_javascript()))
     (folder / "mine.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     file = json.loads(plan.to_json())

@@ -24,6 +24,7 @@ CHECKS = (
     "every preset",
     "edit to a deadlock and back",
     "drop a trace",
+    "drop a plan and a profile",
     "what JavaScript repeats agrees with the library",
     "drop with the mouse",
     "share by URL",

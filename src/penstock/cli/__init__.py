@@ -361,11 +361,12 @@ def make_plan(
     ] = "adamw",
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw it: .svg or .png.")] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Find the fastest plan for a model and its devices, and say how far it is from the best."""
     from penstock.cli.plan import run
 
-    run(target, devices, memory, objective, solver_seconds, save, picture, optimizer)
+    run(target, devices, memory, objective, solver_seconds, save, picture, optimizer, html)
 
 
 @app.command("split")

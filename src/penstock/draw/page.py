@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.draw.style import format_caption
 from penstock.draw.svg import PlotPoint, scatter_svg, timeline_svg
+from penstock.planning.plan import Plan
 from penstock.schedules.explain import IDLE_CAUSES, TimelineIndex, compare_run, find_idle
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.text_format import choose_time_unit
@@ -111,6 +112,17 @@ def run_page(run: Timeline, path: str | PathLike[str], plan: Timeline | None = N
     page.heading("Idle time by cause")
     add_idle_table(page, {"run": run, "plan": plan})
     page.write(path)
+
+
+def plan_page(plan: Plan) -> HtmlPage:
+    """Return the page of `penstock plan --html`: the plan, its certificate and its forecast."""
+    page = HtmlPage(f"A plan for {plan.profile.model}", plan.describe_choice())
+    page.preformatted(str(plan))
+    page.heading("The forecast of a step")
+    page.picture(timeline_svg(plan.timeline))
+    page.heading("Idle time by cause")
+    add_idle_table(page, {"forecast": plan.timeline})
+    return page
 
 
 def add_idle_table(page: HtmlPage, timelines: dict[str, Timeline]) -> None:

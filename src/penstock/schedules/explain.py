@@ -109,7 +109,8 @@ class TimelineIndex:
             if producer is not None:
                 time = self.span(producer).end
                 if producer.rank != place.rank:
-                    time = self._send_ends.get(message, time) + self.timeline.cost.send
+                    seconds = self.timeline.cost.send_seconds(message.src, message.dst)
+                    time = self._send_ends.get(message, time) + seconds
                 arrivals.append(Arrival(message, time, producer))
         return arrivals
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -142,11 +142,13 @@ class Timeline:
     def to_json(self) -> str:
         """Return the text that `save` writes."""
         spans = [[s.rank, s.step, s.start, s.end] for s in self.spans]
+        columns = {field.name: getattr(self.cost, field.name) for field in fields(self.cost)}
+        links = [[*pair, seconds] for pair, seconds in self.cost.links.items()]
         file = {
             "format": _TIMELINE_FORMAT,
             "version": _TIMELINE_VERSION,
             "program": dumps(self.program),
-            "cost": asdict(self.cost),
+            "cost": {**columns, "links": links},
             "spans": spans,
         }
         return json.dumps(file, separators=(",", ":"))
@@ -182,7 +184,7 @@ def _read_timeline(file: Mapping[str, Any]) -> Timeline:
     if isinstance(work, Schedule):
         raise FormatError(_NOT_A_TIMELINE, ["its program has no messages: a line 'edges: 0>1'"])
     try:
-        cost = Cost(**{name: _read_column(column) for name, column in columns.items()})
+        cost = Cost(**{name: _read_column(name, column) for name, column in columns.items()})
         spans = tuple(_read_span(work, row) for row in rows)
     except (TypeError, ValueError, OverflowError) as error:
         raise FormatError(_NOT_A_TIMELINE, [make_printable(str(error), 200)]) from None
@@ -194,7 +196,9 @@ def _read_timeline(file: Mapping[str, Any]) -> Timeline:
     return Timeline(work, cost, spans)
 
 
-def _read_column(column: Any) -> Any:
+def _read_column(name: str, column: Any) -> Any:
+    if name == "links":
+        return {(int(src), int(dst)): float(seconds) for src, dst, seconds in column}
     return tuple(map(float, column)) if isinstance(column, list) else float(column)
 
 

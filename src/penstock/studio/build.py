@@ -42,6 +42,7 @@ MODULES = (
     "config.py",
     "model_summary.py",
     "schedules",
+    "planning",
     "draw",
     "studio/__init__.py",
     "studio/requests.py",

@@ -6,7 +6,7 @@
     compare   {setting, names}           the numbers of some schedules
     action    {setting, rank, position}  what an action needs and gives
     lesson    {setting}                  one sentence for each action, in order of time
-    open      {text}                     a file: a schedule, or a saved timeline
+    open      {text}                     a file: a schedule, timeline, plan or profile
     measured  {run, plan}                a measured step beside its plan
     export    {setting, format}          the schedule as text, SVG or a trace for Perfetto
 
@@ -17,6 +17,7 @@ answer is either `{"ok": true, ...}` or `{"ok": false, "error": message}`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +26,9 @@ from typing import Any
 from penstock.draw.perfetto import trace
 from penstock.draw.style import SHADES, format_caption, shift_to_zero
 from penstock.draw.svg import timeline_svg
-from penstock.errors import ArgumentError, PenstockError
+from penstock.errors import ArgumentError, FormatError, PenstockError
+from penstock.planning.plan import Plan
+from penstock.planning.profile import Profile
 from penstock.schedules import FAMILIES, family_of, lower_bound
 from penstock.schedules.cost import Cost
 from penstock.schedules.explain import (
@@ -44,6 +47,7 @@ from penstock.schedules.timeline import Timeline, simulate
 from penstock.schedules.verify import find_memory_excess, verify
 from penstock.studio.settings import (
     DEFAULTS,
+    MAX_PROFILE,
     MAX_TEXT,
     index_setting,
     load_work,
@@ -422,18 +426,12 @@ def _handle_lesson(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _handle_open(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Say what a file is: a timeline that was saved, or the text of a schedule."""
+    """Say what a file is: a schedule as text, or a timeline, a plan or a profile that was saved."""
     text = request.get("text")
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise ArgumentError(f"a file may have at most {MAX_TEXT // 2**20} MB")
     if text.lstrip()[:1] == "{":
-        timeline = Timeline.from_json(text)
-        return {
-            "file": "timeline",
-            "ranks": timeline.ranks,
-            "chunks": timeline.program.schedule.chunks,
-            "profile": _profile_of(timeline.cost),
-        }
+        return _open_json(text)
     schedule = schedule_of(load_work(text))
     return {
         "file": "schedule",
@@ -443,9 +441,67 @@ def _handle_open(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _open_json(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise FormatError("this is not a file of Penstock:", ["it is not JSON"]) from None
+    form = data.get("format")
+    if form == "penstock plan":
+        return _open_plan(Plan.from_json(data))
+    if form == "penstock profile":
+        return _open_profile(Profile.from_json(data))
+    timeline = Timeline.from_json(text)
+    return {
+        "file": "timeline",
+        "ranks": timeline.ranks,
+        "chunks": timeline.program.schedule.chunks,
+        "profile": _profile_of(timeline.cost),
+    }
+
+
+def _open_plan(plan: Plan) -> dict[str, Any]:
+    """Return the forecast of a plan, its text with the certificate, and what its caps leave."""
+    caps = [
+        None if math.isinf(cap) else cap - resident
+        for cap, resident in zip(plan.memory, plan.forecast.resident, strict=True)
+    ]
+    timeline = _describe_timeline(plan.schedule_name, plan.timeline, None)
+    return {
+        "file": "plan",
+        "title": plan.describe_choice(),
+        "report": make_printable(str(plan)),
+        "caps": caps,
+        "ranks": plan.ranks,
+        "chunks": plan.chunks,
+        "profile": _profile_of(plan.timeline.cost),
+        "timeline": {"problems": [], "waits": [], **timeline},
+    }
+
+
+def _open_profile(profile: Profile) -> dict[str, Any]:
+    """Return the seconds of the units on the first device, relative to their mean."""
+    kind, rows = profile.devices[0].kind, profile.rows
+    seconds = [
+        sum(
+            part.at(rows)
+            for part in (unit.seconds[kind].F, unit.seconds[kind].I, unit.seconds[kind].W)
+        )
+        for unit in profile.units
+    ]
+    return {
+        "file": "profile",
+        "ranks": len(profile.devices),
+        "profile": _relative_to_mean(seconds)[:MAX_PROFILE],
+    }
+
+
 def _profile_of(cost: Cost) -> list[float]:
     """Return the costs of the stages relative to their mean."""
-    seconds = [sum(parts) for parts in zip(cost.F, cost.I, cost.W, strict=True)]
+    return _relative_to_mean([sum(p) for p in zip(cost.F, cost.I, cost.W, strict=True)])
+
+
+def _relative_to_mean(seconds: Sequence[float]) -> list[float]:
     total = sum(seconds)
     return [second * len(seconds) / total if total else 1.0 for second in seconds]
 

@@ -110,7 +110,7 @@ function showAnswer(result, { preview = false } = {}) {
   answer = result;
   const pack = packLanes(result);
   lanes.show([{ pack, idle: packIdle(result), critical: result.critical, waits: result.waits, unit: result.unit }], { keepView: true });
-  memory.show(result.memory ?? null, result.facts?.peak ?? null, setting.memory, lanes.theme);
+  memory.show(result.memory ?? null, result.facts?.peak ?? null, setting.memory);
   $("caption").textContent = result.caption ?? (result.waits.length ? `${result.waits.length} ranks wait forever` : preview ? `makespan ${formatNumber(result.makespan)}` : "");
   showVerdict(result);
   showLegend(result);
@@ -496,12 +496,14 @@ async function openTexts(texts, name) {
   }
   closeLesson();
   hideError();
-  if (kinds[0].file === "schedule") await change({ schedule: "text", text: kinds[0].text, checkpoint: "never", skips: [] });
+  if (kinds[0].file === "plan") showPlan(kinds[0]);
+  else if (kinds[0].file === "profile") await change({ ...catalog.defaults, ranks: kinds[0].ranks, profile: kinds[0].profile });
+  else if (kinds[0].file === "schedule") await change({ schedule: "text", text: kinds[0].text, checkpoint: "never", skips: [] });
   else await showMeasured(texts[0], kinds[1]?.file === "timeline" ? texts[1] : null, name, kinds[0]);
 }
 
 /** A measured step below its plan. Of two files, the second is the plan. */
-async function showMeasured(run, plan, name, { ranks, chunks, profile }) {
+async function showMeasured(run, plan, name, file) {
   const result = await engine.ask("measured", { run, plan }, { key: "measured", urgency: 12 });
   if (!result) return;
   if (!result.ok) { showError(result.error); return; }
@@ -510,18 +512,42 @@ async function showMeasured(run, plan, name, { ranks, chunks, profile }) {
   const flat = Float64Array.from(result.ratios.flat());
   const band = (side, label, ratios) => ({ pack: packLanes(side), idle: packIdle(side), critical: side.critical, waits: [], unit: result.run.unit, label, ratios });
   lanes.show([band(result.plan, "plan", null), band(result.run, "run", flat)]);
-  memory.show(result.run.memory, result.run.facts.peak, null, lanes.theme);
+  memory.show(result.run.memory, result.run.facts.peak, null);
   $("title").textContent = name || "a measured step";
   $("caption").textContent = `run: ${result.run.caption}`;
   $("verdict").hidden = true;
-  const close = Object.assign(document.createElement("button"), { type: "button", className: "dismiss", textContent: "Close the run" });
-  close.addEventListener("click", () => { leaveMeasured(); refresh(); });
-  const reuse = Object.assign(document.createElement("button"), { type: "button", className: "link", textContent: "Compare all schedules with the costs of this run" });
-  reuse.addEventListener("click", () => change({ ...catalog.defaults, ranks, chunks, profile }));
   const list = result.sentences.map((sentence) => Object.assign(document.createElement("div"), { textContent: sentence }));
-  $("run-sentences").replaceChildren(close, ...list, reuse);
+  $("run-sentences").replaceChildren(closeButton("Close the run"), ...list, reuseButton(file, "Compare all schedules with the costs of this run"));
   $("run-sentences").hidden = false;
   setLegend([["#cb372a", "took longer than planned"], [lanes.theme === "dark" ? "#4a5463" : "#bec5d0", "as planned"], ["#2471c4", "took less"], ...catalog.ops.slice(0, 2).map(({ shades, name: op }) => [shades[0], `plan: ${op}`])]);
+}
+
+/** A saved plan: its forecast, and its text, which ends with the certificate. */
+function showPlan(plan) {
+  measured = { plan };
+  lanes.selected = null;
+  const { timeline } = plan;
+  lanes.show([{ pack: packLanes(timeline), idle: packIdle(timeline), critical: timeline.critical, waits: [], unit: timeline.unit }]);
+  memory.show(timeline.memory, timeline.facts.peak, plan.caps);
+  $("title").textContent = plan.title;
+  $("caption").textContent = timeline.caption;
+  $("verdict").hidden = true;
+  showLegend(timeline);
+  const report = Object.assign(document.createElement("pre"), { textContent: plan.report });
+  $("run-sentences").replaceChildren(closeButton("Close the plan"), report, reuseButton(plan, "Compare all schedules with the costs of this plan"));
+  $("run-sentences").hidden = false;
+}
+
+function closeButton(text) {
+  const close = Object.assign(document.createElement("button"), { type: "button", className: "dismiss", textContent: text });
+  close.addEventListener("click", () => { leaveMeasured(); refresh(); });
+  return close;
+}
+
+function reuseButton({ ranks, chunks, profile }, text) {
+  const reuse = Object.assign(document.createElement("button"), { type: "button", className: "link", textContent: text });
+  reuse.addEventListener("click", () => change({ ...catalog.defaults, ranks, chunks, profile }));
+  return reuse;
 }
 
 function leaveMeasured() {

@@ -20,11 +20,14 @@ export class MemoryPlot {
     lanes.addEventListener("paint", () => this.paint());
   }
 
-  show(curves, peaks, cap, theme) {
-    Object.assign(this, { curves, peaks, cap, theme });
+  /** Shows the curves of all ranks. The cap is one for all ranks, one for each, or null. */
+  show(curves, peaks, cap) {
+    Object.assign(this, { curves, peaks, caps: cap });
     this.worst = peaks ? peaks.indexOf(Math.max(...peaks)) : 0;
     this.paint();
   }
+
+  get cap() { return Array.isArray(this.caps) ? this.caps[this.rank] : this.caps; }
 
   get rank() {
     const chosen = this.lanes.hover?.rank ?? this.lanes.selected?.rank ?? this.worst;
