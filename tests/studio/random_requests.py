@@ -15,16 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock import dumps, lower, schedules, simulate
+from penstock.planning import search_plan
 from penstock.schedules.cost import Cost
 from penstock.studio.build import BUILT, zip_modules
 from penstock.studio.requests import answer
-from tests.studio.files import slow_run
+from tests.studio.files import slow_run, small_profile
 
 NODE_SCRIPT = """
 import fs from "node:fs";
@@ -88,6 +90,14 @@ def random_text(draw: Random) -> str:
     return "\n".join(lines)
 
 
+@cache
+def saved_plans() -> list[str]:
+    """Return plans and a profile, as they are saved."""
+    profile = small_profile()
+    plans = [search_plan(profile.with_devices(n), solver_seconds=0) for n in (1, 2)]
+    return [json.dumps(profile.to_json()), *(json.dumps(plan.to_json()) for plan in plans)]
+
+
 def random_request(draw: Random) -> str:
     """Return a request as text."""
     kinds = ["timeline"] * 4 + ["edit", "compare", "action", "lesson", "export", "open", "measured"]
@@ -103,7 +113,7 @@ def random_request(draw: Random) -> str:
             request["plan"] = plan.to_json()
         return json.dumps(request)
     if kind == "open":
-        request["text"] = random_text(draw)
+        request["text"] = random_text(draw) if draw.random() < 0.7 else draw.choice(saved_plans())
         return json.dumps(request)
     request["setting"] = random_setting(draw)
     if kind == "edit":
