@@ -456,7 +456,7 @@ class Pipe(nn.Module):
         loss_fn: LossFn | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
         **keyword_inputs: Any,
     ) -> StepResult:
         """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
@@ -479,7 +479,8 @@ class Pipe(nn.Module):
             optimizer: An optimizer whose `step()` is called after the backwards. With
                 `runtime="graph"` it becomes part of the captured step.
             scale: A factor for the gradients, not for the loss of the result. To accumulate the
-                mean over 4 batches in `.grad`, use `scale=1 / 4`.
+                mean over 4 batches in `.grad`, use `scale=1 / 4`. A model that has an input of this
+                name gets it instead.
             **keyword_inputs: Inputs by name, as for `pipe(x)`.
 
         Returns:
@@ -500,6 +501,9 @@ class Pipe(nn.Module):
         self._save_if_preempted(training=True)
         if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
             self._enclosing_ddp.check_step_allowed()
+        if scale is not None and self._placed_partition.partition.has_input("scale"):
+            keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
+        scale = 1.0 if scale is None else scale
         check_scale(scale)
         request = self._build_step_request(
             inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale

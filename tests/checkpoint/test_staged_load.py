@@ -97,6 +97,8 @@ def test_load_that_is_interrupted_at_any_line_is_undone(tmp_path: Path) -> None:
             loaded = None
         finally:
             sys.settrace(trace)
+            # An interrupt between the last line of `with torch.no_grad()` and its end leaves it on.
+            torch.set_grad_enabled(True)
         if loaded:
             break
         assert differences(corrupt.everything(pipe, optimizer), before) == [], line

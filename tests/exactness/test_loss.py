@@ -444,7 +444,7 @@ def test_scale_accumulates_the_mean_of_batches(weighted: bool) -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
-@pytest.mark.parametrize("scale", ["1", True, float("nan"), None])
+@pytest.mark.parametrize("scale", ["1", True, float("nan"), []])
 def test_scale_that_is_not_a_number_is_refused(scale: Any) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], loss_fn=nn.MSELoss())
     with pytest.raises(ValueError, match="scale must be a finite number"):

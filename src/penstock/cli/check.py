@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from penstock.checker.check import ProgressCallback, check
 from penstock.checker.report import Report
 from penstock.cli.factory import call_factory, run_user_code
 from penstock.cli.report import show_activity
+from penstock.draw.page import HtmlPage
 from penstock.text_format import make_printable
 
 
@@ -34,6 +36,7 @@ class CheckRequest:
     tolerance: float
     quick: bool
     as_json: bool
+    html: Path | None
 
 
 def run(request: CheckRequest) -> bool:
@@ -42,11 +45,25 @@ def run(request: CheckRequest) -> bool:
     with redirect_stdout(sys.stderr), _show_progress() as progress:
         factory_result = call_factory(request.factory)
         report = _check_model(request, factory_result, progress)
+    if request.html:
+        _build_page(report).write(request.html)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
         _print_report(report)
+        if request.html:
+            print(f"wrote {make_printable(str(request.html))}")
     return report.ok
+
+
+def _build_page(report: Report) -> HtmlPage:
+    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
+    page.paragraph(f"Compared with {make_printable(report.reference)}.")
+    page.paragraph(f"The loss is {make_printable(report.loss)}.")
+    headings, *rows = report.table()
+    page.table(headings, rows)
+    page.preformatted(make_printable("\n".join(report.summary())))
+    return page
 
 
 @contextmanager

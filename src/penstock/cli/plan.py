@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock import draw
 from penstock.cli.report import show_activity
+from penstock.draw.page import plan_page
 from penstock.errors import ArgumentError
 from penstock.planning import Plan, Profile, search_plan
 from penstock.text_format import make_printable
@@ -71,6 +72,7 @@ def run(
     save: Path | None,
     picture: Path | None,
     optimizer: str = "adamw",
+    html: Path | None = None,
 ) -> Plan:
     """Search for a plan, print it, and write the files that were asked for."""
     if objective not in ("makespan", "period"):
@@ -89,4 +91,6 @@ def run(
         plan.save(save)
     if picture is not None:
         draw.plan(plan, picture)
+    if html is not None:
+        plan_page(plan).write(html)
     return plan
