@@ -97,6 +97,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         for module in (torch.accelerator, torch.cuda):
             patch.setattr(module, "is_available", lambda: False)
             patch.setattr(module, "device_count", lambda: 0)
+        # Libraries that have imported `device_count` by name count no GPUs now, and PyTorch would
+        # remember their answer.
+        patch.setattr(torch.cuda, "_cached_device_count", 0)
         try:
             return (yield)
         finally:

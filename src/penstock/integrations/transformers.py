@@ -119,7 +119,7 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
         # As in Trainer.training_step: a loss that was not divided by the items of all accumulated
         # batches is averaged over these batches.
-        is_scaled = self.loss_is_scaled_for_ga
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # older releases have none
         if is_scaled is None:
             counts_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_scaled = counts_items or self.compute_loss_func is not None

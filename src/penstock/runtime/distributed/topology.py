@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,6 +36,9 @@ class Topology:
     replicas: tuple[tuple[int, ...], ...]
     replica_index: int = 0
     averaged_replicas: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> Topology:
+        return self  # a copy of a pipe is one of the same processes
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
