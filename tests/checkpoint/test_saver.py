@@ -311,10 +311,15 @@ def test_save_after_a_wait_that_was_interrupted(
         saving = pipe.save(tmp_path, extra=1, background=True)
         main_thread = threading.main_thread().ident
         timer = threading.Timer(0.2, signal.pthread_kill, (main_thread, signal.SIGINT))
+        # A process that was started in the background ignores the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            pipe.save(tmp_path, extra=2)
-        timer.join()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pipe.save(tmp_path, extra=2)
+        finally:
+            timer.join()
+            signal.signal(signal.SIGINT, before)
         assert not saving.done
         threading.Timer(0.2, gate.set).start()
         pipe.save(tmp_path, extra=3)
