@@ -1,7 +1,8 @@
 # make demo      train a small model over a pipeline, compare, check, and save pictures; a minute
 # make test      everything that must hold: format, lint, types, import contracts, tests
-# make fuzz      thousands of random models and forwards against the unsplit ones, and random command
-#                lines; SEED=7 and CASES=100 choose them, PROCESSES=1 runs the models over processes
+# make fuzz      thousands of random models and forwards against the unsplit ones, random command lines,
+#                and random requests of the studio; SEED=7 and CASES=100 choose them, PROCESSES=1 runs
+#                the models over processes
 # make busy      the tests of processes while some are held up, as on a busy machine; five minutes
 # make soak      the tests of processes with every combination of faults, schedules and ranks, and
 #                with training runs of thousands of steps; then 200 kills at random moments, killed ranks
@@ -9,13 +10,18 @@
 # make surroundings  small programs in each odd surrounding: C locale, read-only folders, python -O, no
 #                compiler, 2 GB and others; five minutes
 # make docs      build the documentation into site/
+# make studio    build the studio, the page that `penstock studio` opens; needs npm
+# make browser   install Chromium (apt, as root) and playwright-core (npm) for the tests of the studio
 # make features  rewrite docs/features.md from a run of its tests; a minute
+# make frameworks  train with Trainers of Hugging Face, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
 #                each with the audit and without it; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
+# make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
+# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -23,7 +29,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs features zoo versions papers bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions caps papers plans bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -48,6 +54,8 @@ fuzz: $(READY)
 		$(if $(SEED),--first $(SEED)) $(if $(CASES),--cases $(CASES)))
 	$(if $(PROCESSES),,$(BIN)/python -m tests.fuzz_cli \
 		$(if $(SEED),--first $(SEED)) $(if $(CASES),--cases $(CASES)))
+	$(if $(PROCESSES),,test ! -d src/penstock/studio/built || $(BIN)/python -m tests.studio.random_requests \
+		$(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)))
 
 busy: $(READY)
 	$(BIN)/python -m tests.distributed.random_pauses $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \
@@ -69,8 +77,19 @@ surroundings: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
+studio: $(READY)
+	$(BIN)/python -m penstock.studio.build
+
+browser:
+	apt-get update && apt-get install --yes chromium
+	npm install --prefix build/browser --no-save playwright-core@1.65.1
+
 features: $(READY)
 	$(BIN)/python -m tests.features
+
+frameworks: export OMP_NUM_THREADS := 1
+frameworks: $(READY)
+	$(BIN)/python -m tests.integrations.frameworks $(ROWS)
 
 zoo: $(READY)
 	$(BIN)/python -m tests.models.table
@@ -80,8 +99,14 @@ versions: $(READY)
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(FULL),--full) $(if $(KEEP),--keep $(KEEP)) \
 		$(foreach python,$(PYTHONS),--python $(python))
 
+caps: $(READY)
+	$(BIN)/python -m tests.properties.memory_caps $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
+
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+
+plans: $(READY)
+	$(BIN)/python -m tests.planning.brute_force
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

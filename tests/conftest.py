@@ -60,6 +60,7 @@ AUDITED = tuple(
         "models/",
         "features/",
         "hugging_face/",
+        "integrations/",
         "runtime/test_audit.py",
         "gpu/test_audit_on_gpu.py",
         "test_docs.py",

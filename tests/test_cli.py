@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -339,7 +341,7 @@ COST = "such as F=1,I=1,W=1,send=0, not"
         (
             "show 1f1b -p 4000 -m 4000",
             "4000 ranks x 4000 micro-batches x 1 stages per rank are 16,000,000 cells. They would "
-            "take about 3200 seconds and 128 GB of memory, and commands take at most 250,000. Use "
+            "take about 3200 seconds and 128 GB of memory, and at most 250,000 are allowed. Use "
             "fewer ranks or micro-batches: the pattern repeats",
         ),
         ("show 1f1b -p 0 -m 8", f"ranks=0: each of these {SIZES}"),
@@ -375,9 +377,9 @@ COST = "such as F=1,I=1,W=1,send=0, not"
             "show 1f1b -p 2 -m 2 --checkpoint often",
             "checkpoint must be one of always, except_last, never, not 'often'",
         ),
-        ("show fit -p 2 -m 2 --placement w", "--placement must be loop or v, not 'w'"),
-        ("show fit -p 2 -m 2 --placement v -v 3", "--placement v needs --stages-per-rank 2, not 3"),
-        ("show fit -p 2 -m 2 --placement v -v 1", "--placement v needs --stages-per-rank 2, not 1"),
+        ("show fit -p 2 -m 2 --placement w", "placement must be loop or v, not 'w'"),
+        ("show fit -p 2 -m 2 --placement v -v 3", "placement v needs 2 stages per rank, not 3"),
+        ("show fit -p 2 -m 2 --placement v -v 1", "placement v needs 2 stages per rank, not 1"),
         ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: the file name must end in .svg"),
         ("show zb-v", "zb-v needs --ranks and --chunks, for example -p 4 -m 8"),
         ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),
@@ -791,3 +793,52 @@ def test_check_reports_import_errors_of_the_module(run: Run, tmp_path: Path) -> 
     assert refused(run("check lacking:make")) == "lacking needs not_there, which is not installed"
     (tmp_path / "broken_one.py").write_text("1 / 0\n")
     assert "importing broken_one failed: ZeroDivisionError" in refused(run("check broken_one:make"))
+
+
+def test_studio_prints_its_address_serves_until_ctrl_c_and_ends(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("0F0 0B0")
+    code = (
+        "import signal, sys; from penstock.studio import build, server; from penstock import cli;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "server.StudioServer.__init__.__defaults__ = (0, None, build.PAGE);"
+        f"sys.argv = ['penstock', 'studio', {str(file)!r}, '--no-browser']; cli.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.fullmatch(r"the studio is at (http://127.0.0.1:\d+/)\?open .*\n", line)
+        assert address, line
+        with urllib.request.urlopen(f"{address[1]}opened", timeout=30) as response:
+            assert response.read() == b"0F0 0B0"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_compare_writes_one_html_file(run: Run, tmp_path: Path) -> None:
+    answer = run("compare -p 2 -m 4 --html report.html")
+    assert answer.out.endswith("wrote report.html\n")
+    text = (tmp_path / "report.html").read_text()
+    assert "2 ranks, 4 micro-batches, F=1,I=1,W=1,send=0, checkpoint never" in text
+    assert text.count("<svg") >= 15
+    json.loads(run("compare -p 2 -m 4 --json --html report.html").out)
+
+
+def test_check_writes_one_html_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "factories_html.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))\n"
+        "    return layers, torch.ones(4, 4)\n"
+    )
+    answer = run("check factories_html:make --stages 2 --schedules 1f1b --html report.html")
+    assert (answer.code, answer.out.splitlines()[-1]) == (0, "wrote report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "<h1>Equal</h1>" in text
+    assert "<td>1f1b</td>" in text

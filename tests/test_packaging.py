@@ -65,7 +65,18 @@ def test_wheel_metadata_leaves_the_choice_of_torch_to_the_user(built: tuple[Path
     facts = metadata(built[0])
     assert facts["Name"] == "torch-penstock"
     assert facts["Requires-Python"] == ">=3.11"
-    extras = {"cli", "draw", "cuda", "docs", "safetensors", "bench", "zoo", "dev"}
+    extras = {
+        "cli",
+        "draw",
+        "cuda",
+        "docs",
+        "safetensors",
+        "bench",
+        "zoo",
+        "frameworks",
+        "plan",
+        "dev",
+    }
     assert set(facts.get_all("Provides-Extra", [])) == extras
     needed = [Requirement(text) for text in facts.get_all("Requires-Dist", [])]
     assert [str(need) for need in needed if need.marker is None] == ["torch>=2.10"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_pipe_refuses_invalid_chunks(chunks: Any) -> None:
         (
             "checkpoint",
             "sometimes",
-            "checkpoint must be one of 'always', 'except_last', 'never', not",
+            "checkpoint must be one of always, except_last, never, not",
         ),
         ("checkpoint", None, "checkpoint must be one of"),
         (
@@ -201,15 +202,10 @@ def test_pipe_cast_to_another_dtype(cast: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "move",
     [
-        lambda pipe: pipe.to("cpu"),
         lambda pipe: pipe.to("cuda"),
         lambda pipe: pipe.to(torch.device("meta")),
-        lambda pipe: pipe.to("cpu", torch.float16),
-        lambda pipe: pipe.to(device="cpu"),
-        lambda pipe: pipe.to(torch.zeros(1)),
         lambda pipe: pipe.cuda(),
         lambda pipe: pipe.cuda(0),
-        lambda pipe: pipe.cpu(),
         lambda pipe: pipe.xpu(),
         lambda pipe: pipe.to_empty(device="meta"),
         lambda pipe: nn.Sequential(pipe).to("meta"),
@@ -333,6 +329,35 @@ def test_pipe_checkpoint_modes_in_the_program(checkpoint: str) -> None:
         "never": set(),
     }
     assert recomputed == expected[checkpoint]
+
+
+def test_pipe_recomputes_the_stages_and_micro_batches_of_its_choice() -> None:
+    words = Pipe(plain(), 3, ["always", False, "except_last", "never"], stages=4)
+    expected = {*((0, i) for i in range(3)), (2, 0), (2, 1)}
+    assert words.forecast().program.schedule.recomputed == expected
+    cells = Pipe(plain(), 3, lambda stage, microbatch: stage == 3 and microbatch > 0, stages=4)
+    assert cells.forecast().program.schedule.recomputed == {(3, 1), (3, 2)}
+    # A batch of two rows has two micro-batches, of which "except_last" recomputes the first.
+    cells.checkpoint = words.checkpoint
+    seen: list[bool] = []
+    cells[2].register_forward_hook(lambda *given: seen.append(is_checkpointing()))
+    cells(batch(2)[0]).sum().backward()
+    assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ("sometimes", "checkpoint must be one of always, except_last, never, not 'sometimes'"),
+        (True, "or a function of (stage, micro-batch), not True"),
+        (["always"], "checkpoint has 1 entries, but there are 4 stages"),
+        (["always", "never", "never", 1], "True or False, not 1"),
+    ],
+    ids=["word", "bool", "length", "entry"],
+)
+def test_pipe_refuses_an_unknown_recomputation(checkpoint: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Pipe(plain(), 3, checkpoint, stages=4)
 
 
 def test_pipe_keeps_the_recompute_actions_of_a_schedule() -> None:

@@ -146,7 +146,6 @@ REFUSED = {
     "torch._C._functorch.peek_interpreter_stack": "zero bubble, convolution, traced",
     "torch._C._functions.ConvolutionBackward0._saved_groups": "convolution",
     "torch.ops.aten.bernoulli.default._schema.arguments": "dropout",
-    "torch._C._nn._parse_to": "to",
     "torch._C._storage_Use_Count": "",
     "torch._subclasses.fake_tensor.FakeTensorMode": "traced",
     "torch._C._push_on_torch_function_stack": "traced",

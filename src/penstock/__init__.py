@@ -34,6 +34,8 @@ from penstock.errors import (
     TorchVersionError,
 )
 from penstock.errors import get_deprecated as _get_deprecated_error
+from penstock.planning.plan import Plan
+from penstock.planning.profile import Profile
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import (
     Action,
@@ -61,6 +63,7 @@ if _typing.TYPE_CHECKING:
     from penstock.microbatch import Chunk, NoChunk
     from penstock.model.partition import Partition
     from penstock.model.placement import split
+    from penstock.model.planner import plan
     from penstock.model.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.runtime.memory import Memory
@@ -97,6 +100,8 @@ __all__ = [
     "PenstockTypeError",
     "Pipe",
     "PipeSequential",
+    "Plan",
+    "Profile",
     "Program",
     "Recv",
     "RemoteError",
@@ -123,6 +128,7 @@ __all__ = [
     "is_recomputing",
     "loads",
     "lower",
+    "plan",
     "play",
     "pop",
     "recompute",
@@ -160,6 +166,7 @@ _ON_DEMAND = {
     "init": "launch.init",
     "is_checkpointing": "stage.recompute",
     "is_recomputing": "stage.recompute",
+    "plan": "model.planner",
     "pop": "stage.skip",
     "saved": "checkpoint.directory",
     "skippable": "stage.skip",

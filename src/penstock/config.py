@@ -6,15 +6,14 @@ name of the option and not as an error deep inside a run.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from penstock.errors import ArgumentError, PenstockTypeError
-from penstock.schedules.lowering import CHECKPOINT_MODES
 
 RUNTIMES = ("threads", "inline", "graph", "auto")
 
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
-    "checkpoint": CHECKPOINT_MODES,
     "runtime": RUNTIMES,
     "reduction": (None, "mean", "sum"),
     "data": ("all", "first"),
@@ -30,12 +29,32 @@ def check_chunks(chunks: Any) -> None:
         raise ArgumentError(f"chunks must be a positive integer, not {chunks!r}")
 
 
+def resolve_chunks(chunks: Any, n_microbatches: Any) -> Any:
+    """Return the number of micro-batches, given under our name or that of PyTorch."""
+    if n_microbatches is None:
+        return chunks
+    if chunks != 1:
+        raise ArgumentError(
+            f"chunks={chunks!r} and n_microbatches={n_microbatches!r} are two names of one number. "
+            "Pass only one of them."
+        )
+    return n_microbatches
+
+
 def check_choices(**options: Any) -> None:
     """Raise if an option has a value that is not in its list of allowed values."""
     for name, value in options.items():
         if value not in _ALLOWED_VALUES[name]:
             listed = ", ".join(repr(allowed) for allowed in _ALLOWED_VALUES[name])
             raise ArgumentError(f"{name} must be one of {listed}, not {value!r}")
+
+
+def check_scale(scale: Any) -> None:
+    """Raise if `scale`, a factor of gradients, is not a finite number."""
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not isfinite(scale):
+        raise ArgumentError(
+            f"scale must be a finite number, not {scale!r}. For a scale that changes, use scaler=."
+        )
 
 
 def check_audit(audit: Any) -> None:

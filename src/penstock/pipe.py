@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +20,40 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
-from penstock.config import check_audit, check_choices, check_chunks, check_loss_fn
+from penstock.config import (
+    check_audit,
+    check_choices,
+    check_chunks,
+    check_loss_fn,
+    check_scale,
+    resolve_chunks,
+)
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
+from penstock.errors import RunError
+from penstock.model.framework_attributes import (
+    MODEL_ATTRIBUTES,
+    ModelForward,
+    build_device_map,
+    find_base_model,
+    find_dtype,
+)
 from penstock.model.placement import (
+    MemoryCap,
     PlacedPartition,
     SplitRequest,
-    build_move_error,
     check_keeps_device,
-    check_no_device_argument,
     describe_placement,
     place_model,
 )
+from penstock.model.planner import build_process_request, replan, wants_plan
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
 from penstock.model.traced.containers import HOOK_TABLES
 from penstock.model.traced.units import UnitSelector
+from penstock.planning.plan import Plan
 from penstock.runtime import signals
 from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
@@ -54,6 +71,8 @@ from penstock.runtime.distributed.setup import (
 from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
+from penstock.runtime.memory_cap import ADAM_STATE_FACTOR, place_plan, place_within_memory
+from penstock.runtime.memory_forecast import MemoryForecast, build_example_loss
 from penstock.runtime.preemption import (
     PreemptionPlan,
     PreemptionRequest,
@@ -65,6 +84,7 @@ from penstock.runtime.request import Request
 from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
+from penstock.schedules.lowering import Recomputation, resolve_recomputation
 from penstock.schedules.notation import dumps
 from penstock.schedules.registry import (
     ScheduleLike,
@@ -108,15 +128,17 @@ class Pipe(nn.Module):
         module: The model. An `nn.Sequential`, or any other module together with `example`.
         chunks: The number of micro-batches that a batch is split into.
         checkpoint: Which micro-batches are recomputed in the backward instead of keeping their
-            activations: "always", "except_last" or "never".
+            activations: "always", "except_last" or "never"; a list with one of these, or a bool,
+            for each stage; or a function of (stage, micro-batch).
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of
             once per micro-batch.
         stages: The number of stages, or a list with the number of layers of each stage. Without
             `stages` and `devices`, neighbouring layers on the same device form a stage.
         devices: One device for each rank. Without it, ranks use the GPUs of the machine, or the
             CPU if there are none.
-        schedule: The name of a schedule, such as "1f1b" or "zb-v", a `Schedule`, or the path of a
-            file with one. Defaults to "gpipe".
+        schedule: The name of a schedule, such as "1f1b" or "zb-v", in any case, a `Schedule`, or
+            the path of a file with one. PyTorch's names, such as "Interleaved1F1B" or
+            "ScheduleZBVZeroBubble", are understood. Defaults to "gpipe".
         loss_fn: The loss of `step`, called as `loss_fn(output, target)`.
         reduction: How the losses of the micro-batches are combined: "mean" or "sum". By default
             that of `loss_fn`, or "mean".
@@ -128,8 +150,15 @@ class Pipe(nn.Module):
             trace the model and to measure its layers.
         units: For a traced model, the submodules that are never cut: a path, a class, a function
             of name and module, or a list of these.
-        memory: For a traced model, the bytes that a device may use: one number, or one for each
-            rank.
+        memory: A cap on the bytes that each rank uses for parameters, gradients, the state of an
+            Adam optimizer, and a step on the `example`: a number, a text such as "24GB" or
+            "512 MiB", a fraction of the device such as 0.9 or "90%", or a list with one of these
+            for each rank.
+        target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps.
+        plan: A plan of `penstock.plan`, or one that was loaded with `Plan.load`. It decides about
+            stages, schedule, chunks, recomputation and runtime. Without it, and with an `example`
+            but neither `stages` nor `devices`, the pipe makes a plan for the devices that are
+            there.
         stage_fn: Called as `stage_fn(module, index)` for each stage. It returns the module that
             computes the stage, for example `module` wrapped in `fully_shard`,
             `DistributedDataParallel` or `torch.compile`.
@@ -145,6 +174,19 @@ class Pipe(nn.Module):
             step, "off" none. If the numbers differ, the step raises an AuditError.
         heartbeat: With processes, the seconds without progress after which a rank is considered
             dead.
+        n_microbatches: The same as `chunks`, as torch.distributed.pipelining calls it.
+
+    Attributes:
+        stages: The number of stages.
+        devices: The devices of the ranks in this process.
+        schedule: The name of the schedule.
+        partition: The model cut into stages. `print` shows a table of them.
+        device: The device of the first stage in this process.
+        dtype: The dtype of the first parameter.
+        hf_device_map: The device of each unit by name, for transformers and accelerate.
+
+    A child, parameter or buffer of the model that has one of these names comes first. The `config`
+    of a Hugging Face model, and what else training frameworks read, is that of the model.
 
     Raises:
         ArgumentError: If an argument is invalid or arguments contradict each other.
@@ -165,7 +207,7 @@ class Pipe(nn.Module):
         self,
         module: nn.Module,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Recomputation = "except_last",
         deferred_batch_norm: bool = False,
         *,
         stages: int | Sequence[int] | None = None,
@@ -177,7 +219,9 @@ class Pipe(nn.Module):
         balance: str | None = None,
         example: Any = None,
         units: UnitSelector = None,
-        memory: float | Sequence[float] | None = None,
+        memory: MemoryCap = None,
+        target: Any = None,
+        plan: Plan | None = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -186,9 +230,10 @@ class Pipe(nn.Module):
         shapes: str = "learned",
         heartbeat: float = DEFAULT_HEARTBEAT,
         audit: str | int = "first",
+        n_microbatches: int | None = None,
     ) -> None:
         super().__init__()
-        topology = resolve_topology(mesh, group)
+        self._topology = topology = resolve_topology(mesh, group)
         groups = None if topology is None else open_process_groups(topology, devices, heartbeat)
         # Among processes, an error in the arguments of one rank must be raised on all of them, so
         # even the checks run inside the guard.
@@ -197,9 +242,10 @@ class Pipe(nn.Module):
             if groups is None
             else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
         ):
+            chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)
             check_model(module, chunks)
-            check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+            check_choices(runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
             check_audit(audit)
@@ -212,19 +258,48 @@ class Pipe(nn.Module):
                 converted = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
                 self._shared_settings = SharedSettings(module, converted)
                 module = converted
-            requested_schedule = resolve_schedule(schedule)
-            split_request = SplitRequest(stages, devices, balance, example, chunks, units, memory)
+            split_request = SplitRequest(
+                stages,
+                devices,
+                balance,
+                example,
+                chunks,
+                units,
+                memory,
+                checkpoint,
+                resolve_schedule(schedule),
+            )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
             weights = {} if groups is None else sample_weights(module)
-            placed_partition = place_model(
-                module,
-                split_request,
-                requested_schedule,
-                None if groups is None else build_process_context(groups),
-            )
-            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn)
+            self._plan, self._memory_forecast = plan, None
+            self._replanned: list[Plan] = []  # the last plan of `replan`, after the one it replaces
+            place = partial(place_model, module)
+            if groups is not None:
+                process = build_process_context(groups)
+                if plan is not None:
+                    split_request = build_process_request(
+                        module, plan, split_request, process.ranks
+                    )
+                placed_partition = place(split_request, process)
+            elif plan is not None or wants_plan(split_request):
+                planned = place_plan(
+                    module, split_request, plan, place, self._forecast_memory, target
+                )
+                self._plan, split_request, placed_partition, self._memory_forecast = planned
+            elif memory is None:
+                placed_partition = place(split_request)
+            else:
+                placed_partition, self._memory_forecast = place_within_memory(
+                    split_request, place, partial(self._forecast_memory, batch=(example, target))
+                )
+            chunks, requested_schedule = split_request.chunks, split_request.schedule
+            check_model(module, chunks)  # a plan may have chosen the number of micro-batches
+            self.chunks, self.checkpoint = chunks, split_request.checkpoint
+            if self._plan is not None and runtime == "threads":
+                self.runtime = self._plan.runtime
+            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn, chunks)
             if groups is not None and len(set(placed_partition.placement)) > 1:
                 prepared_pipe = replace(prepared_pipe, partial_model=weakref.ref(module))
             self._prepared_pipe = prepared_pipe
@@ -266,6 +341,7 @@ class Pipe(nn.Module):
         placed_partition: PlacedPartition,
         schedule: str | Schedule | None,
         stage_fn: StageFn | None,
+        chunks: int,
     ) -> PreparedPipe:
         """Wrap the stages with `stage_fn`, build the schedule and verify it."""
         self._placed_partition = replace(
@@ -279,9 +355,9 @@ class Pipe(nn.Module):
         )
         graph = self._placed_partition.partition.graph
         self._schedule_choice = build_schedule_factory(
-            schedule, self._placed_partition.placement, self.chunks, graph
+            schedule, self._placed_partition.placement, chunks, graph
         )
-        first_schedule = self._schedule_choice(self.chunks)
+        first_schedule = self._schedule_choice(chunks)
         check_has_backward(first_schedule, self._schedule_choice.name)
         # The named schedules are sound for every graph. Their tests verify them.
         if isinstance(schedule, Schedule):
@@ -295,6 +371,32 @@ class Pipe(nn.Module):
             [getattr(self, name) for name in HOOK_TABLES],
         )
 
+    def _forecast_memory(
+        self,
+        placed_partition: PlacedPartition,
+        request: SplitRequest,
+        batch: tuple[Any, Any],
+        optimizer_factor: float = ADAM_STATE_FACTOR,
+    ) -> MemoryForecast:
+        """Return the bytes that a step on a batch and its target needs.
+
+        The pipe need not be complete yet.
+        """
+        example, target = batch
+        loss_fn = build_example_loss(self.loss_fn, target is not None)
+        named = dict(example) if isinstance(example, Mapping) else {}
+        inputs = () if named else example if isinstance(example, tuple) else (example,)
+        prepared = self._prepare(placed_partition, request.schedule, None, request.chunks)
+        prepared = replace(prepared, layers=placed_partition.partition.children())
+        step = replace(
+            self._build_step_request(inputs, named, target, loss_fn),
+            chunks=request.chunks,
+            checkpoint=resolve_recomputation(
+                request.checkpoint, len(placed_partition.placement), request.chunks
+            ),
+        )
+        return LocalEngine(prepared).forecast_memory(step, optimizer_factor)
+
     def _build_request(
         self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any
     ) -> Request:
@@ -304,7 +406,9 @@ class Pipe(nn.Module):
             inputs,
             keyword_inputs,
             chunks=self.chunks,
-            checkpoint=self.checkpoint,
+            checkpoint=resolve_recomputation(
+                self.checkpoint, len(self._placed_partition.placement), self.chunks
+            ),
             training=self.training,
             runtime=self.runtime,
             reduction=self.reduction,
@@ -314,6 +418,7 @@ class Pipe(nn.Module):
 
     # ---- training and inference -----------------------------------------------------------
 
+    @ModelForward
     @not_compiled
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
         """Return the output of the model for a batch. `loss.backward()` runs the backwards.
@@ -355,6 +460,7 @@ class Pipe(nn.Module):
         loss_fn: LossFn | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scale: float | None = None,
         **keyword_inputs: Any,
     ) -> StepResult:
         """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
@@ -376,6 +482,9 @@ class Pipe(nn.Module):
             scaler: A GradScaler. It scales the gradients, not the loss of the result.
             optimizer: An optimizer whose `step()` is called after the backwards. With
                 `runtime="graph"` it becomes part of the captured step.
+            scale: A factor for the gradients, not for the loss of the result. To accumulate the
+                mean over 4 batches in `.grad`, use `scale=1 / 4`. A model that has an input of this
+                name gets it instead.
             **keyword_inputs: Inputs by name, as for `pipe(x)`.
 
         Returns:
@@ -383,7 +492,7 @@ class Pipe(nn.Module):
 
         Raises:
             BatchShapeError: If the inputs cannot be split into the same micro-batches.
-            ArgumentError: If `optimizer` cannot be used here.
+            ArgumentError: If `optimizer` or `scale` cannot be used here.
             RunError: If the pipe cannot run the step.
 
         >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -396,8 +505,12 @@ class Pipe(nn.Module):
         self._save_if_preempted(training=True)
         if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
             self._enclosing_ddp.check_step_allowed()
+        if scale is not None and self._placed_partition.partition.has_input("scale"):
+            keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
+        scale = 1.0 if scale is None else scale
+        check_scale(scale)
         request = self._build_step_request(
-            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer
+            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
         )
         if optimizer is not None:
             request.check_optimizer()
@@ -412,6 +525,7 @@ class Pipe(nn.Module):
         outputs: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scale: float = 1.0,
     ) -> Request:
         if loss_fn is None:
             loss_fn = self.loss_fn
@@ -430,6 +544,7 @@ class Pipe(nn.Module):
             return_outputs=outputs,
             scaler=scaler,
             optimizer=optimizer,
+            scale=scale,
             uses_model_loss=loss_fn is None,
         )
 
@@ -544,7 +659,69 @@ class Pipe(nn.Module):
         >>> "2 stages" in pipe.summary()
         True
         """
-        return str(self._placed_partition.partition)
+        lines = [str(self._placed_partition.partition)]
+        if self._memory_forecast is not None:
+            caps = self._placed_partition.memory
+            lines.append(f"memory   {self._memory_forecast.describe(caps)}")
+        if self._plan is not None:
+            lines.append(f"plan     {self._plan.describe_choice()}: {self._describe_gain()}")
+        stages = len(self._placed_partition.placement)
+        if self._plan is None and self.chunks < len(set(self._placed_partition.placement)):
+            bubble = self.forecast(Cost.even(self._placed_partition.placement)).bubble
+            lines.append(
+                f"chunks   {self.chunks} for {stages} stages: the ranks are idle for {bubble:.0%} "
+                f"of the time. Use chunks={2 * stages} or more."
+            )
+        return "\n".join(lines)
+
+    def _describe_gain(self) -> str:
+        if not self._replanned:
+            return "pipe.replan() says whether another one is faster, as measured"
+        before, after = self._replanned
+        gain = 1 - after.seconds / before.seconds
+        return f"a new plan would gain {gain:.0%}" if gain > 0.005 else "no new plan is faster"
+
+    def replan(
+        self,
+        *,
+        chunks: int | Sequence[int] | None = None,
+        solver_seconds: float = 10.0,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> Plan:
+        """Plan again with the costs that the last step has measured in place of the profile.
+
+        The pipe itself stays as it is. `Pipe(model, plan=pipe.replan())` makes another one, and
+        `summary()` says how much faster it would be.
+
+        Args:
+            chunks: The number of micro-batches, or those to try.
+            solver_seconds: How long the exact solver may run, if `ortools` is installed.
+            progress: Called with what is being done and the fraction that is done.
+
+        Returns:
+            The new plan.
+
+        Raises:
+            RunError: If the pipe has no plan, or has not run a step yet.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> pipe = Pipe(layers, example=x, chunks=4, schedule="1f1b", loss_fn=nn.MSELoss())
+        >>> _ = pipe.step(x, target=y)
+        >>> pipe.replan(chunks=4).chunks
+        4
+        """
+        if self._plan is None:
+            raise RunError(
+                "the pipe was made without a plan, so there is no profile to correct. Make it with "
+                "Pipe(model, example=batch), or with plan=."
+            )
+        cost = self.forecast().cost
+        if cost == Cost.even(self._placed_partition.placement):
+            raise RunError("nothing is measured yet. Run a step before you call pipe.replan().")
+        before, after = replan(self._plan, cost, chunks, solver_seconds, progress)
+        self._replanned[:] = before, after
+        return after
 
     # ---- checkpoints ----------------------------------------------------------------------
 
@@ -555,6 +732,7 @@ class Pipe(nn.Module):
         extra: Any = None,
         background: bool = False,
         keep: int = 2,
+        model: bool = True,
     ) -> SaveHandle:
         """Write a checkpoint that any pipe of the same model can load, however it is split.
 
@@ -569,6 +747,8 @@ class Pipe(nn.Module):
             background: Write in a background thread, so that training can go on at once. The next
                 save waits for it.
             keep: How many checkpoints the folder keeps, with the new one.
+            model: Whether parameters and buffers are saved. Without them, such as beside a
+                `save_pretrained`, use `load` with `model=False`, too.
 
         Returns:
             A handle whose `wait()` waits until the checkpoint is written.
@@ -588,9 +768,9 @@ class Pipe(nn.Module):
         {'epoch': 3}
         """
         with self._engine.guarded_slow_call(
-            "saving", folder=Path(folder).absolute(), background=background, keep=keep
+            "saving", folder=Path(folder).absolute(), background=background, keep=keep, model=model
         ):
-            return self._build_saver().save(folder, optimizer, extra, background, keep)
+            return self._build_saver().save(folder, optimizer, extra, background, keep, model)
 
     def save_on_preemption(
         self,
@@ -667,7 +847,13 @@ class Pipe(nn.Module):
         signals.end_preemption()
         raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument = None, trust: bool = False) -> Any:
+    def load(
+        self,
+        path: PathLike,
+        optimizer: OptimizerArgument = None,
+        trust: bool = False,
+        model: bool = True,
+    ) -> Any:
         """Read a checkpoint, however the model was split when it was saved.
 
         Everything is read and verified before anything is changed. After an error the model and
@@ -680,6 +866,7 @@ class Pipe(nn.Module):
                 generator is then restored, too.
             trust: Also load values that can only be read by running code from the file. Pass True
                 only if you trust whoever wrote the checkpoint as you trust your own code.
+            model: Whether parameters and buffers are read, or the optimizers alone.
 
         Returns:
             The `extra` that was given to `save`, or None.
@@ -690,8 +877,10 @@ class Pipe(nn.Module):
 
         See `save` for an example.
         """
-        with self._engine.guarded_slow_call("loading", path=Path(path).absolute(), trust=trust):
-            return self._build_saver().load(path, optimizer, trust)
+        with self._engine.guarded_slow_call(
+            "loading", path=Path(path).absolute(), trust=trust, model=model
+        ):
+            return self._build_saver().load(path, optimizer, trust, model)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file, under the model's names.
@@ -740,12 +929,22 @@ class Pipe(nn.Module):
 
     # ---- nn.Module ------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+    def __getattr__(self, name: str) -> Any:
         # DistributedDataParallel reads this attribute of the module that it wraps. There is no
         # other way for a module to learn that it is being wrapped.
         if name == DDP_IGNORED_NAMES:
             self._enclosing_ddp.is_wrapped = True
-        return super().__getattr__(name)
+        # Children come first: a model may have one that is called "stages" or "config".
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            placed = self.__dict__.get("_placed_partition")  # None while the pipe is being made
+            if placed is not None and name in _PIPE_ATTRIBUTES:
+                return _PIPE_ATTRIBUTES[name](self)
+            model = None if placed is None else placed.partition.model
+            if name in MODEL_ATTRIBUTES and hasattr(model, name):
+                return getattr(model, name)
+            raise
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -770,6 +969,11 @@ class Pipe(nn.Module):
         """
         return frozenset().union(*find_side_names_per_layer(self, first))
 
+    def _get_name(self) -> str:
+        # transformers.Trainer decides by this name whether label smoothing shifts the labels.
+        model = self._placed_partition.partition.model
+        return "Pipe" if model is None else type(find_base_model(model)).__name__
+
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
         head = f"Pipe({options}, schedule={self._schedule_choice.name!r},"
@@ -792,37 +996,21 @@ class Pipe(nn.Module):
             module.training = mode
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Cast parameters and buffers. The stages stay on their devices.
-
-        Args:
-            *args: The arguments of `nn.Module.to`, without a device.
-            **kwargs: The same by name.
-
-        Returns:
-            The pipe.
-
-        Raises:
-            PenstockTypeError: If a device is given.
-
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), devices=["cpu"])
-        >>> pipe.to(torch.float64)[0].weight.dtype
-        torch.float64
-        """
-        check_no_device_argument(args, kwargs)
-        return super().to(*args, **kwargs)
-
-    def cuda(self, device: Any = None) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
-        raise build_move_error()
-
-    def cpu(self) -> Pipe:
-        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
-        raise build_move_error()
-
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """Apply a conversion such as `half()`, of the pipe or of a module that contains it."""
         check_keeps_device(fn, self._placed_partition.devices.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._placed_partition.partition.refresh(fn)
         return self
+
+
+# The attributes of a pipe that give way to a child, parameter or buffer of the same name.
+_PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {
+    "stages": lambda pipe: len(pipe._placed_partition.partition.stages),
+    "devices": lambda pipe: tuple(d.device for d in pipe._placed_partition.devices.values()),
+    "schedule": lambda pipe: pipe._schedule_choice.name,
+    "partition": lambda pipe: pipe._placed_partition.partition,
+    "device": lambda pipe: next(iter(pipe._placed_partition.stage_devices.values())),
+    "dtype": find_dtype,
+    "hf_device_map": lambda pipe: build_device_map(pipe._placed_partition),
+}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
+
+from penstock.errors import ArgumentError
 
 
 def choose_byte_unit(size: float) -> tuple[float, str]:
@@ -20,6 +23,33 @@ def format_bytes(size: float) -> str:
     """
     factor, name = choose_byte_unit(size)
     return f"{size / factor:.3g} {name}"
+
+
+_BYTES_PER_UNIT = {
+    "": 1.0,
+    "B": 1.0,
+    **{f"{prefix}B": 1000.0**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}IB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)},
+}
+
+
+def parse_bytes(text: str) -> float:
+    """Return the number of bytes that a text names. KB is 1,000 bytes and KiB 1,024.
+
+    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("512")
+    (24000000000.0, 1610612736.0, 512.0)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
+    try:
+        if match and factor is not None:
+            return float(match[1]) * factor
+    except ValueError:
+        pass
+    raise ArgumentError(
+        f"{text!r} is not a number of bytes: write a number and a unit, such as '24GB' or '1.5GiB' "
+        "(B, KB, MB, GB, TB, KiB, MiB, GiB or TiB)"
+    )
 
 
 def format_binary_bytes(size: float) -> str:

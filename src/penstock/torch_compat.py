@@ -547,15 +547,6 @@ def get_legacy_reduction(size_average: Any, reduce: Any) -> str:
     return str(_legacy_get_string(size_average, reduce, emit_warning=False))
 
 
-_parse_to = _probe("torch._C._nn._parse_to", "pipe.to")
-
-
-def parse_to_device(*args: Any, **kwargs: Any) -> torch.device | None:
-    """Return the device that `module.to(*args, **kwargs)` would move a module to."""
-    device: torch.device | None = _parse_to(*args, **kwargs)[0]
-    return device
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 # A number that identifies a storage for as long as it lives.

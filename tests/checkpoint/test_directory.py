@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from penstock import ArgumentError, CheckpointError, Pipe, saved
+from penstock import ArgumentError, CheckpointError, Pipe, RunError, saved
 from penstock.checkpoint.directory import find_newest
 from penstock.checkpoint.manifest import write_file_synced
 
@@ -346,14 +350,13 @@ def test_file_of_a_save_replaces_no_other(tmp_path: Path) -> None:
 
 def test_manifest_lists_every_file_with_its_digests(tmp_path: Path) -> None:
     """A file of more than one block of 4 MiB."""
-    import hashlib
-
     pipe = Pipe(nn.Sequential(nn.Linear(1100, 1100), nn.Linear(3, 3)), stages=1, devices=["cpu"])
     path = pipe.save(tmp_path, extra=torch.ones(3)).path
     content = json.loads((path / "manifest.json").read_text())
     assert set(content["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
     assert (content["library"], content["format"], content["number"]) == ("penstock", 1, 1)
     assert content["writer"]["pid"] == os.getpid()
+    assert content["step"] is None
     data = (path / "__0_0.distcp").read_bytes()
     blocks = [data[i : i + 2**22] for i in range(0, len(data), 2**22)]
     assert len(blocks) == 2
@@ -362,3 +365,162 @@ def test_manifest_lists_every_file_with_its_digests(tmp_path: Path) -> None:
         "sha256": [hashlib.sha256(block).hexdigest() for block in blocks],
     }
     assert torch.equal(pipe.load(tmp_path), torch.ones(3))
+
+
+# ---- manifests that somebody has edited, odd folders, full disks ----------------------------
+
+
+def forge(save: Path, **changes: Any) -> None:
+    """Change values of a manifest, and make its digest fit."""
+    path = save / "manifest.json"
+    content = {**json.loads(path.read_text()), **changes}
+    del content["digest"]
+    text = json.dumps(content, sort_keys=True).encode()
+    path.write_text(json.dumps({**content, "digest": hashlib.sha256(text).hexdigest()}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": {"../../secret": {"size": 0, "sha256": []}}}, "it lists '../../secret'"),
+        ({"files": {"/dev/zero": {"size": 0, "sha256": []}}}, "it lists '/dev/zero'"),
+        ({"files": {"..": {"size": 0, "sha256": []}}}, r"it lists '\.\.'"),
+        ({"files": {"extra.pt": {"size": 9, "sha256": []}}}, "'extra.pt' that do not fit"),
+        ({"files": {"extra.pt": {"size": "9", "sha256": ["0"]}}}, "'extra.pt' that do not fit"),
+        ({"files": []}, "a value is missing, or has the wrong type"),
+        ({"writer": {}}, "a value is missing, or has the wrong type"),
+        ({"number": "2"}, "a value is missing, or has the wrong type"),
+        ({"step": [1]}, "a value is missing, or has the wrong type"),
+        ({"version": "\x1b[2J"}, "characters that control a terminal"),
+        ({"format": 2}, "reads format 1. It was written by penstock"),
+    ],
+)
+def test_manifest_that_was_edited_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_steps(tmp_path, 2)
+    forge(tmp_path / "save-000002", **changes)
+    for path in (tmp_path, tmp_path / "save-000002"):
+        with pytest.raises(CheckpointError, match=message) as raised:
+            make_pipe().load(path)
+        assert str(tmp_path / "save-000002" / "manifest.json") in str(raised.value)
+    assert make_pipe().load(tmp_path / "save-000001") == 1
+
+
+def test_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    forge(tmp_path / "save-000001", files={})
+    with pytest.raises(CheckpointError, match=r".metadata' is damaged: .* does not list it"):
+        make_pipe().load(tmp_path)
+
+
+def test_pipe_in_place_of_a_file_does_not_block_a_load(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    (tmp_path / "save-000001" / "extra.pt").unlink()
+    os.mkfifo(tmp_path / "save-000001" / "extra.pt")
+    with pytest.raises(CheckpointError, match=r"extra.pt' is damaged: it is not a file"):
+        make_pipe().load(tmp_path)
+
+
+def test_manifest_that_is_a_directory_raises(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    (tmp_path / "save-000001" / "manifest.json").unlink()
+    (tmp_path / "save-000001" / "manifest.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest.json' is damaged: it is a directory"):
+        saved(tmp_path)
+
+
+def test_folder_that_is_a_link_to_nowhere_or_a_file_raises(tmp_path: Path) -> None:
+    """A run would start from the beginning because a disk was not mounted."""
+    link, file = tmp_path / "run", tmp_path / "notes.txt"
+    link.symlink_to(tmp_path / "disk" / "run")
+    file.write_text("mine")
+    for folder, message in ((link, "which does not exist"), (file, "is a file, or is below one")):
+        with pytest.raises(CheckpointError, match=message):
+            saved(folder)
+        with pytest.raises(CheckpointError, match=message):
+            make_pipe().save(folder)
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    assert save_steps(link, 1).load(tmp_path / "disk" / "run") == 1
+
+
+class FullFile(io.FileIO):
+    """A file on a disk that gets full."""
+
+    def write(self, data: Any, /) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_full_disk_is_told_with_the_file(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's writer said "unexpected pos 704 vs 598" instead."""
+    pipe = save_steps(tmp_path, 1)
+    with monkeypatch.context() as full:
+        full.setattr(io, "FileIO", lambda path, mode: _open_full(path, mode))
+        with pytest.raises(OSError, match=r"No space left on device: '.*/__0_0.distcp'"):
+            pipe.save(tmp_path, background=background, keep=1).wait()
+    assert os.listdir(tmp_path) == ["save-000001"]
+    assert make_pipe().load(tmp_path) == 1
+
+
+def _open_full(path: Path, mode: str) -> io.FileIO:
+    kind = FullFile if path.name.endswith(".distcp") else _FILE_IO
+    return kind(path, mode)
+
+
+_FILE_IO = io.FileIO
+
+
+# ---- threads, and saves that are interrupted --------------------------------------------------
+
+
+def test_threads_that_save_the_same_pipe_take_turns(tmp_path: Path) -> None:
+    """All of four threads failed, because each removed the lock of another."""
+    pipe = make_pipe()
+    with ThreadPoolExecutor(4) as pool:
+        saves = [pool.submit(pipe.save, tmp_path, None, n, n % 2 == 0, 4) for n in range(4)]
+    names = {save.result().wait().name for save in saves}
+    assert names == set(os.listdir(tmp_path)) == {f"save-{n:06d}" for n in range(1, 5)}
+
+
+def test_save_inside_a_save_is_refused(tmp_path: Path) -> None:
+    pipe = make_pipe()
+    pipe.save(tmp_path, extra=1)
+    errors: list[str] = []
+    write = FileSystemWriter.write_data
+
+    def save_again(*given: Any) -> Any:
+        with pytest.raises(RunError, match="save of a pipe was called inside another") as raised:
+            pipe.save(tmp_path, extra=0)
+        errors.append(str(raised.value))
+        return write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", save_again)
+        pipe.save(tmp_path, extra=2)
+    assert len(errors) == 1
+    assert pipe.load(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == ["save-000001", "save-000002"]
+
+
+def test_save_after_one_that_was_interrupted_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C right behind the manifest, a run was told that another had overtaken it."""
+    from penstock.checkpoint import directory
+
+    pipe = save_steps(tmp_path, 1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "_remove_old_saves", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.save(tmp_path, extra=2)
+    assert make_pipe().load(tmp_path) == 2
+    pipe.save(tmp_path, extra=3)
+    assert sorted(os.listdir(tmp_path)) == ["save-000002", "save-000003"]
+    assert pipe.load(tmp_path) == 3

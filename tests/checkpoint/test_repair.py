@@ -44,7 +44,7 @@ def test_saved_lists_the_saves_with_their_writers(run: Run, tmp_path: Path) -> N
     first, second = text.splitlines()
     assert (code, first[:19], second[:19]) == (0, "save-000001   whole", "save-000002   whole")
     assert f"by process {os.getpid()} on" in second
-    assert second.endswith("newest")
+    assert second.endswith("step 2  newest")
     assert run(tmp_path, "--verify") == (0, text)
 
 
@@ -53,6 +53,10 @@ def test_saved_of_other_folders(run: Run, tmp_path: Path) -> None:
     code, text = run(tmp_path / "none")
     assert code == 2
     assert "is not a folder. Pass one that pipe.save writes to." in text
+    path = make_pipe().save(tmp_path).path
+    code, text = run(path)
+    assert code == 2
+    assert f"is one checkpoint. Pass its folder, '{tmp_path}'." in text
 
 
 def test_damaged_save_is_found_and_set_aside(run: Run, tmp_path: Path) -> None:
@@ -133,5 +137,5 @@ def test_names_cannot_control_the_terminal(run: Run, tmp_path: Path) -> None:
     path = make_pipe().save(tmp_path).path
     manifest = read_manifest(path)
     assert manifest is not None
-    write_manifest(path, 1, replace(manifest.writer, host="\x1b[2J"), manifest.files)
+    write_manifest(path, 1, replace(manifest.writer, host="\x1b[2J"), manifest.files, None)
     assert "\x1b" not in run(tmp_path)[1]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock import ArgumentError, MissingExtra, Pipe
+from penstock import ArgumentError, CheckpointError, MissingExtra, Pipe
 from penstock.checkpoint import safetensors_io
 from penstock.checkpoint.safetensors_io import DTYPE_NAMES, SafetensorsWriter, contiguous_runs
 from tests.checkpoint.saved_models import build, differences
@@ -151,6 +151,10 @@ def test_load_and_export_errors(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"'2.wide', which is of dtype torch.complex128"):
         piped(nn.Sequential(nn.ReLU(), nn.ReLU(), strange)).export(tmp_path / "b.safetensors")
     assert os.listdir(tmp_path) == ["model.safetensors"]
+    for name in ("cut.safetensors", "notes.txt", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(path.read_bytes()[:100])
+        with pytest.raises(CheckpointError, match=f"/{name}' is not .* or is damaged"):
+            pipe.load(tmp_path / name)
 
 
 def test_failed_export_keeps_the_previous_file(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import signal
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -293,6 +294,35 @@ def test_background_save_copies_state_before_training_continues(
     check_loads(tmp_path, before)
 
 
+def test_save_after_a_wait_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a save that waited for the one before made the pipe forget that one. The next save
+    then ran beside it, and each removed the lock of the other."""
+    gate, write = threading.Event(), FileSystemWriter.write_data
+
+    def held(self: Any, *given: Any) -> Any:
+        assert gate.wait(20)
+        return write(self, *given)
+
+    pipe = piped(build())
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", held)
+        saving = pipe.save(tmp_path, extra=1, background=True)
+        main_thread = threading.main_thread().ident
+        timer = threading.Timer(0.2, signal.pthread_kill, (main_thread, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pipe.save(tmp_path, extra=2)
+        timer.join()
+        assert not saving.done
+        threading.Timer(0.2, gate.set).start()
+        pipe.save(tmp_path, extra=3)
+    assert saving.done
+    assert sorted(os.listdir(tmp_path)) == ["save-000001", "save-000002"]
+    assert pipe.load(tmp_path) == 3
+
+
 def test_failed_background_save_raises_in_wait_and_in_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,3 +428,17 @@ def test_load_of_a_model_with_a_layer_called_model(kind: str, tmp_path: Path) ->
     pipe.load(path)
     for name, tensor in pipe.state_dict().items():
         assert torch.equal(tensor, expected[name])
+
+
+def test_optimizer_alone_is_saved_and_loaded_under_another_cut(tmp_path: Path) -> None:
+    pipe, optimizer = stepped_pipe()
+    pipe.save(tmp_path / "run", optimizer, model=False)
+    other = piped(build(), stages=2)
+    weights = copy.deepcopy(other.state_dict())
+    other_optimizer = optimizer_of(other)
+    other.load(tmp_path / "run", other_optimizer, model=False)
+    assert all(torch.equal(other.state_dict()[key], weights[key]) for key in weights)
+    states = zip(optimizer.state.values(), other_optimizer.state.values(), strict=True)
+    assert all(torch.equal(s["exp_avg"], t["exp_avg"]) for s, t in states)
+    with pytest.raises(ArgumentError):  # there is no model in it
+        other.load(tmp_path / "run")

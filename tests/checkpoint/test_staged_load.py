@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import distributed
 from torch.optim import AdamW
 
 from penstock import ArgumentError, Pipe, RemoteError
+from penstock.checkpoint import reader
 from tests.checkpoint import corrupt, two_writers
 from tests.checkpoint.saved_models import differences, optimizer_of, state_of
 from tests.checkpoint.test_resume import build, learned, piped
@@ -59,6 +62,47 @@ def test_load_that_fails_half_way_is_undone(where: str, tmp_path: Path) -> None:
     assert differences(corrupt.everything(pipe, optimizer), before) == []
     assert optimizer.state_dict()["param_groups"] == settings
     assert where != "second optimizer" or not optimizers[0].state
+
+
+class InterruptAtLine:
+    """Raises KeyboardInterrupt, as Ctrl-C does, before one line of `StagedLoad.apply`."""
+
+    def __init__(self, line: int) -> None:
+        self.remaining = line
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> InterruptAtLine | None:
+        code = frame.f_code
+        if code.co_filename != reader.__file__ or code.co_name not in ("apply", "_swap"):
+            return None
+        if event == "line":
+            self.remaining -= 1
+            if self.remaining == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def test_load_that_is_interrupted_at_any_line_is_undone(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a tensor left a model that was half loaded."""
+    saver, saver_optimizer = corrupt.make_pipe(1)
+    saver.save(tmp_path, optimizer=saver_optimizer, extra=1)
+    pipe, optimizer = corrupt.make_pipe(2)
+    before = corrupt.everything(pipe, optimizer)
+    trace = sys.gettrace()
+    for line in range(1, 1000):
+        try:
+            sys.settrace(InterruptAtLine(line))
+            loaded = pipe.load(tmp_path, optimizer=optimizer)
+        except KeyboardInterrupt:
+            loaded = None
+        finally:
+            sys.settrace(trace)
+            # An interrupt between the last line of `with torch.no_grad()` and its end leaves it on.
+            torch.set_grad_enabled(True)
+        if loaded:
+            break
+        assert differences(corrupt.everything(pipe, optimizer), before) == [], line
+    assert line > 50
 
 
 def test_load_with_other_groups_changes_nothing(tmp_path: Path) -> None:

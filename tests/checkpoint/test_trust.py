@@ -50,7 +50,7 @@ def sign(directory: Path) -> None:
     manifest = read_manifest(directory)
     assert manifest is not None
     files = {name: describe_file(directory / name) for name in manifest.files}
-    write_manifest(directory, manifest.number, manifest.writer, files)
+    write_manifest(directory, manifest.number, manifest.writer, files, manifest.step)
 
 
 def change_metadata(directory: Path, change: Callable[[Any], object]) -> None:

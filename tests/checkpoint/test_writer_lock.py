@@ -122,6 +122,25 @@ def test_save_waits_until_a_writer_on_another_machine_is_known_to_be_dead(
     assert os.listdir(tmp_path) == []
 
 
+def test_lock_that_is_dated_in_the_future_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock that was set back by an hour made a save wait for an hour, without a word."""
+    monkeypatch.setattr(writer_lock, "SILENT_SECONDS", 0.5)
+    leave_lock(tmp_path, other(machine="elsewhere", host="node7"), age=-3600)
+    acquire_lock(tmp_path, identify_writer()).release()
+    assert os.listdir(tmp_path) == []
+    [message] = caplog.messages
+    assert "on node7 was saving to" in message
+
+
+def test_own_lock_that_an_earlier_save_could_not_remove_is_no_obstacle(tmp_path: Path) -> None:
+    writer = identify_writer()
+    leave_lock(tmp_path, writer)
+    acquire_lock(tmp_path, writer).release()
+    assert os.listdir(tmp_path) == []
+
+
 def test_writer_that_cannot_write_its_lock_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PRELOADED = (
     "penstock.cli.check",
+    "penstock.cli.plan",
+    "penstock.model.planner",
     "pydantic",  # with which typer parses options
     "penstock.pipe",
     "penstock.checkpoint.saver",

@@ -421,3 +421,31 @@ def test_loss_function_runs_once_for_each_micro_batch(schedule: str, checkpoint:
     assert closely(pipe.step(x, target=target).loss, loss.detach())
     assert sorted(rows for rows, *_ in seen) == [1, 3, 3]
     assert not any(flag for _, *flags in seen for flag in flags)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_scale_accumulates_the_mean_of_batches(weighted: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    batches = [(torch.randn(4, 6).double(), torch.tensor([0, 1, -100, 2])) for _ in range(3)]
+
+    def compute(output: Tensor, target: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(output, target)
+        return Weighted(loss, (target != -100).sum()) if weighted else loss
+
+    for x, y in batches:
+        (nn.functional.cross_entropy(model(x), y) / 3).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    pipe = Pipe(model, 2, stages=2, devices=["cpu", "cpu"])
+    loss_fn = compute if weighted else nn.CrossEntropyLoss()
+    for x, y in batches:
+        result = pipe.step(x, target=y, loss_fn=loss_fn, scale=1 / 3)
+        torch.testing.assert_close(result.loss, nn.functional.cross_entropy(model(x), y))
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("scale", ["1", True, float("nan"), []])
+def test_scale_that_is_not_a_number_is_refused(scale: Any) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], loss_fn=nn.MSELoss())
+    with pytest.raises(ValueError, match="scale must be a finite number"):
+        pipe.step(torch.ones(2, 2), target=torch.ones(2, 2), scale=scale)

@@ -16,12 +16,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock import RemoteError, saved
+from penstock.runtime.distributed.process_groups import ProcessGroups
 from penstock.runtime.distributed.session import DistributedEngine
 from tests.distributed.fork_server import forked
 from tests.distributed.fork_server import store as served
@@ -75,6 +77,8 @@ def loses_the_store(context: RankContext, file: Path, pid: int, doing: str) -> N
     if context.rank == 0:
         os.kill(pid, signal.SIGSTOP)
     if doing == "failing" and context.rank == 1:
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)  # rank 0 may still be in its step
         burst()
     while doing != "idle":
         try:
@@ -197,6 +201,24 @@ def test_killed_rank_is_found_although_its_workers_live() -> None:
     silence = re.search(r"rank 1 died: no heartbeat for ([0-9.]+) s, ", text)
     assert silence is not None
     assert float(silence[1]) < 6  # its connections closed, before the worker ended
+
+
+def dies_while_others_connect(context: RankContext, folder: Path) -> None:
+    pipe = pipe_of(no_fault, heartbeat=HEARTBEAT)
+    x, target = batch(1)
+    pipe.step(x, target=target)
+    if context.rank == 1:
+        patch.object(ProcessGroups, "get_save_channel", lambda *_: kill()).start()
+    pipe.save(folder)
+
+
+def test_rank_that_dies_while_others_connect_to_it_is_named(tmp_path: Path) -> None:
+    """The first save opens connections, and the others waited half an hour for the dead rank."""
+    outcomes = run_ranks(3, dies_while_others_connect, tmp_path)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert (outcome.code, outcome.facts["error"]) == (1, "RemoteError"), outcome
+        assert "rank 1 died: no heartbeat for" in outcome.facts["text"]
+        assert "waiting for a connection from all ranks" in outcome.facts["text"]
 
 
 def signals_a_worker(context: RankContext) -> None:

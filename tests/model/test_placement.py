@@ -22,7 +22,9 @@ def cut_of(
     module: nn.Sequential, schedule: str | Schedule | None = None, **options: Any
 ) -> PlacedPartition:
     defaults: dict[str, Any] = dict.fromkeys(("stages", "devices", "balance", "example"))
-    return place_model(module, SplitRequest(**{**defaults, "chunks": 2, **options}), schedule)
+    return place_model(
+        module, SplitRequest(**{**defaults, "chunks": 2, "schedule": schedule, **options})
+    )
 
 
 def sizes(found: PlacedPartition) -> list[int]:
@@ -183,10 +185,18 @@ def test_placed_layer_may_share_a_parameter_of_another_device() -> None:
     assert group_by_device([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("option", [{"memory": 1e9}, {"units": [nn.Linear]}])
-def test_options_that_do_not_apply_to_a_sequential_are_refused(option: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"memory": 1e9}, "memory= is a cap on what a step needs, which is measured on a batch"),
+        ({"units": [nn.Linear]}, "units= does not apply to an nn.Sequential"),
+    ],
+)
+def test_options_that_do_not_apply_to_a_sequential_are_refused(
+    option: dict[str, Any], message: str
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ArgumentError, match=f"{next(iter(option))}= does not apply to an nn.Seq"):
+    with pytest.raises(ArgumentError, match=message):
         Pipe(model, 2, stages=2, devices=["cpu"] * 2, **option)
 
 

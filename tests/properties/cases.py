@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock import StageGraph, dumps, loads
 from penstock.schedules.ir import schedule_of
+from penstock.schedules.lowering import RecomputeTable
 from tests.properties.layers import EXACT, FRESH, LAYERS, MIXING, TIED
 from tests.properties.losses import LOSSES, MEANS, PLAIN
 from tests.properties.models import FORMS, SIDED, SKIPS, Layer, Model, Skip, Tie
@@ -38,7 +39,7 @@ class Case:
     loss: str = "mean"
     door: str = "step"
     runtime: str = "inline"
-    checkpoint: str = "never"
+    checkpoint: RecomputeTable = "never"
     learns: bool = False  # whether the inputs require gradients, too
     updates: bool = False  # update parameters after each step; otherwise gradients accumulate
     training: bool = True
@@ -119,7 +120,7 @@ def cases(draw: st.DrawFn, processes: int | None = None) -> Case:
         loss,
         door,
         "processes" if processes else draw(st.sampled_from(RUNTIMES)),
-        draw(st.sampled_from(CHECKPOINTS)),
+        draw(_recomputations(stages, chunks)),
         learns,
         draw(st.booleans()),
         draw(st.sampled_from([True, True, True, False])),
@@ -127,6 +128,13 @@ def cases(draw: st.DrawFn, processes: int | None = None) -> Case:
         draw(st.sampled_from([1, 1, 2])) if door == "call" else 1,
     )
     return draw(_carried(case)) if processes else case
+
+
+def _recomputations(stages: int, chunks: int) -> st.SearchStrategy[RecomputeTable]:
+    """Draw a mode for all stages, or for each stage a mode or the micro-batches."""
+    modes = st.sampled_from(CHECKPOINTS)
+    cells = st.tuples(*[st.booleans()] * chunks)
+    return st.one_of(modes, modes, st.tuples(*[st.one_of(modes, cells)] * stages))
 
 
 @st.composite

@@ -115,6 +115,30 @@ def test_every_schedule_equals_the_model_bitwise(
         assert differences(found, expected, bitwise) == []
 
 
+@each_pair(schedule=SCHEDULES, runtime=RUNTIMES, door=DOORS, form=["words", "function"])
+def test_every_schedule_with_recomputation_by_stage(
+    schedule: str, runtime: str, door: str, form: str
+) -> None:
+    """Neighbouring stages, and in the second form micro-batches, differ in what they keep."""
+    x, target = batch(11, torch.float32)
+    counts = CUTS[2 * SCHEDULES[schedule]]
+    modes = ["always", False, "except_last", True]
+    pairs = both(
+        network(torch.float32),
+        x,
+        target,
+        door,
+        counts,
+        steps=2,
+        chunks=4,
+        schedule=schedule,
+        runtime=runtime,
+        checkpoint=modes[: len(counts)] if form == "words" else lambda s, i: (s + i) % 2 == 0,
+    )
+    for found, expected in pairs:
+        assert differences(found, expected, bitwise) == []
+
+
 @each_schedule
 @each_door
 def test_every_schedule_with_four_ranks_and_input_gradients(schedule: str, door: str) -> None:

@@ -225,9 +225,9 @@ def test_error_if_no_cut_fits_names_the_rank_and_its_missing_memory() -> None:
         find_best_cut(CutProblem(units, (DeviceCapacity(memory=4 * gib),) * 2))
     assert str(error.value) == (
         "no cut of 3 units into 2 stages fits the memory. The nearest is [2, 1], and there stage 0 "
-        "would need 7.00 GiB on rank 0, which has 4.00 GiB: 3.00 GiB too much. Use more stages "
-        "or devices with more memory, cut the batch into more chunks, recompute "
-        "(checkpoint='always'), or use a schedule with fewer micro-batches in flight."
+        "would need 7.00 GiB on rank 0, which has 4.00 GiB: 3.00 GiB too much. This is for "
+        "parameters, gradients and the state of an optimizer alone: use more devices, or devices "
+        "with more memory."
     )
 
 

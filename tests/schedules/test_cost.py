@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.schedules.cost import Cost
-from penstock.schedules.ir import Compute, Op
+from penstock.schedules.cost import Cost, track_live_memory
+from penstock.schedules.ir import Compute, Op, StageGraph, schedule_of
+from penstock.schedules.lowering import lower
+from penstock.schedules.notation import loads
+from penstock.schedules.timeline import simulate
 
 
 @pytest.fixture
@@ -70,3 +73,40 @@ def test_cost_keeps_all_for_the_weight_gradient_unless_told() -> None:
         replace(cost, weight_activation=(3, 5))
     with pytest.raises(ArgumentError, match="weight_activation has 1"):
         replace(cost, weight_activation=(3,))
+
+
+def test_recomputation_has_its_own_seconds(cost: Cost) -> None:
+    slow = replace(cost, R=(1.5, 15.0))
+    assert slow.seconds(Compute(Op.R, 1, 0)) == 15.0
+    assert slow.scaled([2, 2]).R == (3.0, 30.0)
+    assert cost.scaled([2, 2]).R == ()
+
+
+def test_messages_between_stages_have_their_own_seconds() -> None:
+    cost = replace(Cost.even((0, 1, 2), send=0.5), links={(0, 1): 2.0, (2, 1): 3.0})
+    assert cost.send_seconds(0, 1) == 2.0
+    assert cost.send_seconds(1, 0) == 0.5
+    schedule = schedule_of(loads("0F0 0B0 \n 1F0 1B0 \n 2F0 2B0"))
+    # F 1, message 2, F 1, message 0.5, F 1, B 2, message 3, B 2, message 0.5, B 2
+    assert simulate(lower(schedule), cost).makespan == 15.0
+
+
+def test_skip_connection_has_its_own_link() -> None:
+    cost = replace(Cost.even((0, 1, 2)), links={(0, 2): 10.0})
+    graph = StageGraph.chain(3, skips=[(0, 2)])
+    program = lower(schedule_of(loads("0F0\n1F0\n2F0")), graph)
+    starts = {span.action: span.start for span in simulate(program, cost).spans}
+    assert starts[Compute(Op.F, 2, 0)] == 11.0
+
+
+def test_recomputed_cell_keeps_its_input_until_it_is_recomputed() -> None:
+    lane = schedule_of(loads("0F0 0F1 0R0 0B0 0R1 0B1")).lanes[0]
+    cost = Cost((1.0,), (1.0,), (1.0,), activation=(10.0,), stage_input=(1.0,))
+    assert [size for *_, size in track_live_memory(lane, cost)] == [1.0, 2.0, 11.0, 1.0, 10.0, 0.0]
+
+
+def test_cost_refuses_a_link_that_is_not_a_number() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"^link \(0, 1\) is nan: a cost is a number from 0 up$"
+    ):
+        replace(Cost.even((0, 1)), links={(0, 1): float("nan")})

@@ -129,3 +129,32 @@ def test_schedule_factory_refuses_another_placement_or_chunks() -> None:
         build_schedule_factory(schedules.gpipe(3, 2), (0, 1, 1), 2)
     with pytest.raises(ArgumentError, match="for 2 micro-batches, not 3: set chunks=2"):
         build_schedule_factory(schedules.gpipe(2, 2), (0, 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("1F1B", "1f1b"),
+        ("Schedule1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("ScheduleGPipe", "gpipe"),
+        ("interleaved1f1b", "interleaved"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("LoopedBFS", "looped-bfs"),
+        ("InterleavedZeroBubble", "interleaved-zb"),
+        ("ZBVZeroBubble", "zb-v"),
+        ("DualPipeV", "dualpipe-v"),
+        ("ZB_V", "zb-v"),
+        ("Fit", "fit"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_names_of_pytorch_are_understood_in_any_case(name: str, ours: str) -> None:
+    assert resolve_schedule(name) == ours
+
+
+def test_schedule_classes_of_pytorch_stand_for_their_names() -> None:
+    class ScheduleZBVZeroBubble:
+        """Stands for PyTorch's, whose import takes a second."""
+
+    assert resolve_schedule(ScheduleZBVZeroBubble) == "zb-v"

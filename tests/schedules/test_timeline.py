@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from penstock import schedules
+from penstock.errors import FormatError
 from penstock.schedules.cost import Cost, track_live_memory
 from penstock.schedules.ir import Compute, Op, Program, Schedule, StageGraph
 from penstock.schedules.lowering import lower
@@ -173,3 +176,48 @@ def test_cost_from_spans_averages_by_stage() -> None:
 def test_cost_from_spans_of_actions_that_did_not_run_is_zero() -> None:
     program = lower(schedules.gpipe(1, 1))
     assert cost_from_spans(program, []).F == (0.0,)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
+def test_saved_timeline_loads_as_it_was(name: str, tmp_path: Path) -> None:
+    schedule = schedules.make(name, ranks=3, chunks=6)
+    cost = replace(Cost.even(schedule.placement, F=1 / 3, send=0.1), links={(0, 1): 0.7})
+    timeline = simulate(lower(schedule), cost)
+    timeline.save(tmp_path / "step.json")
+    loaded = Timeline.load(tmp_path / "step.json")
+    assert loaded == timeline
+    assert (loaded.makespan, loaded.peak) == (timeline.makespan, timeline.peak)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "a timeline"}, "has no field 'format'"),
+        ({"version": 2}, "its version is not 1"),
+        ({"program": 1}, "it needs 'program', a text"),
+        ({"program": "0F0 0B0"}, "its program has no messages"),
+        ({"program": "edges: 0>1\n0F0 0B0\n1F0 7B0"}, "so its rank is unknown"),
+        ({"cost": {"F": [1], "I": [1], "W": [1], "activation": [1]}}, "its cost is for 1 stages"),
+        ({"cost": {"G": [1]}}, "unexpected keyword argument 'G'"),
+        ({"cost": {"F": ["x"]}}, "could not convert string"),
+        ({"spans": [[0, 0, 1]]}, r"a span is \[rank, step, start, end\]"),
+        ({"spans": [[9, 0, 0, 1]]}, "names no rank of the program"),
+        ({"spans": [[0, -1, 0, 1]]}, "names no action of its rank"),
+        ({"spans": [[0, 0, 2, 1]]}, "does not end after its start"),
+        ({"spans": [[0, 0, 0, float("inf")]]}, "does not end after its start"),
+        ({"spans": [[0, 0, float("nan"), 1]]}, "does not end after its start"),
+        ({"spans": [[True, 0, 0, 1]]}, "names no rank of the program"),
+    ],
+)
+def test_damaged_timeline_is_refused(change: dict[str, object], message: str) -> None:
+    file = {**json.loads(simulated(TWO).to_json()), **change}
+    with pytest.raises(FormatError, match=message):
+        Timeline.from_json(json.dumps(file))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_file_that_is_no_timeline_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_bytes(content)
+    with pytest.raises(FormatError, match="this is not a timeline"):
+        Timeline.load(file)

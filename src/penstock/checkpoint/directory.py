@@ -49,6 +49,7 @@ from penstock.checkpoint.manifest import (
     UnknownFormatError,
     Writer,
     check_size,
+    describe_damage,
     fsync_directory,
     read_manifest,
     write_file_synced,
@@ -132,9 +133,13 @@ def find_newest(folder: Path) -> SaveEntry | None:
     for entry in entries:
         if entry.problem and (newest is None or entry.number > newest.number):
             older = f" The newest complete save is '{newest.path}'." if newest else ""
+            repair = (
+                f", or let `penstock saved {folder} --repair` restore the manifest or set the "
+                "damaged save aside"
+            )
             raise CheckpointError(
-                f"{entry.problem}{older} Load an older save by its own path, or let `penstock "
-                f"saved {folder} --repair` restore the manifest or set the damaged save aside."
+                f"{entry.problem}{older} Load an older save by its own path"
+                f"{'' if entry.state == 'unknown' else repair}."
             )
     return newest
 
@@ -142,10 +147,7 @@ def find_newest(folder: Path) -> SaveEntry | None:
 def list_saves(folder: Path) -> list[SaveEntry]:
     """Return the saves of a folder, the oldest first."""
     while True:
-        try:
-            names = os.listdir(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        names = _list_names(folder)
         try:
             numbers = {n: int(m[1]) for n in names if (m := _SAVE_DIRECTORY.fullmatch(n))}
             entries = [_examine(folder / name, number) for name, number in numbers.items()]
@@ -154,6 +156,23 @@ def list_saves(folder: Path) -> list[SaveEntry]:
             continue
         found = [entry for entry in entries if entry is not None]
         return sorted([*found, *_examine_old_link(folder, found)], key=lambda entry: entry.number)
+
+
+def _list_names(folder: Path) -> list[str]:
+    """Return the names in a folder, which need not exist. Raise if it cannot be one."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        if not folder.is_symlink():
+            return []
+        raise CheckpointError(
+            f"'{folder}' is a link to '{os.readlink(folder)}', which does not exist. Mount the "
+            "disk that has the checkpoints, or remove the link to start without them."
+        ) from None
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"'{folder}' is a file, or is below one. Pass a folder for checkpoints."
+        ) from None
 
 
 class _Vanished(Exception):
@@ -169,7 +188,7 @@ def _examine(path: Path, number: int) -> SaveEntry | None:
     except UnknownFormatError as error:
         return SaveEntry(path, number, "unknown", problem=str(error))
     except CheckpointError as error:
-        return SaveEntry(path, number, "damaged", problem=str(error))
+        return SaveEntry(path, number, "damaged", problem=describe_damage(error))
     if manifest is not None:
         if manifest.number == number:
             return SaveEntry(path, number, "whole", manifest)
@@ -252,6 +271,7 @@ class SaveTransaction:
     writer: Writer
     lock: WriterLock
     keep: int
+    step: int | None
     own_files: Mapping[str, FileRecord]
 
     def commit(self, files: Mapping[str, FileRecord]) -> SaveId:
@@ -262,7 +282,8 @@ class SaveTransaction:
         """
         fsync_directory(self.directory)
         self.lock.check_held()
-        write_manifest(self.directory, self.number, self.writer, {**self.own_files, **files})
+        all_files = {**self.own_files, **files}
+        write_manifest(self.directory, self.number, self.writer, all_files, self.step)
         (self.directory / _WRITING_FILE).unlink()
         fsync_directory(self.directory.parent)
         try:
@@ -282,18 +303,21 @@ class SaveTransaction:
             self.lock.release()
 
 
-def begin_save(folder: Path, writer: Writer, known: SaveId | None, keep: int) -> SaveTransaction:
+def begin_save(
+    folder: Path, writer: Writer, known: SaveId | None, keep: int, step: int | None
+) -> SaveTransaction:
     """Lock a folder, remove saves that were killed, and create the directory of the next save.
 
     `known` is the newest save that this writer has saved or loaded in the folder. If there is a
     newer one, another writer has taken the folder over.
     """
+    _list_names(folder)  # raises before `mkdir` says that a link to nowhere exists
     folder.mkdir(parents=True, exist_ok=True)
     fsync_directory(folder.parent)  # or a crash could lose the folder itself
     lock = acquire_lock(folder, writer)
     try:
         entries = list_saves(folder)
-        _check_not_superseded(folder, entries, known)
+        _check_not_superseded(folder, entries, writer, known)
         remove_remains(folder)
         # The number of a removed save is not used again: its writer may only have been held up,
         # and would go on to write into the directory.
@@ -310,17 +334,21 @@ def begin_save(folder: Path, writer: Writer, known: SaveId | None, keep: int) ->
     except BaseException:
         lock.release()
         raise
-    return SaveTransaction(directory, number, writer, lock, keep, {_SIGN_FILE: sign})
+    return SaveTransaction(directory, number, writer, lock, keep, step, {_SIGN_FILE: sign})
 
 
-def _check_not_superseded(folder: Path, entries: list[SaveEntry], known: SaveId | None) -> None:
+def _check_not_superseded(
+    folder: Path, entries: list[SaveEntry], writer: Writer, known: SaveId | None
+) -> None:
     """Raise if another writer has saved to the folder since this one saved or loaded."""
     if known is None:
         return
     for entry in entries:
         if entry.state != "whole" or entry.manifest is None:
             continue
-        if entry.number >= known[0] and entry.save_id != known:
+        # A save of our own may be newer than the one we know of, if Ctrl-C came right after its
+        # manifest was written.
+        if entry.number >= known[0] and entry.save_id != known and entry.manifest.writer != writer:
             raise CheckpointError(
                 f"{entry.manifest.writer} has saved '{entry.path}' since this run last saved to or "
                 f"loaded from '{folder}'. Two runs would remove each other's checkpoints, so this "

@@ -1,7 +1,7 @@
 """The manifest of a save: who wrote it, and the size and digests of each of its files.
 
     save-000007/
-      manifest.json    {"library": "penstock", "format": 1, "number": 7, "files": {...}, ...}
+      manifest.json    {"library": "penstock", "format": 1, "number": 7, "step": 3500, ...}
 
 The manifest is written last and gets its name in one atomic step, so a save is whole if and only if
 it has one. The digests are computed while the files are written, and compared while they are read:
@@ -24,9 +24,11 @@ import hashlib
 import io
 import json
 import os
+import stat
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +37,7 @@ from typing import Any
 from penstock.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
+_NEW_FILE = f".{MANIFEST_FILE}.new"  # while it is written
 BLOCK_SIZE = 4 << 20
 _FORMAT = 1
 _LIBRARY = "penstock"
@@ -68,13 +71,17 @@ class Writer:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest. Numbers count the saves of a folder."""
+    """The content of a manifest.
+
+    Numbers count the saves of a folder. `step` is the user's own, if `extra` tells it.
+    """
 
     number: int
     writer: Writer
     saved_at: str
     files: Mapping[str, FileRecord]
     version: str = ""
+    step: int | None = None
 
     @property
     def size(self) -> int:
@@ -87,8 +94,18 @@ class Manifest:
 # -------------------------------------------------------------------------------------------------
 
 
+def find_step(extra: Any) -> int | None:
+    """Return the step in the `extra` of a save: a number, or that under "step" in a dict."""
+    step = extra.get("step") if isinstance(extra, dict) else extra
+    return step if type(step) is int else None
+
+
 def write_manifest(
-    directory: Path, number: int, writer: Writer, files: Mapping[str, FileRecord]
+    directory: Path,
+    number: int,
+    writer: Writer,
+    files: Mapping[str, FileRecord],
+    step: int | None,
 ) -> None:
     """Write the manifest of a save. With the last rename, the save is whole."""
     content = {
@@ -96,16 +113,23 @@ def write_manifest(
         "version": sys.modules["penstock"].__version__,
         "format": _FORMAT,
         "number": number,
+        "step": step,
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "writer": asdict(writer),
         "block_size": BLOCK_SIZE,
         "files": {name: {"size": f.size, "sha256": f.digests} for name, f in files.items()},
     }
     text = json.dumps({**content, "digest": _digest_content(content)}, indent=1)
-    new = directory / f".{MANIFEST_FILE}.new"
+    new = directory / _NEW_FILE
     write_file_synced(new, text.encode())
     os.replace(new, directory / MANIFEST_FILE)
     fsync_directory(directory)
+
+
+def remove_manifest(directory: Path) -> None:
+    """Remove the manifest of a save, or what is left of one, before another is written."""
+    for name in (MANIFEST_FILE, _NEW_FILE):
+        (directory / name).unlink(missing_ok=True)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -119,27 +143,47 @@ def read_manifest(directory: Path) -> Manifest | None:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        raise damage_error(path, "it is a directory") from None
     try:
         content = json.loads(text)
         digest = content.pop("digest")
         is_intact = digest == _digest_content(content) and content["library"] == _LIBRARY
-    except (ValueError, KeyError, TypeError, AttributeError):
+        file_format = content["format"], content["block_size"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:
         raise damage_error(path, "it is not the text that was written")
-    if content["format"] != _FORMAT or content["block_size"] != BLOCK_SIZE:
+    if file_format != (_FORMAT, BLOCK_SIZE):
         raise UnknownFormatError(
-            f"'{path}' has format {content['format']}, and this version of penstock reads format "
-            f"{_FORMAT}. It was written by penstock {content['version']}: use that version."
+            f"'{path}' has format {file_format[0]}, and this version of penstock reads format "
+            f"{_FORMAT}. It was written by penstock {content.get('version')}: use that version."
         )
+    try:
+        return _parse_content(content)
+    except ValueError as error:
+        # A digest proves nothing about who wrote the text.
+        raise damage_error(path, str(error)) from None
+    except (KeyError, TypeError, AttributeError):
+        raise damage_error(path, "a value is missing, or has the wrong type") from None
+
+
+def _parse_content(content: Mapping[str, Any]) -> Manifest:
+    """Return the content of a manifest. Raise for anything that `write_manifest` cannot write."""
     records = {n: FileRecord(f["size"], tuple(f["sha256"])) for n, f in content["files"].items()}
-    return Manifest(
-        content["number"],
-        Writer(**content["writer"]),
-        content["saved_at"],
-        records,
-        content["version"],
-    )
+    for name, record in records.items():
+        if name in ("", "..") or name != Path(name).name:
+            raise ValueError(f"it lists {name!r}, which is not a file in its directory")
+        if type(record.size) is not int or len(record.digests) != -(-record.size // BLOCK_SIZE):
+            raise ValueError(f"it has a size and digests for {name!r} that do not fit")
+    writer, number = Writer(**content["writer"]), content["number"]
+    texts = content["saved_at"], content["version"], writer.host, writer.token
+    step = content.get("step")  # missing in the first manifests
+    if {type(number), type(step)} - {int, type(None)} or number is None:
+        raise TypeError
+    if not all(text.isprintable() for text in texts):
+        raise ValueError("it contains characters that control a terminal")
+    return Manifest(number, writer, content["saved_at"], records, content["version"], step)
 
 
 class UnknownFormatError(CheckpointError):
@@ -158,6 +202,11 @@ def damage_error(path: Path, problem: str) -> CheckpointError:
     )
 
 
+def describe_damage(error: Exception) -> str:
+    """Return what is wrong, without the advice of `damage_error`."""
+    return str(error).partition(" Nothing was loaded.")[0]
+
+
 # -------------------------------------------------------------------------------------------------
 # Digests of files that are written and read.
 # -------------------------------------------------------------------------------------------------
@@ -171,7 +220,8 @@ class DigestingFile(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "xb"))
-        self._size = 0
+        self.error: BaseException | None = None  # why the file could not be written
+        self._path, self._size = path, 0
         self._digests: list[str] = []
         self._block = hashlib.sha256()
 
@@ -186,7 +236,24 @@ class DigestingFile(io.BufferedWriter):
                 self._digests.append(self._block.hexdigest())
                 self._block = hashlib.sha256()
             remaining = remaining[len(part) :]
-        return super().write(data)
+        with self._keep_error():
+            return super().write(data)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system. `close` calls this, too."""
+        with self._keep_error():
+            super().flush()
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        """Context manager: keep an error, such as that of a full disk, and let it name the file."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(self._path)
+            self.error = error
+            raise
 
     @property
     def record(self) -> FileRecord:
@@ -285,11 +352,13 @@ def _read_into(file: io.FileIO, target: memoryview) -> int:
 def check_size(path: Path, record: FileRecord) -> None:
     """Raise if a file is missing or has another size than it was written with."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
         raise damage_error(path, "the file is missing") from None
-    if size != record.size:
-        raise damage_error(path, f"it has {size} bytes and was written with {record.size}")
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block
+        raise damage_error(path, "it is not a file")
+    if found.st_size != record.size:
+        raise damage_error(path, f"it has {found.st_size} bytes and was written with {record.size}")
 
 
 def check_file(path: Path, record: FileRecord, all_bytes: bool) -> None:
@@ -306,7 +375,7 @@ def find_damage(directory: Path, manifest: Manifest) -> Iterator[str]:
         try:
             check_file(directory / name, record, all_bytes=True)
         except (CheckpointError, OSError) as error:
-            yield str(error).partition(". Nothing was loaded")[0]
+            yield describe_damage(error)
 
 
 def describe_file(path: Path) -> FileRecord:

@@ -49,7 +49,7 @@ from penstock.checkpoint.verified_reader import (
     VerifiedReader,
     load_extra_file,
 )
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, CheckpointError
 
 MODEL_KEY, OPTIMIZER_KEY, RNG_KEY = "model", "optimizer", "random"
 
@@ -141,8 +141,13 @@ def _safetensors_files(path: Path) -> list[Path]:
     """Return the file itself, or the files that an index lists."""
     if path.suffix != ".json":
         return [path]
-    shards = json.loads(path.read_text())["weight_map"].values()
-    return [path.parent / name for name in dict.fromkeys(shards)]
+    try:
+        shards = json.loads(path.read_text())["weight_map"].values()
+        return [path.parent / name for name in dict.fromkeys(shards)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"'{path}' is not the index of safetensors files, or is damaged. Nothing was loaded."
+        ) from None
 
 
 def check_stored_names(
@@ -376,7 +381,8 @@ class StagedLoad:
     optimizers: list[tuple[Optimizer, dict[str, Any]]]
     rng_state: Tensor | None
     extra: Any
-    _swapped: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _swapped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # new and old values
+    _unfinished: tuple[Tensor, Tensor] | None = None  # a tensor that is being changed, and a copy
     _old_values: dict[str, Any] = field(default_factory=dict)
     _old_optimizers: list[tuple[Optimizer, Any, Any]] = field(default_factory=list)
     _old_rng_state: Tensor | None = None
@@ -391,8 +397,8 @@ class StagedLoad:
         }
         for key, value in self.model.items():
             if isinstance(value, Tensor):
-                _swap(current[key], value)
-                self._swapped.append((current[key], value))
+                for piece, new_piece in _pair_pieces(current[key], value):
+                    self._swap(piece, new_piece)
             else:
                 current[key] = value
         # The tensors are in place. `load_state_dict` still runs, for the values that are not
@@ -406,10 +412,22 @@ class StagedLoad:
             self._old_rng_state = torch.get_rng_state()
             torch.set_rng_state(self.rng_state)
 
+    def _swap(self, current: Tensor, value: Tensor) -> None:
+        """Exchange the values of two tensors. Ctrl-C may come between any two of these lines."""
+        with torch.no_grad():
+            self._unfinished = current, current.clone()
+            current.copy_(value)
+            value.copy_(self._unfinished[1])
+            self._swapped.append((current, value))
+            self._unfinished = None
+
     def undo(self) -> None:
         """Restore what `apply` has changed, however far it came."""
-        for current, value in self._swapped:
-            _swap(current, value)
+        unfinished = [] if self._unfinished is None else [self._unfinished]
+        with torch.no_grad():
+            # The last first, because two names may share memory.
+            for current, old_value in reversed([*self._swapped, *unfinished]):
+                current.copy_(old_value)
         for optimizer, state, param_groups in self._old_optimizers:
             optimizer.state, optimizer.param_groups = state, param_groups
         if self._old_rng_state is not None:
@@ -420,14 +438,11 @@ class StagedLoad:
                 self.module.load_state_dict({**self.module.state_dict(), **self._old_values})
 
 
-def _swap(first: Tensor, second: Tensor) -> None:
-    """Exchange the values of two tensors, piece by piece if both are plain and on the CPU."""
-    pieces = [(first, second)]
-    if all(_is_plain(t) and t.is_cpu and t.is_contiguous() for t in (first, second)):
-        # A piece stays in the cache of the processor, and needs no memory of the size of a tensor.
-        pieces = list(zip(first.view(-1).split(2**18), second.view(-1).split(2**18), strict=True))
-    with torch.no_grad():
-        for one, other in pieces:
-            saved = one.clone()
-            one.copy_(other)
-            other.copy_(saved)
+def _pair_pieces(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cut two tensors into pieces if both are plain and on the CPU.
+
+    A piece stays in the cache of the processor, and needs no memory of the size of a tensor.
+    """
+    if not all(_is_plain(t) and t.is_cpu and t.is_contiguous() for t in (first, second)):
+        return [(first, second)]
+    return list(zip(first.view(-1).split(2**18), second.view(-1).split(2**18), strict=True))

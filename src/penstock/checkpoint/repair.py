@@ -25,7 +25,9 @@ from penstock.checkpoint.manifest import (
     MANIFEST_FILE,
     describe_file,
     find_damage,
+    find_step,
     fsync_directory,
+    remove_manifest,
     write_manifest,
 )
 from penstock.checkpoint.writer_lock import acquire_lock, identify_writer
@@ -72,10 +74,10 @@ def repair_folder(folder: Path) -> list[str]:
                 entry.path.rename(aside)
                 done.append(f"renamed {entry.path.name} to {aside.name}: {damage}")
             elif entry.state != "whole":
-                (entry.path / MANIFEST_FILE).unlink(missing_ok=True)
+                remove_manifest(entry.path)
                 files = [path for path in entry.path.iterdir() if path.is_file()]
                 records = {path.name: describe_file(path) for path in files}
-                write_manifest(entry.path, entry.number, writer, records)
+                write_manifest(entry.path, entry.number, writer, records, _read_step(entry))
                 done.append(f"wrote a manifest for {entry.path.name}, whose files can be read")
         fsync_directory(folder)
     finally:
@@ -98,6 +100,13 @@ def _find_reason_against(entry: SaveEntry) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _read_step(entry: SaveEntry) -> int | None:
+    """Return the step of a save that can be read."""
+    from penstock.checkpoint.verified_reader import load_extra_file  # imports torch
+
+    return find_step(load_extra_file(entry.path / EXTRA_FILE, None, trust=False))
 
 
 def _find_free_name(folder: Path, name: str) -> Path:

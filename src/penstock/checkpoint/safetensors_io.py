@@ -46,7 +46,7 @@ from torch.futures import Future
 from penstock.checkpoint.manifest import fsync_directory
 from penstock.checkpoint.pretrained_names import PretrainedNameMap, map_stored_names
 from penstock.checkpoint.writer import RankWriter
-from penstock.errors import ArgumentError, MissingExtra
+from penstock.errors import ArgumentError, CheckpointError, MissingExtra
 
 T = TypeVar("T")
 
@@ -352,10 +352,15 @@ def _get_slices(item: ReadItem) -> tuple[slice, ...]:
 def open_safetensors(path: Path) -> Any:
     """Open a file with the safetensors library. Raise `MissingExtra` if it is not installed."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise MissingExtra("safetensors", "safetensors", "reading a safetensors file") from None
-    return safe_open(path, framework="pt")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"'{path}' is not a safetensors file, or is damaged: {error}. Nothing was loaded."
+        ) from None
 
 
 def _parse_dtype(path: Path, name: str, dtype_name: str) -> torch.dtype:

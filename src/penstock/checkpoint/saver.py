@@ -7,6 +7,7 @@ goes on. The next save, load or export of the pipe waits for that thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
-from threading import Thread
-from typing import Any
+from threading import Event, Lock, RLock, Thread
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import torch
@@ -30,14 +31,14 @@ from penstock.checkpoint.local_state import (
     as_optimizer_list,
     flatten_optimizer_state,
 )
-from penstock.checkpoint.manifest import FileRecord
+from penstock.checkpoint.manifest import FileRecord, find_step
 from penstock.checkpoint.pretrained_names import is_pretrained
 from penstock.checkpoint.reader import MODEL_KEY, OPTIMIZER_KEY, RNG_KEY
 from penstock.checkpoint.safetensors_io import SafetensorsWriter
 from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
 from penstock.checkpoint.writer_lock import identify_writer
-from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.model.placement import PlacedPartition
 from penstock.model.tied import find_tied_names
 from penstock.runtime.step import CheckpointPeers
@@ -56,33 +57,50 @@ class SaveHandle:
         path: The directory of this save.
     """
 
-    def __init__(self, path: Path, write: Callable[[], None], background: bool) -> None:
+    def __init__(
+        self, path: Path, write: Callable[[], None], abort: Callable[[], None], background: bool
+    ) -> None:
         self.path = path
-        self._write = write
+        self._write, self._abort = write, abort
         self._error: BaseException | None = None
+        self._begun, self._finished = Lock(), Event()
         self._thread = Thread(target=self._run, name="penstock saving") if background else None
-        if self._thread is not None:
+
+    def start(self) -> None:
+        """Write, or begin to write in the background."""
+        if self._thread is None:
+            self._write()
+            return
+        try:
             self._thread.start()
-        else:
-            write()
+        except BaseException:  # Ctrl-C may come before the thread has begun, or after
+            if self._begun.acquire(blocking=False):
+                self._finished.set()
+                self._abort()
+            raise
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             self._write()
         except BaseException as error:
             self._error = error
             # The caller may never call `wait`, so the failure is also logged.
             _log.error("penstock: a save in the background failed: %s", error)
+        finally:
+            self._finished.set()
 
     @property
     def done(self) -> bool:
         """True if `wait` would return or raise at once."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._thread is None or self._finished.is_set()
 
     def wait(self) -> Path:
         """Wait until the save is on the disk and return its path. Raise if it failed."""
         if self._thread is not None:
-            self._thread.join()
+            # Ctrl-C in `join` makes Python 3.11 take a running thread for one that has ended.
+            self._finished.wait()
         if self._error is not None:
             raise self._error
         return self.path
@@ -92,22 +110,32 @@ class SaveHistory:
     """A pipe's memory of its saves and loads.
 
     handle    the last background save, if it may still be running
-    token     names this pipe as a writer
+    lock      held by the thread that saves, loads or exports; `is_busy` until it has finished
     known     the newest save of each folder when this pipe last saved to it or loaded from it
     """
 
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
-        self.token = uuid4().hex
         self.known: dict[Path, SaveId] = {}
+        self.lock, self.is_busy = RLock(), False
+        self._tokens = {os.getpid(): uuid4().hex}
+
+    @property
+    def token(self) -> str:
+        """The name of this pipe as a writer. A forked process gets another one."""
+        return self._tokens.setdefault(os.getpid(), uuid4().hex)
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raise if it failed."""
-        last, self.handle = self.handle, None
-        if last is not None:
-            last.wait()
+        last = self.handle
+        try:
+            if last is not None:
+                last.wait()
+        finally:
+            if last is not None and last.done:  # after Ctrl-C, the next call waits for it
+                self.handle = None
 
-    # A copied or unpickled pipe is another writer. A running thread cannot be pickled.
+    # A copied or unpickled pipe is another writer. A lock and a running thread cannot be pickled.
     def __reduce__(self) -> tuple[type[SaveHistory], tuple[()]]:
         return SaveHistory, ()
 
@@ -117,6 +145,8 @@ class SaveHistory:
 # -------------------------------------------------------------------------------------------------
 
 PathLike = str | os.PathLike[str]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def build_saver(
@@ -140,6 +170,30 @@ def check_keep(keep: int) -> None:
         )
 
 
+def _one_at_a_time(
+    method: Callable[Concatenate[Saver, P], T],
+) -> Callable[Concatenate[Saver, P], T]:
+    """Let threads that call methods of one pipe's saver take turns, after the pending save."""
+
+    @functools.wraps(method)
+    def run(self: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        history = self.history
+        with history.lock:
+            if history.is_busy:
+                raise RunError(
+                    f"{method.__name__} of a pipe was called inside another save or load of the "
+                    "same pipe, in a hook. Call it afterwards."
+                )
+            history.wait()
+            history.is_busy = True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                history.is_busy = False
+
+    return run
+
+
 @dataclass(frozen=True)
 class Saver:
     """Saves and loads the state of one process. Each method first waits for the pending save."""
@@ -147,6 +201,7 @@ class Saver:
     local_state: LocalState
     history: SaveHistory
 
+    @_one_at_a_time
     def save(
         self,
         folder: PathLike,
@@ -154,19 +209,20 @@ class Saver:
         extra: Any,
         background: bool,
         keep: int = 2,
+        with_model: bool = True,
     ) -> SaveHandle:
         """Write a checkpoint to a new directory in `folder`.
 
         The plan and, for a background save, the copy to the CPU are made before this returns. Only
         the writing moves to the background thread.
         """
-        self.history.wait()
         check_keep(keep)
         local_state, save_group = self.local_state, self.local_state.save_group
         root = Path(folder).absolute()
         description = f"saving to '{root}'"
         state, extra_bytes = save_group.run_on_each_rank(
-            description, lambda: (_full_state(local_state, optimizer), _serialize_extra(extra))
+            description,
+            lambda: (_full_state(local_state, optimizer, with_model), _serialize_extra(extra)),
         )
         tied_keys = {
             f"{MODEL_KEY}.{alias}": f"{MODEL_KEY}.{saved_name}"
@@ -175,8 +231,8 @@ class Saver:
         history, transactions = self.history, list[SaveTransaction]()  # one, on rank 0
 
         def begin() -> str:
-            writer = identify_writer(history.token)
-            transactions.append(begin_save(root, writer, history.known.get(root), keep))
+            writer, known = identify_writer(history.token), history.known.get(root)
+            transactions.append(begin_save(root, writer, known, keep, find_step(extra)))
             return str(transactions[0].directory)
 
         def commit(files: Mapping[str, FileRecord]) -> None:
@@ -199,17 +255,24 @@ class Saver:
             with save_group.clean_up_on_failure(abort):
                 execute_save(save_group, description, writer, planned)
 
-        handle = SaveHandle(directory, write, background)
+        handle = SaveHandle(directory, write, abort, background)
         self.history.handle = handle if background else None
+        handle.start()
         return handle
 
-    def load(self, path: PathLike, optimizer: OptimizerArgument, trust: bool = False) -> Any:
+    @_one_at_a_time
+    def load(
+        self,
+        path: PathLike,
+        optimizer: OptimizerArgument,
+        trust: bool = False,
+        with_model: bool = True,
+    ) -> Any:
         """Read the tensors that this process needs. Return the object that was saved as `extra`.
 
         First every rank reads and verifies everything that it needs. If all have succeeded, the
         model and the optimizers are changed. So after an error they are as they were.
         """
-        self.history.wait()
         local_state, save_group = self.local_state, self.local_state.save_group
         description = f"loading '{path}'"
         # One rank has only some of the names. To tell unknown names in the checkpoint from the
@@ -229,7 +292,14 @@ class Saver:
             try:
                 staged = save_group.run_on_each_rank(
                     description,
-                    lambda: _read_all(local_state, Path(checkpoint), names, optimizers, trust),  # noqa: B023
+                    lambda: _read_all(
+                        local_state,
+                        Path(checkpoint),  # noqa: B023
+                        names,
+                        optimizers,
+                        trust,
+                        with_model,
+                    ),
                 )
                 break
             except Exception as error:
@@ -259,9 +329,9 @@ class Saver:
         if known:
             self.history.known[checkpoint.parent] = known[-1].save_id
 
+    @_one_at_a_time
     def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one safetensors file. Each rank writes its own bytes."""
-        self.history.wait()
         path = Path(file).absolute()
         if path.suffix != ".safetensors":
             raise ArgumentError(
@@ -276,9 +346,9 @@ class Saver:
             execute_save(save_group, description, writer, planned)
         return path
 
+    @_one_at_a_time
     def save_pretrained(self, folder: PathLike) -> Path:
         """Write the same folder as the model's own `save_pretrained`, and return its path."""
-        self.history.wait()
         path = Path(folder).absolute()
         pretrained.write_pretrained(
             self.local_state.pretrained_model,
@@ -303,11 +373,14 @@ def _read_all(
     names: list[str],
     optimizers: list[Optimizer],
     trust: bool,
+    with_model: bool,
 ) -> reader.StagedLoad:
     """Read everything that this process needs from a checkpoint, and change nothing."""
     source = reader.open_checkpoint(checkpoint, names, local_state, trust)
-    reader.check_stored_names(source, names, local_state.tied_names)
-    model = reader.read_model(local_state, source)
+    model = dict[str, Any]()
+    if with_model:
+        reader.check_stored_names(source, names, local_state.tied_names)
+        model = reader.read_model(local_state, source)
     optimizer_states = list[dict[str, Any]]()
     rng_state = None
     # Restoring the optimizer means resuming a run, so the random state comes with it.
@@ -335,9 +408,11 @@ def _model_state(local_state: LocalState) -> dict[str, Any]:
     }
 
 
-def _full_state(local_state: LocalState, optimizer: OptimizerArgument) -> dict[str, Any]:
+def _full_state(
+    local_state: LocalState, optimizer: OptimizerArgument, with_model: bool
+) -> dict[str, Any]:
     """Return everything that this process saves: model, optimizers and random state."""
-    state: dict[str, Any] = {MODEL_KEY: _model_state(local_state)}
+    state: dict[str, Any] = {MODEL_KEY: _model_state(local_state)} if with_model else {}
     optimizers = as_optimizer_list(optimizer)
     if optimizers:
         state[OPTIMIZER_KEY] = flatten_optimizer_state(local_state, optimizers)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from penstock.checkpoint.directory import EXTRA_FILE, METADATA_FILE
-from penstock.checkpoint.manifest import Manifest, VerifiedFile, damage_error
+from penstock.checkpoint.manifest import MANIFEST_FILE, Manifest, VerifiedFile, damage_error
 from penstock.errors import CheckpointError, PenstockError
 
 # The classes in a `.metadata` that PyTorch writes. None of them runs code of its arguments.
@@ -111,21 +111,23 @@ def _join_path(*parts: str) -> str:
 
 
 class VerifiedFileSystem(FileSystem):
-    """Opens files for reading. Those that the manifest lists are verified as they are read."""
+    """Opens files for reading. Where there is a manifest, they are verified as they are read."""
 
     def __init__(self, manifest: Manifest | None) -> None:
-        self._files = {} if manifest is None else manifest.files
+        self._manifest = manifest
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open a file of a checkpoint."""
-        record = self._files.get(Path(path).name)
-        if record is None:
+        if self._manifest is None:
             with open(path, mode) as plain:
                 yield plain
-        else:
-            with VerifiedFile(Path(path), record) as verified:
-                yield verified
+            return
+        record = self._manifest.files.get(Path(path).name)
+        if record is None:
+            raise damage_error(Path(path), f"{MANIFEST_FILE} does not list it")
+        with VerifiedFile(Path(path), record) as verified:
+            yield verified
 
 
 class VerifiedReader(FileSystemReader):

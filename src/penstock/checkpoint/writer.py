@@ -208,8 +208,16 @@ class DigestingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open a new file."""
-        with DigestingFile(Path(path)) as file:
-            yield file
+        file = DigestingFile(Path(path))
+        try:
+            with file:
+                yield file
+        except Exception:
+            # PyTorch's writer replaces "No space left on device", and Ctrl-C, by an error about
+            # positions in the file.
+            if file.error is not None:
+                raise file.error from None
+            raise
         self.files[Path(path).name] = file.record
 
     def rename(self, path: Any, new_path: Any) -> None:

@@ -10,7 +10,7 @@ of others. Two writers cannot miss each other, because each creates its file bef
 A writer on this machine is alive if a process has its number and was started at the same time. A
 writer touches its file every `BEAT_SECONDS`. So one on another machine is alive if its file is
 touched while others look at it, and dead if that was `SILENT_SECONDS` ago, by the clock of the file
-system. Until either is known, others wait.
+system, or if another writer has watched it for that long. Until either is known, others wait.
 
 A writer that was only held up, and finds that its file is gone, has lost the lock. It looks right
 before it commits a save and before it removes one, so it does neither.
@@ -19,6 +19,7 @@ before it commits a save and before it removes one, so it does neither.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -32,6 +33,8 @@ from uuid import uuid4
 
 from penstock.checkpoint.manifest import Writer, write_file_synced
 from penstock.errors import CheckpointError
+
+_log = logging.getLogger("penstock")
 
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 60.0
 _ARRIVAL_SECONDS = 2.0  # how long a writer waits for another that came at the same time to leave
@@ -75,13 +78,18 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
         CheckpointError: If another process, or another pipe of this one, is saving to the folder.
     """
     path = folder / f".penstock-writer-{writer.token}"
-    deadline = time.monotonic() + _ARRIVAL_SECONDS
-    first_touched: dict[str, float] = {}
+    deadline, is_told = time.monotonic() + _ARRIVAL_SECONDS, False
+    first_seen: dict[str, tuple[float, float]] = {}  # when each was touched, and seen by our clock
     try:
+        path.unlink(missing_ok=True)  # an earlier save of this pipe could not remove it
         write_file_synced(path, json.dumps(asdict(writer)).encode())
         while others := _find_writers(folder, path):
             for name, other in others.items():
-                was_touched = other.touched > first_touched.setdefault(name, other.touched)
+                touched, seen = first_seen.setdefault(name, (other.touched, time.monotonic()))
+                was_touched, watched = other.touched != touched, time.monotonic() - seen
+                if not other.is_local and not was_touched and watched >= SILENT_SECONDS:
+                    # The clock of the file system was set back: the file is dated in the future.
+                    (folder / name).unlink(missing_ok=True)
                 may_leave = name > path.name and time.monotonic() < deadline
                 if (other.is_local or was_touched) and not may_leave:
                     raise CheckpointError(
@@ -89,6 +97,15 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
                         "writers would remove each other's checkpoints. Stop one of them, or save "
                         "to another folder."
                     )
+            if time.monotonic() >= deadline and not is_told:
+                is_told, first = True, next(iter(others.values())).writer
+                _log.warning(
+                    "penstock: %s was saving to '%s'. Waiting until it is known to be alive or "
+                    "dead, for at most %g s.",
+                    first or "a process",
+                    folder,
+                    SILENT_SECONDS,
+                )
             time.sleep(0.05)
     except BaseException:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The command line: penstock show | compare | verify | check | saved | doctor | gallery | demo.
+"""The command line: `penstock` and its commands, from `show` to `demo`.
 
 Results go to stdout. An error gives one short message on stderr, without a traceback and without
 control characters. A command that takes long says on stderr that it still works.
@@ -19,8 +19,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from dataclasses import replace
+import webbrowser
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -34,6 +33,7 @@ from penstock.cli.options import (
     CheckpointOption,
     ChunksOption,
     CostOption,
+    HtmlOption,
     JsonOption,
     MemoryOption,
     OptionalChunksOption,
@@ -41,10 +41,8 @@ from penstock.cli.options import (
     PlacementOption,
     RanksOption,
     ScheduleArgument,
-    ScheduleRequest,
     SkipOption,
     StagesPerRankOption,
-    check_cells,
     check_memory_option,
     parse_costs,
     parse_skip,
@@ -61,9 +59,11 @@ from penstock.cli.report import (
     show_activity,
     summarize,
 )
+from penstock.draw.page import comparison_page
 from penstock.errors import ArgumentError, PenstockError
 from penstock.schedules.ir import Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import dumps
+from penstock.schedules.request import ScheduleRequest, check_cells
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import verify
 from penstock.text_format import make_printable
@@ -256,35 +256,29 @@ def compare(
     checkpoint: CheckpointOption = "never",
     memory: MemoryOption = None,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Compare all schedules, fastest first; with --memory, only those that fit."""
     check_memory_option(memory)
     request = ScheduleRequest(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
-    rows = []
+    rows, timelines = [], {}
     with show_activity("generating schedules") as update:
-        for name, timeline in _simulate_candidates(request):
+        for name, timeline in request.simulate_all():
             update(f"{name} generated and simulated")
             if not request.find_memory_excess(timeline):
                 rows.append(summarize(name, timeline))
+                timelines[name] = timeline
     rows.sort(key=lambda facts: (round(facts["makespan"], 9), max(facts["peak"])))
+    title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
+    title += f", memory {memory:g}" if memory else ""
+    if html:
+        comparison_page(title, rows, timelines).write(html)
     if as_json:
         print(json.dumps(rows))
         return
-    title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
-    print_comparison(title + (f", memory {memory:g}" if memory else ""), rows)
-
-
-def _simulate_candidates(request: ScheduleRequest) -> Iterator[tuple[str, Timeline]]:
-    """Yield every schedule that trains, and `fit`, with its simulated timeline.
-
-    `--stages-per-rank` applies to the families that allow any number of stages on a rank.
-    """
-    fixed = replace(request, stages_per_rank=None)
-    for name, family in schedules.FAMILIES.items():
-        if family.trains:
-            yield name, (request if family.free else fixed).simulate_named(name)
-    yield "fit", request.simulate_fit("loop")
-    yield "fit, v", fixed.simulate_fit("v")
+    print_comparison(title, rows)
+    if html:
+        print(f"wrote {make_printable(str(html))}")
 
 
 # ---- verify -------------------------------------------------------------------------------
@@ -317,6 +311,81 @@ def verify_file(
     print(f"sound: {format_sizes(schedule_of(schedule_or_program))}")
 
 
+# ---- studio -------------------------------------------------------------------------------
+
+
+@app.command("studio")
+def run_studio(
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule, or a timeline that Timeline.save wrote.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Open the studio in a browser: look at schedules, edit them, compare a run with its plan."""
+    from penstock.studio.server import StudioServer
+
+    with StudioServer(port, file) as server:
+        print(f"the studio is at {server.url} (Ctrl-C ends it)", flush=True)
+        if browser:
+            webbrowser.open(server.url)
+        server.serve_forever()
+
+
+# ---- plan ---------------------------------------------------------------------------------
+
+
+@app.command("plan")
+def make_plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="MODULE:FACTORY, a function that returns (model, batch, ...), or a profile: a "
+            ".json file of Profile.save."
+        ),
+    ],
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices. Default: those of the profile.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Cap of each device: 24GB, 1.5GiB or 90%.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="makespan of one step, or period of steps in a row.")
+    ] = "makespan",
+    solver_seconds: Annotated[
+        float, typer.Option(min=0, max=86400, help="Time for the exact solver; 0: none.")
+    ] = 10.0,
+    optimizer: Annotated[
+        str, typer.Option(help="For MODULE:FACTORY: adamw, sgd, momentum, ...")
+    ] = "adamw",
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it: .svg or .png.")] = None,
+    html: HtmlOption = None,
+) -> None:
+    """Find the fastest plan for a model and its devices, and say how far it is from the best."""
+    from penstock.cli.plan import run
+
+    run(target, devices, memory, objective, solver_seconds, save, picture, optimizer, html)
+
+
+@app.command("split")
+def split_model(
+    factory: Annotated[
+        str, typer.Argument(help="MODULE:FACTORY, a function that returns (model, batch, ...).")
+    ],
+    stages: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Number of stages.")] = 4,
+    chunks: ChunksOption = 1,
+    balance: Annotated[
+        str | None, typer.Option(help="time, memory or parameters. Default: time.")
+    ] = None,
+) -> None:
+    """Cut a model into stages and show them, without a pipe."""
+    from penstock.cli.plan import run_split
+
+    run_split(factory, stages, chunks, balance)
+
+
 # ---- check --------------------------------------------------------------------------------
 
 
@@ -338,6 +407,7 @@ def check_model(
         bool, typer.Option("--quick", help="Two combinations that tell most, in seconds.")
     ] = False,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Check that a pipe computes what your model computes, under every schedule.
 
@@ -346,7 +416,8 @@ def check_model(
     from penstock.cli.check import CheckRequest, run  # imports torch
 
     lists = schedules, checkpoints, runtimes
-    if not run(CheckRequest(factory, stages, chunks, *lists, units, tolerance, quick, as_json)):
+    request = CheckRequest(factory, stages, chunks, *lists, units, tolerance, quick, as_json, html)
+    if not run(request):
         raise typer.Exit(1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,15 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
-from torch import nn
 
 from penstock.checker.check import ProgressCallback, check
 from penstock.checker.report import Report
-from penstock.cli.report import describe_exception, show_activity
-from penstock.errors import ArgumentError, PenstockError
+from penstock.cli.factory import call_factory, run_user_code
+from penstock.cli.report import show_activity
+from penstock.draw.page import HtmlPage
 from penstock.text_format import make_printable
-
-_FACTORY_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side", "units")
 
 
 @dataclass(frozen=True)
@@ -39,19 +36,34 @@ class CheckRequest:
     tolerance: float
     quick: bool
     as_json: bool
+    html: Path | None
 
 
 def run(request: CheckRequest) -> bool:
     """Check the model, print the report, and return whether everything is equal."""
     # What the factory and the model print goes to stderr: stdout has the report alone.
     with redirect_stdout(sys.stderr), _show_progress() as progress:
-        factory_result = _parse_factory_result(_call_factory(request.factory), request.factory)
+        factory_result = call_factory(request.factory)
         report = _check_model(request, factory_result, progress)
+    if request.html:
+        _build_page(report).write(request.html)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
         _print_report(report)
+        if request.html:
+            print(f"wrote {make_printable(str(request.html))}")
     return report.ok
+
+
+def _build_page(report: Report) -> HtmlPage:
+    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
+    page.paragraph(f"Compared with {make_printable(report.reference)}.")
+    page.paragraph(f"The loss is {make_printable(report.loss)}.")
+    headings, *rows = report.table()
+    page.table(headings, rows)
+    page.preformatted(make_printable("\n".join(report.summary())))
+    return page
 
 
 @contextmanager
@@ -75,7 +87,7 @@ def _check_model(
 ) -> Report:
     schedules = request.schedules
     problem = f"{request.factory}: the unsplit model fails, so there is nothing to compare with"
-    with _explain_errors_of_user(problem):
+    with run_user_code(problem):
         return check(
             factory_result["model"],
             *factory_result["batch"],
@@ -94,20 +106,6 @@ def _check_model(
             progress=progress,
             **factory_result.get("side", {}),
         )
-
-
-@contextmanager
-def _explain_errors_of_user(problem: str) -> Iterator[None]:
-    """Turn what the user's code raises into an error that names the problem.
-
-    `sys.exit(0)` counts as an error, too: nothing has been checked then.
-    """
-    try:
-        yield
-    except (PenstockError, KeyboardInterrupt):  # the message is meant for the user as it is
-        raise
-    except BaseException as error:
-        raise ArgumentError(f"{problem}: {describe_exception(error)}") from error
 
 
 def _split_names(text: str) -> list[str]:
@@ -129,69 +127,3 @@ _STYLES = {
     "yellow": r"\brefused\b",
     "red": r"\bfailed\b|\bNOT equal\b|\b\de[-+]\d\d\b|\binf\b",
 }
-
-
-# ---- the factory ----------------------------------------------------------------------------
-
-
-def _call_factory(path: str) -> Any:
-    """Import MODULE, which may be in the current directory, and return what FACTORY() returns."""
-    name, _, factory = path.partition(":")
-    if not name or not factory:
-        raise ArgumentError(f"expected MODULE:FACTORY, such as my_model:make, not '{path}'")
-    # A console script does not have the current directory on its path, unlike `python -m`.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    with _explain_errors_of_user(f"importing {name} failed"):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # The module itself, or a package above it, is missing; or it imports one that is.
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise ArgumentError(f"{name} needs {error.name}, which is not installed") from error
-            raise ArgumentError(
-                f"there is no module '{name}', neither in {here} nor among the installed packages"
-            ) from None
-        make = getattr(module, factory, None)
-    if not callable(make):
-        defined = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
-        problem = "is not a function" if hasattr(module, factory) else "is not defined"
-        raise ArgumentError(
-            f"{name} has no factory '{factory}', which {problem}. The module defines "
-            f"{', '.join(defined) or 'nothing'}"
-        )
-    with _explain_errors_of_user(f"{path} failed"):
-        return make()
-
-
-def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:
-    """Return the factory's result as a dict, with the batch as a tuple of inputs."""
-    if isinstance(factory_result, tuple) and 2 <= len(factory_result) <= 4:
-        factory_result = dict(zip(_FACTORY_KEYS, factory_result, strict=False))
-    if not isinstance(factory_result, dict) or not {"model", "batch"} <= factory_result.keys():
-        actual = _describe_type(factory_result)
-        raise ArgumentError(
-            f"{path} must return (model, batch), (model, batch, target, loss_fn), or a dict with "
-            f"'model' and 'batch', not {actual}"
-        )
-    unknown = [str(key) for key in factory_result if key not in _FACTORY_KEYS]
-    if unknown:
-        raise ArgumentError(
-            f"{path} returns a dict with unknown keys: {', '.join(unknown)}. It may have "
-            f"{', '.join(_FACTORY_KEYS)}"
-        )
-    if not isinstance(factory_result["model"], nn.Module):
-        raise ArgumentError(
-            f"{path}: the model must be an nn.Module, not {_describe_type(factory_result['model'])}"
-        )
-    batch = factory_result["batch"]
-    return {**factory_result, "batch": batch if isinstance(batch, tuple) else (batch,)}
-
-
-def _describe_type(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    if isinstance(value, dict):
-        return f"a dict with {', '.join(map(str, value))}"
-    return f"an object of type {type(value).__name__}"

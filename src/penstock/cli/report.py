@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import draw
-from penstock.schedules.ir import Schedule, Send
+from penstock.schedules import request
+from penstock.schedules.ir import Schedule
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import find_deadlocks
 from penstock.text_format import make_printable
@@ -73,22 +74,10 @@ def show_activity(activity: str) -> Iterator[Callable[[str], None]]:
 
 
 def summarize(name: str, timeline: Timeline) -> dict[str, Any]:
-    """Return the object that `--json` prints. `actions` counts computes, sends and receives."""
+    """Return the object that `--json` prints."""
     program = timeline.program
-    actions = [action for lane in program.lanes for action in lane]
-    return {
-        "schedule": name,
-        "ranks": timeline.ranks,
-        "chunks": program.schedule.chunks,
-        "stages": program.schedule.stages,
-        "makespan": timeline.makespan,
-        "busy": sum(timeline.busy),
-        "bubble": timeline.bubble,
-        "peak": list(timeline.peak),
-        "messages": sum(isinstance(action, Send) for action in actions),
-        "actions": len(actions),
-        "deadlock_free": not list(find_deadlocks(program, program.graph)),
-    }
+    deadlock_free = not list(find_deadlocks(program, program.graph))
+    return {**request.summarize(name, timeline), "deadlock_free": deadlock_free}
 
 
 def format_sizes(schedule: Schedule) -> str:

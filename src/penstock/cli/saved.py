@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.checkpoint.directory import SaveEntry
+from penstock.checkpoint.manifest import MANIFEST_FILE
 from penstock.checkpoint.repair import examine_folder, repair_folder
 from penstock.errors import ArgumentError
 from penstock.text_format import format_bytes, make_printable
@@ -14,6 +15,8 @@ def run(folder: Path, verify: bool, repair: bool) -> bool:
     """Print the saves of a folder. Return whether one can be loaded, and no damage was found."""
     if not folder.is_dir():
         raise ArgumentError(f"'{folder}' is not a folder. Pass one that pipe.save writes to.")
+    if (folder / MANIFEST_FILE).exists():
+        raise ArgumentError(f"'{folder}' is one checkpoint. Pass its folder, '{folder.parent}'.")
     if repair:
         for sentence in repair_folder(folder):
             print(make_printable(sentence))
@@ -33,6 +36,7 @@ def run(folder: Path, verify: bool, repair: bool) -> bool:
 def _describe(entry: SaveEntry, state: str, is_newest: bool) -> str:
     cells = [f"{entry.path.name:12}", f"{state:10}"]
     if entry.manifest is not None:
-        size = format_bytes(entry.manifest.size)
+        size, step = format_bytes(entry.manifest.size), entry.manifest.step
         cells += [f"{size:>8}", entry.manifest.saved_at, f"by {entry.manifest.writer}"]
+        cells += [] if step is None else [f"step {step}"]
     return "  ".join([*cells, *(["newest"] if is_newest else [])]).rstrip()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.device.accelerator import list_accelerators
 from penstock.errors import ArgumentError
 from penstock.microbatch import Chunk
+from penstock.model.placement import build_move_error
 from penstock.model.sequential import check_children
 from penstock.pipe import Pipe
 from penstock.schedules.balance import check_cut
@@ -95,7 +96,7 @@ class LegacyPipe(nn.Module):
     @property
     def checkpoint(self) -> str:
         """The micro-batches that are recomputed: `always`, `except_last` or `never`."""
-        return self._pipe.checkpoint
+        return str(self._pipe.checkpoint)
 
     def _run(self, *inputs: Any) -> Any:
         self._pipe.training = self.training
@@ -115,7 +116,9 @@ class LegacyPipe(nn.Module):
         return list(self)[index]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Cast the parameters. Moving them raises, as with `penstock.Pipe`."""
+        """Cast the parameters. Any device raises, even that of all partitions, as it always did."""
+        if {"device", "tensor"} & kwargs.keys() or (args and not isinstance(args[0], torch.dtype)):
+            raise build_move_error()
         self._pipe.to(*args, **kwargs)
         return self
 

@@ -84,7 +84,8 @@ def write_gallery(directory: str | PathLike[str], shown: Iterable[Exhibit]) -> N
         "free messages. Each row is a rank, and time runs from left to right. The number in a box",
         "is the micro-batch, and the lighter shade marks the second stage of a rank. The plot",
         "below shows the activations alive on each rank. `penstock gallery` draws each picture",
-        "from the schedule that it simulates.",
+        "from the schedule that it simulates. `penstock studio` shows them in a browser, where you",
+        "can change sizes and costs and move actions.",
         "",
     ]
     for exhibit in shown:

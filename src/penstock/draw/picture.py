@@ -59,14 +59,14 @@ def picture(
         >>> draw.picture(timeline, "1f1b.svg")  # doctest: +SKIP
     """
     timeline = style.shift_to_zero(timeline)
-    sheet = _layout_timeline(timeline, memory, title)
+    sheet = layout_timeline(timeline, memory, title)
     with style.write_figure(path, sheet.width, sheet.height) as figure:
         _draw_header(figure, sheet, timeline, title)
-        _draw_legend(figure, sheet, timeline, skips)
-        lowest = _add_panel(figure, sheet, sheet.top, sheet.lanes_height)
-        _draw_lanes(lowest, sheet, timeline, skips)
+        draw_legend(figure, sheet, timeline, skips)
+        lowest = add_panel(figure, sheet, sheet.top, sheet.lanes_height)
+        draw_lanes(lowest, sheet, timeline, skips)
         if memory:
-            lowest = _add_panel(
+            lowest = add_panel(
                 figure, sheet, sheet.top + sheet.lanes_height + sheet.gap, sheet.memory_height
             )
             _draw_memory(lowest, sheet, timeline)
@@ -78,7 +78,7 @@ def picture(
 
 
 @dataclass(frozen=True)
-class _TimelineLayout:
+class TimelineLayout:
     """The sizes and positions of the parts of a picture, in inches. The font size is in points."""
 
     inches_per_second: float
@@ -96,21 +96,24 @@ class _TimelineLayout:
 
     @property
     def width(self) -> float:
+        """The width of the whole figure."""
         return self.left + self.plot_width + self.right
 
     @property
     def height(self) -> float:
+        """The height of the whole figure."""
         panel = self.gap + self.memory_height if self.memory_height else 0.0
         return self.top + self.lanes_height + panel + self.bottom
 
 
-def _layout_timeline(timeline: Timeline, memory: bool, title: str | None) -> _TimelineLayout:
+def layout_timeline(timeline: Timeline, memory: bool, title: str | None) -> TimelineLayout:
+    """Return the layout of a picture: larger for long timelines, lower rows for many ranks."""
     ranks = max(timeline.ranks, 1)
     makespan, shortest = timeline.makespan or 1.0, style.shortest_drawn_action(timeline)
     plot = min(14.5, max(6.5, 0.26 * makespan / shortest))
     row, strip = min(0.36, 9 / ranks), min(max(0.36, 1 / ranks), 6 / ranks)
     fitting = (plot / makespan * shortest - 0.04) / (DIGIT_WIDTH * _max_digits(timeline))
-    return _TimelineLayout(
+    return TimelineLayout(
         inches_per_second=plot / makespan,
         plot_width=plot,
         row_height=row,
@@ -127,7 +130,7 @@ def _max_digits(timeline: Timeline) -> int:
     return len(str(max(timeline.program.schedule.chunks - 1, 0)))
 
 
-def _add_panel(figure: Figure, layout: _TimelineLayout, top: float, height: float) -> Axes:
+def add_panel(figure: Figure, layout: TimelineLayout, top: float, height: float) -> Axes:
     """Return new axes that start `top` inches below the upper edge of the figure."""
     low = layout.height - top - height
     across = (layout.left / layout.width, layout.plot_width / layout.width)
@@ -148,7 +151,7 @@ def _set_scales(axes: Axes, timeline: Timeline, label: str, row_height: float) -
 
 
 def _draw_header(
-    figure: Figure, layout: _TimelineLayout, timeline: Timeline, title: str | None
+    figure: Figure, layout: TimelineLayout, timeline: Timeline, title: str | None
 ) -> None:
     left = layout.left / layout.width
     if title is not None:
@@ -157,7 +160,7 @@ def _draw_header(
     figure.text(left, below, style.format_caption(timeline), size=9, color=FAINT)
 
 
-def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, skips: bool) -> None:
+def draw_legend(figure: Figure, layout: TimelineLayout, timeline: Timeline, skips: bool) -> None:
     """Draw the legend, with entries only for what the picture shows."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
@@ -216,7 +219,8 @@ def _draw_boxes(axes: Axes, rects: Iterable[Rect], fill: str, edge: str, width: 
         _draw_path(axes, Outline(corners, box * (len(corners) // 5)), fill, edge, width, alpha=1.0)
 
 
-def _draw_lanes(axes: Axes, layout: _TimelineLayout, timeline: Timeline, skips: bool) -> None:
+def draw_lanes(axes: Axes, layout: TimelineLayout, timeline: Timeline, skips: bool) -> None:
+    """Draw the actions of all ranks, with the numbers of their micro-batches."""
     _set_scales(axes, timeline, "rank", layout.row_height)
     rows = [(0.0, timeline.makespan, rank) for rank in range(timeline.ranks)]
     _draw_boxes(axes, rows, IDLE, "none", 0.0)
@@ -237,7 +241,7 @@ def _draw_lanes(axes: Axes, layout: _TimelineLayout, timeline: Timeline, skips: 
 
 
 def _draw_microbatch_numbers(
-    axes: Axes, layout: _TimelineLayout, timeline: Timeline, spans: Sequence[Span], colour: str
+    axes: Axes, layout: TimelineLayout, timeline: Timeline, spans: Sequence[Span], colour: str
 ) -> None:
     """Write the micro-batch into each box that has room for the longest number."""
     room = DIGIT_WIDTH * layout.font_size * _max_digits(timeline)
@@ -260,7 +264,7 @@ def _draw_overlaps(axes: Axes, timeline: Timeline) -> None:
     _draw_boxes(axes, sorted(rects), "none", DARK, 1.1)
 
 
-def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None:
+def _draw_skips(axes: Axes, layout: TimelineLayout, timeline: Timeline) -> None:
     """Draw the messages between stages that are not neighbours. Gradients are fainter."""
     from matplotlib.path import Path as Outline
 
@@ -279,7 +283,7 @@ def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None
             axes.plot(times, heights, ">", color=DARK, ms=4.5, mew=0, alpha=strength)
 
 
-def _skip_curve(layout: _TimelineLayout, sent: SentMessage) -> list[Point]:
+def _skip_curve(layout: TimelineLayout, sent: SentMessage) -> list[Point]:
     """Return the Bezier points of a skip, from the corner of one box to the corner of another.
 
     It leaves and arrives between the rows, where it does not hide a number.
@@ -297,7 +301,7 @@ def _skip_curve(layout: _TimelineLayout, sent: SentMessage) -> list[Point]:
 # ---- the memory panel ---------------------------------------------------------------------
 
 
-def _draw_memory(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None:
+def _draw_memory(axes: Axes, layout: TimelineLayout, timeline: Timeline) -> None:
     from matplotlib.path import Path as Outline
 
     _set_scales(axes, timeline, "live activations", layout.strip_height)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import find_all_mesh_groups, take_maximum
-from penstock.device.accelerator import get_model_name, get_total_memory, is_accelerator
+from penstock.device.accelerator import get_model_name, is_accelerator
 from penstock.errors import ArgumentError, CutError, PenstockTypeError
 from penstock.microbatch import scatter
 from penstock.model.describe import describe_traced_model
@@ -61,6 +61,7 @@ from penstock.schedules.balance import (
     balance_costs,
     check_cut,
     find_best_cut,
+    find_nearest_cut,
 )
 from penstock.stage.stage import Stage
 from penstock.torch_compat import is_compiled_wrapper
@@ -88,15 +89,17 @@ class ResourceLimits:
 
     `devices` and `in_flight` (micro-batches whose activations are kept at once) have one entry for
     each stage, and `placement` is the rank of each stage. `memory` is the number of bytes that each
-    rank may use. None means all memory of a GPU, and no limit on the CPU. `measured_together` says
-    that other processes may measure the same units at the same time.
+    rank may use. `measured_together` says that other processes may measure the same units at the
+    same time. With `nearest`, a cut that needs a little too much is better than an error: the
+    caller measures what it really needs.
     """
 
     devices: tuple[torch.device, ...]
     in_flight: tuple[int, ...]
     placement: tuple[int, ...]
-    memory: float | Sequence[float] | None = None
+    memory: tuple[float, ...]
     measured_together: bool = False
+    nearest: bool = False
 
     @property
     def rank_devices(self) -> list[torch.device]:
@@ -143,15 +146,35 @@ def choose_unit_counts(
         return balance_costs(
             [c.resident_bytes + c.activation_bytes * limits.in_flight[0] for c in costs], stages
         ), costs
+    devices = tuple(measure_devices(limits, unit_calls, costs, timeout))
+    values = tuple(find_unit_transfers(traced_model.trace))
+    return find_cut_within(limits, costs, devices, values), costs
+
+
+def find_cut_within(
+    limits: ResourceLimits,
+    costs: Sequence[UnitCost],
+    devices: tuple[DeviceCapacity, ...],
+    values: tuple[UnitOutput, ...] = (),
+) -> tuple[int, ...]:
+    """Return the number of units of each stage, within the memory of the devices."""
     problem = CutProblem(
         tuple(UnitLoad(c.seconds, c.resident_bytes, c.activation_bytes) for c in costs),
-        tuple(measure_devices(limits, unit_calls, costs, timeout)),
-        tuple(find_unit_transfers(traced_model.trace)),
+        devices,
+        values,
         placement=limits.placement,
         in_flight=limits.in_flight,
         seconds_per_byte=_SECONDS_PER_BYTE if is_accelerator(limits.devices[0]) else 0.0,
     )
-    return find_best_cut(problem), costs
+    try:
+        return find_best_cut(problem)
+    except ArgumentError:
+        if not limits.nearest:
+            raise
+        # If not even the parameters fit, this raises: there is nothing to measure.
+        static = tuple(replace(unit, activation_bytes=0) for unit in problem.units)
+        find_best_cut(replace(problem, units=static))
+        return find_nearest_cut(problem)
 
 
 def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:
@@ -216,39 +239,13 @@ def measure_devices(
     Speeds are relative to the first device. A device of another model runs the costliest unit once
     more to compare; devices of one model count as equally fast.
     """
-    memory = limits.memory
-    _check_memory(memory)
-    devices = limits.rank_devices
-    count = len(devices)
-    bounds = list(memory) if isinstance(memory, Sequence) else [memory] * count
-    if len(bounds) != count:
-        raise ArgumentError(
-            f"memory has {len(bounds)} entries, but there are {count} ranks. Pass the bytes of "
-            "each rank's device, or one number for all ranks."
-        )
     slowest = max(range(len(costs)), key=lambda number: costs[number].seconds)
     speeds: dict[str, float] = {get_model_name(limits.devices[0]): 1.0}
-    for device, bound in zip(devices, bounds, strict=True):
+    for device, memory in zip(limits.rank_devices, limits.memory, strict=True):
         if get_model_name(device) not in speeds:
             seconds = profile_call(*calls[slowest], device, timeout=timeout).seconds
             speeds[get_model_name(device)] = costs[slowest].seconds / seconds
-        yield DeviceCapacity(
-            speeds[get_model_name(device)],
-            get_total_memory(device) if bound is None else float(bound),
-        )
-
-
-def _check_memory(memory: Any) -> None:
-    limits = (
-        list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory]
-    )
-    for limit in limits:
-        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and limit > 0):
-            raise ArgumentError(
-                f"memory must be a number of bytes above 0, such as 16e9, or a list with one "
-                f"number for each rank, not {memory!r}"
-            )
+        yield DeviceCapacity(speeds[get_model_name(device)], memory)
 
 
 # ---- tracing and cutting -------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Partition(ABC):
         return names
 
     def has_input(self, name: str) -> bool:
-        """Return whether the forward of a traced model has a parameter of this name."""
+        """Return whether the model has an input of this name."""
         if self.model is None:
             return False
         return name in inspect.signature(self.model.forward).parameters

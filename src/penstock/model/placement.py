@@ -15,7 +15,7 @@ Four cases, by what the user gives:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from penstock.config import check_chunks
 from penstock.data_parallel.dtensor import find_all_mesh_groups, take_maximum
-from penstock.device.accelerator import list_accelerators
+from penstock.device.accelerator import get_model_name, get_total_memory, list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.cut import (
@@ -36,12 +36,13 @@ from penstock.model.cut import (
     check_not_lazy,
     cut_model,
     decide_cut,
+    find_cut_within,
     trace_with_enough_units,
 )
 from penstock.model.describe import measure_transfer_bytes
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition
-from penstock.model.profiler import measure_layer_bytes, measure_layer_times
+from penstock.model.profiler import measure_layer_bytes, measure_layer_times, profile_layers
 from penstock.model.sequential import (
     PipeSequential,
     check_model,
@@ -57,27 +58,40 @@ from penstock.model.tied import (
     find_tied_tensors,
 )
 from penstock.model.traced.build_stages import TracedModel
+from penstock.model.traced.traced_partition import UnitCost
 from penstock.model.traced.units import UnitSelector, parameter_bytes
-from penstock.schedules.balance import balance_costs, check_cut
+from penstock.planning.profile import DeviceProfile, resolve_memory
+from penstock.schedules.balance import (
+    DeviceCapacity,
+    balance_costs,
+    check_cut,
+    count_in_flight,
+)
 from penstock.schedules.ir import Schedule, StageGraph
-from penstock.schedules.registry import choose_placement, default_stages_per_rank
+from penstock.schedules.lowering import (
+    Recomputation,
+    recompute,
+    recompute_mode,
+    resolve_recomputation,
+)
+from penstock.schedules.registry import (
+    ScheduleFactory,
+    ScheduleLike,
+    choose_placement,
+    default_stages_per_rank,
+    resolve_schedule,
+)
 from penstock.stage.stage import Stage
-from penstock.torch_compat import parse_to_device
+
+# The bytes that ranks may use: a number, a text such as "24GB" or "90%", a fraction of the device
+# from 0 to 1, or one of these for each rank.
+MemoryCap = float | str | Sequence[float | str] | None
 
 # ---- conversions of a pipe -----------------------------------------------------------------------
 #
 # The stages of a pipe stay on the devices that they were placed on. `pipe.to(dtype)` and other
-# casts are allowed, and everything that would move a tensor to another device is refused.
-
-
-def check_no_device_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if the arguments of `pipe.to` name a device."""
-    try:
-        device = parse_to_device(*args, **kwargs)
-    except RuntimeError:  # a device that this machine does not have
-        raise build_move_error() from None
-    if device is not None:
-        raise build_move_error()
+# casts are allowed, and so is a move to where all stages are already. Everything that would move a
+# tensor to another device is refused.
 
 
 def check_keeps_device(tensor_function: Any, devices: Iterable[Device]) -> None:
@@ -120,6 +134,7 @@ class PlacedPartition:
     tied_tensors: tuple[TiedTensor, ...] = ()  # shared with ranks in other processes
     tied_names: Mapping[str, str] = field(default_factory=dict)  # second names of tied tensors
     uninitialized_tensors: UninitializedTensors = field(default_factory=UninitializedTensors)
+    memory: tuple[float, ...] = ()  # the bytes that each rank may use; empty if nothing was said
 
     @cached_property
     def stage_devices(self) -> dict[int, torch.device]:
@@ -162,7 +177,10 @@ class ProcessContext:
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """The arguments of `Pipe` that say how to split the model; None if left out."""
+    """The arguments of `Pipe` that say how to split the model; None if left out.
+
+    `reserved` are bytes of each rank that the cut must leave free.
+    """
 
     stages: int | Sequence[int] | None
     devices: Sequence[Any] | None
@@ -170,20 +188,20 @@ class SplitRequest:
     example: Any
     chunks: int
     units: UnitSelector = None
-    memory: float | Sequence[float] | None = None
+    memory: MemoryCap = None
+    checkpoint: Recomputation = "except_last"
+    schedule: str | Schedule | None = None
+    reserved: tuple[float, ...] = ()
 
 
 def place_model(
-    module: nn.Module,
-    request: SplitRequest,
-    schedule: str | Schedule | None,
-    process: ProcessContext | None = None,
+    module: nn.Module, request: SplitRequest, process: ProcessContext | None = None
 ) -> PlacedPartition:
     """Cut a model into stages and place them on devices, as the table at the top says."""
     check_split_request(module, request)
     # Under torchrun the rank of a process gives its device, wherever the layers are now.
     if process is not None:
-        return _place_across_processes(module, request, schedule, process)
+        return _place_across_processes(module, request, process)
     if request.stages is None and request.devices is None:
         if request.balance is not None or request.example is not None:
             raise ArgumentError(
@@ -196,18 +214,22 @@ def place_model(
                 "needed: the number of stages, and a batch to trace its forward with, as in "
                 "Pipe(model, stages=4, example=batch)"
             )
-        return _keep_user_placement(module)
-    return _place_as_requested(module, request, schedule)
+        return _keep_user_placement(module, request)
+    return _place_as_requested(module, request)
 
 
 def check_split_request(module: nn.Module, request: SplitRequest) -> None:
     """Raise if `stages` or `devices` has the wrong type, or an option does not apply."""
     stages, devices = request.stages, request.devices
-    if is_plain_sequential(module) and (request.units is not None or request.memory is not None):
-        name = "memory" if request.units is None else "units"
+    if is_plain_sequential(module) and request.units is not None:
         raise ArgumentError(
-            f"{name}= does not apply to an nn.Sequential, whose layers are its units and which is "
+            "units= does not apply to an nn.Sequential, whose layers are its units and which is "
             "cut by stages= and balance=. Leave it out, or pass balance='memory'."
+        )
+    if request.memory is not None and request.example is None:
+        raise ArgumentError(
+            "memory= is a cap on what a step needs, which is measured on a batch. Pass one as "
+            "example=."
         )
     if isinstance(stages, bool | float | str):
         raise ArgumentError(
@@ -227,19 +249,36 @@ def check_split_request(module: nn.Module, request: SplitRequest) -> None:
         raise ArgumentError("devices is empty. Pass at least one device, or leave it out.")
 
 
-def _keep_user_placement(module: nn.Sequential) -> PlacedPartition:
+def _keep_user_placement(module: nn.Sequential, request: SplitRequest) -> PlacedPartition:
     """Cut a Sequential where the device of its layers changes; each device is a rank."""
     counts, stage_devices = group_by_device(list(module))
     rank_devices = list(dict.fromkeys(stage_devices))
     devices = dict(enumerate(map(resolve_device, rank_devices)))
     placement = tuple(rank_devices.index(device) for device in stage_devices)
-    return PlacedPartition(cut_sequential(module, counts), devices, placement)
+    resolve_recomputation(request.checkpoint, len(placement), request.chunks)
+    caps = resolve_memory_caps(request.memory, list(devices.values()))
+    return PlacedPartition(cut_sequential(module, counts), devices, placement, memory=caps)
 
 
-def _place_as_requested(
-    module: nn.Module, request: SplitRequest, schedule: str | Schedule | None
-) -> PlacedPartition:
+def resolve_memory_caps(memory: MemoryCap, rank_devices: Sequence[Device]) -> tuple[float, ...]:
+    """Return the bytes that each rank may use, or an empty tuple if the user did not say."""
+    if memory is None:
+        return ()
+    return resolve_memory(memory, [describe_device(device) for device in rank_devices])
+
+
+def describe_device(device: Device) -> DeviceProfile:
+    """Return the kind and the memory of a device. Virtual GPUs of one size are of one kind."""
+    kind = get_model_name(device.device)
+    multiprocessors = getattr(device, "sms", None)
+    if multiprocessors is not None:
+        kind = f"{kind}, {multiprocessors} multiprocessors"
+    return DeviceProfile(kind, get_total_memory(device.device))
+
+
+def _place_as_requested(module: nn.Module, request: SplitRequest) -> PlacedPartition:
     """Cut and place a model in one process, by `stages=` and `devices=`."""
+    schedule = request.schedule
     # An interleaved or V schedule has several stages a rank, and so several stages a device.
     per_rank = default_stages_per_rank(schedule)
     stages = request.stages
@@ -248,8 +287,9 @@ def _place_as_requested(
         stages = len(request.devices) * per_rank
     num_stages = count_stages(stages)
     ranks = -(-num_stages // per_rank)  # rounded up
-    rank_devices = tuple(map(resolve_device, request.devices or _list_default_devices(ranks)))
+    rank_devices = tuple(map(resolve_device, request.devices or list_default_devices(ranks)))
     placement = choose_placement(schedule, len(rank_devices), num_stages)
+    resolve_recomputation(request.checkpoint, num_stages, request.chunks)
     devices = [rank_devices[rank].device for rank in placement]
     partition = partition_model(
         module, request, stages, [rank_devices[rank] for rank in placement], placement
@@ -258,7 +298,11 @@ def _place_as_requested(
     uninitialized = _materialize_stages(module, partition.stages, devices)
     _move_stages(partition.stages, devices)
     return PlacedPartition(
-        partition, dict(enumerate(rank_devices)), placement, uninitialized_tensors=uninitialized
+        partition,
+        dict(enumerate(rank_devices)),
+        placement,
+        memory=resolve_memory_caps(request.memory, rank_devices),
+        uninitialized_tensors=uninitialized,
     )
 
 
@@ -271,14 +315,13 @@ def partition_model(
 ) -> Partition:
     """Cut a model into stages for these devices, without moving anything."""
     if not is_plain_sequential(module):
-        limits, example = (
-            _build_resource_limits(request, stage_devices, placement),
-            ExampleMicrobatch.from_batch(request.example, request.chunks),
+        limits = _build_resource_limits(
+            request, stage_devices, placement, nearest=request.memory is not None
         )
+        example = ExampleMicrobatch.from_batch(request.example, request.chunks)
         return cut_model(module, stages, example, request.units, request.balance, limits)
-    partition = cut_sequential(
-        module, _choose_layer_counts(module, stages, request, stage_devices[0])
-    )
+    counts = _choose_layer_counts(module, stages, request, stage_devices, placement)
+    partition = cut_sequential(module, counts)
     if request.example is None:
         return partition
     # For the report only. Without an example the sizes stay unknown.
@@ -291,37 +334,57 @@ def _build_resource_limits(
     stage_devices: Sequence[Device],
     placement: tuple[int, ...],
     measured_together: bool = False,
+    nearest: bool = False,
 ) -> ResourceLimits:
-    """Return the limits of a cut, with the micro-batches in flight of a 1F1B schedule.
-
-    Under 1F1B, stage s of n keeps the activations of n - s micro-batches at once.
-    """
-    devices = tuple(device.device for device in stage_devices)
-    in_flight = tuple(min(request.chunks, len(devices) - stage) for stage in range(len(devices)))
-    return ResourceLimits(devices, in_flight, placement, request.memory, measured_together)
+    """Return the limits of a cut, with the micro-batches that the schedule keeps in flight."""
+    schedule = ScheduleFactory(request.schedule, placement)(request.chunks)
+    wanted = resolve_recomputation(request.checkpoint, len(placement), request.chunks)
+    schedule = recompute(schedule, recompute_mode(wanted, request.chunks))
+    devices = [stage_devices[placement.index(rank)] for rank in range(max(placement) + 1)]
+    caps = resolve_memory_caps(request.memory, devices)
+    # Without a cap, the cut fits the memory of the devices; that of the CPU is not counted.
+    caps = caps or tuple(describe_device(device).memory for device in devices)
+    if request.reserved:
+        pairs = zip(caps, request.reserved, strict=True)
+        caps = tuple(max(cap - reserved, 1.0) for cap, reserved in pairs)
+    return ResourceLimits(
+        tuple(device.device for device in stage_devices),
+        count_in_flight(schedule),
+        placement,
+        caps,
+        measured_together,
+        nearest,
+    )
 
 
 def _place_across_processes(
     module: nn.Module,
     request: SplitRequest,
-    schedule: str | Schedule | None,
     process: ProcessContext,
 ) -> PlacedPartition:
     """Cut a model on all processes alike, and keep the stages of this process.
 
     The stages of other ranks become remote stages, which have names and no layers.
     """
+    schedule = request.schedule
     stages = (
         process.ranks * default_stages_per_rank(schedule)
         if request.stages is None
         else request.stages
     )
     placement = choose_placement(schedule, process.ranks, count_stages(stages))
+    resolve_recomputation(request.checkpoint, len(placement), request.chunks)
     if not is_plain_sequential(module):
         return _place_traced_across_processes(module, request, stages, placement, process)
     counts = process.broadcast_from_first_rank(
         lambda: _choose_layer_counts(
-            module, stages, request, process.device, process.measures_together
+            module,
+            stages,
+            request,
+            [process.device for _ in placement],
+            placement,
+            process.measures_together,
+            nearest=False,
         )
     )
     whole = cut_sequential(module, counts)
@@ -385,7 +448,7 @@ def _place_traced_across_processes(
     local_stages = [s for s in partition.stages if placement[s.index] == process.rank]
     _move_stages(local_stages, [device for _ in local_stages])
     devices = {process.rank: process.device}
-    return PlacedPartition(partition, devices, placement, ties, tied_names, *uninitialized)
+    return PlacedPartition(partition, devices, placement, ties, tied_names, uninitialized[0])
 
 
 def count_stages(stages: int | Sequence[int]) -> int:
@@ -428,7 +491,7 @@ def _move_stages(stages: Sequence[Stage], devices: Sequence[torch.device]) -> No
             placed.update(p.grad for p in layer.parameters() if p.grad is not None)
 
 
-def _list_default_devices(ranks: int) -> list[torch.device]:
+def list_default_devices(ranks: int) -> list[torch.device]:
     """Return a GPU for each rank, or the CPU for all ranks on a machine without GPUs."""
     gpus = list_accelerators()
     if not gpus:
@@ -445,8 +508,10 @@ def _choose_layer_counts(
     module: nn.Sequential,
     stages: int | Sequence[int],
     request: SplitRequest,
-    profiling_device: Device,
+    stage_devices: Sequence[Device],
+    placement: tuple[int, ...],
     measured_together: bool = False,
+    nearest: bool = True,
 ) -> Sequence[int]:
     """Return the number of layers of each stage of a Sequential."""
     if not isinstance(stages, int):
@@ -477,13 +542,24 @@ def _choose_layer_counts(
         )
     example = request.example if isinstance(request.example, tuple) else (request.example,)
     unpack = isinstance(module, PipeSequential)
-    layers, device = list(module), profiling_device.device
+    layers, device = list(module), stage_devices[0].device
     # Layers that communicate with other processes run equally often on all of them: see `cut.py`.
     peers = find_all_mesh_groups(module.parameters())
     is_joint = bool(peers) or measured_together
     limit = {"runs": 5, "timeout": inf} if is_joint else {}
     # On the compute stream of the device: a virtual GPU has only some of the multiprocessors.
-    with profiling_device.activate():
+    with stage_devices[0].activate():
+        if balance == "time" and request.memory is not None:
+            profiles = profile_layers(
+                layers, example, unpack=unpack, chunks=request.chunks, device=device, **limit
+            )
+            rows = take_maximum(list(map(astuple, profiles)), peers, device)
+            limits = _build_resource_limits(
+                request, stage_devices, placement, measured_together, nearest
+            )
+            capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)
+            profiles = [UnitCost(f, i, w, int(kept), int(size)) for f, i, w, kept, size in rows]
+            return find_cut_within(limits, profiles, capacities)
         if balance == "time":
             costs = measure_layer_times(layers, example, unpack=unpack, device=device, **limit)
         else:
@@ -524,7 +600,9 @@ def split(
     chunks: int = 1,
     units: UnitSelector = None,
     balance: str | None = None,
-    memory: float | Sequence[float] | None = None,
+    memory: MemoryCap = None,
+    schedule: ScheduleLike = None,
+    checkpoint: Recomputation = "except_last",
 ) -> Partition:
     """Cut a model as `Pipe` would with the same arguments, without changing or moving it.
 
@@ -540,7 +618,10 @@ def split(
         units: The submodules that are never cut: a path, a class, a function of name and module,
             or a list of these. Left out, Penstock chooses.
         balance: "time", "memory" or "parameters".
-        memory: The bytes that the device of each stage may use, or a list with one number a stage.
+        memory: The bytes that the device of each stage may use, such as 16e9 or "16GB", or a list
+            with one entry a stage. The cut keeps to it as far as the profile of the units can tell.
+        schedule: With `memory`, the schedule, which says how many micro-batches a stage keeps.
+        checkpoint: With `memory`, which micro-batches are recomputed.
 
     Returns:
         The partition.
@@ -568,10 +649,22 @@ def split(
     """
     check_model(model)
     check_chunks(chunks)
-    request = SplitRequest(stages, None, balance, example, chunks, units, memory)
+    request = SplitRequest(
+        stages,
+        None,
+        balance,
+        example,
+        chunks,
+        units,
+        memory,
+        checkpoint,
+        resolve_schedule(schedule),
+    )
     check_split_request(model, request)
     # Nothing is moved, so the units are measured where the model is.
     tensor = next((t for t in (*model.parameters(), *model.buffers())), torch.empty(0))
     device = resolve_device("cpu" if tensor.is_meta else tensor.device)
     count = count_stages(stages)
-    return partition_model(model, request, stages, [device] * count, tuple(range(count)))
+    ranks = -(-count // default_stages_per_rank(request.schedule))  # rounded up
+    placement = choose_placement(request.schedule, ranks, count)
+    return partition_model(model, request, stages, [device] * count, placement)

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
@@ -97,10 +97,7 @@ def profile_call(
     """
     arguments = tuple(args), dict(kwargs or {})
     tensors = [*_collect_tensors(arguments), *iter_module_tensors(module)]
-    resident_bytes = sum(
-        t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
-        for t in iter_module_tensors(module)
-    )
+    resident_bytes = count_training_bytes(module, optimizer_state_scale)
     # Tensors on `meta` get memory on the device of the others, or on the CPU.
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
@@ -109,6 +106,57 @@ def profile_call(
         with _profiled_call(f"a {type(module).__name__}", module, arguments, device) as call:
             saved_bytes, seconds = call.measure(runs, timeout)
     return UnitCost(*seconds, saved_bytes, resident_bytes)
+
+
+# ---- for a planner -------------------------------------------------------------------------------
+
+
+class UnitMeasurement(NamedTuple):
+    """The seconds and bytes of one unit on one micro-batch, for a planner.
+
+    What is saved for the backward is told apart from the inputs and outputs, because a neighbour in
+    the same stage may keep these, too.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    inner_bytes: int  # saved for the backward, without inputs and outputs
+    saves_inputs: bool
+    saves_outputs: bool
+    output_bytes: int
+
+
+def measure_unit_calls(
+    calls: Iterable[ModuleCall], device: DeviceLike, runs: int = 5, timeout: float = 0.5
+) -> list[UnitMeasurement]:
+    """Measure calls of units of a traced model; equal ones are measured once."""
+    by_key: dict[Hashable, UnitMeasurement] = {}
+    measurements = []
+    for module, args, kwargs in calls:
+        key = build_cost_key(module, args, kwargs)
+        if key not in by_key:
+            with preserve_rng(device), enable_backward():
+                arguments = StructureCopier(build_tensor_copier(device))((tuple(args), {**kwargs}))
+                name = f"a {type(module).__name__}"
+                with _profiled_call(name, module, arguments, device) as call:
+                    by_key[key] = call.measure_unit(runs, timeout)
+        measurements.append(by_key[key])
+    return measurements
+
+
+def measure_unit_layers(
+    layers: Sequence[nn.Module],
+    microbatch: tuple[Any, ...],
+    device: DeviceLike,
+    unpack: bool,
+    runs: int = 5,
+    timeout: float = 0.5,
+) -> list[UnitMeasurement]:
+    """Measure the layers of a Sequential on a micro-batch."""
+    return _measure_layers(
+        layers, microbatch, unpack, device, lambda call: call.measure_unit(runs, timeout)
+    )
 
 
 # ---- layers of a Sequential ----------------------------------------------------------------------
@@ -170,6 +218,45 @@ def measure_layer_bytes(
         saved + param_scale * sum(p.nbytes for p in layer.parameters())
         for layer, saved in zip(layers, saved_bytes, strict=True)
     ]
+
+
+def profile_layers(
+    layers: Sequence[nn.Module],
+    example: tuple[Any, ...],
+    *,
+    unpack: bool = False,
+    chunks: int = 1,
+    device: DeviceLike = None,
+    runs: float = 5,
+    timeout: float = 1.0,
+) -> list[UnitCost]:
+    """Return the cost of each layer on the first of `chunks` micro-batches of the example.
+
+    >>> [cost.activation_bytes for cost in profile_layers([nn.Linear(4, 8)], (torch.ones(8, 4),))]
+    [128]
+    """
+    microbatch = scatter(example, chunks)[0][0]
+    timeout /= max(len(layers), 1)
+    measured = _measure_layers(
+        layers, microbatch, unpack, device, lambda call: call.measure(runs, timeout)
+    )
+    return [
+        UnitCost(*seconds, saved_bytes, count_training_bytes(layer))
+        for layer, (saved_bytes, seconds) in zip(layers, measured, strict=True)
+    ]
+
+
+def count_training_bytes(module: nn.Module, optimizer_state_scale: float = 2) -> int:
+    """Return the bytes of parameters, gradients, optimizer state and buffers of a module.
+
+    The state of an optimizer is `optimizer_state_scale` times the size of a gradient: 2 for Adam.
+    """
+    return int(
+        sum(
+            t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
+            for t in iter_module_tensors(module)
+        )
+    )
 
 
 def _measure_layers(
@@ -247,6 +334,7 @@ class _CallProfiler(Skips):
         self._input_refs: list[ReferenceType[Tensor]] = []
         self._stashed: list[Any] = []
         self.output: Any = None  # of the first run, detached
+        self._saved_parts = (0, False, False, 0)
         self._deferral: WeightGradDeferral | None = WeightGradDeferral(list(module.modules()))
         tensors = (*_collect_tensors(arguments), *iter_module_tensors(module))
         self._accelerators = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -261,6 +349,12 @@ class _CallProfiler(Skips):
             seconds.append(self._time_run())
         forward, input_grad, weight_grad = map(median, zip(*seconds, strict=True))
         return saved_bytes, (forward, input_grad, weight_grad)
+
+    def measure_unit(self, runs: int, timeout: float) -> UnitMeasurement:
+        """Return the seconds and bytes of the call."""
+        seconds = self.measure(runs, timeout)[1]
+        forward, input_grad, weight_grad = seconds
+        return UnitMeasurement(forward, input_grad, weight_grad, *self._saved_parts)
 
     def measure_saved_bytes(self) -> int:
         """Run the first forward, and return the bytes that it and no earlier layer keeps.
@@ -278,6 +372,10 @@ class _CallProfiler(Skips):
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._run_module(args, kwargs)
         self.output = _detach(output)
+        parts = [
+            {storage for tensor in tensors for storage in _find_storage(tensor)}
+            for tensors in (_collect_tensors((args, kwargs)), _collect_tensors(output))
+        ]
         self._first_graph = self._build_graph(output)
         # `torch.utils.checkpoint` keeps the inputs of a function for recomputation without calling
         # the hook. So the inputs are let go here, and those that are still alive are counted.
@@ -286,6 +384,15 @@ class _CallProfiler(Skips):
             if tensor is not None:
                 saved.update(_find_storage(tensor))
         self._is_first_run = False
+        inputs, outputs = parts
+        own = {s for t in iter_module_tensors(self._module) for s in _find_storage(t)}
+        inner = saved - own - inputs - outputs
+        self._saved_parts = (
+            sum(storage.nbytes() for storage in inner),
+            not inputs.isdisjoint(saved),
+            not (outputs - inputs).isdisjoint(saved),
+            sum(storage.nbytes() for storage in outputs),
+        )
         for tensor in iter_module_tensors(self._module):
             self._counted.update(_find_storage(tensor))
         saved.difference_update(self._counted)

@@ -304,6 +304,10 @@ class SequentialPartition(Partition):
 
     needs_whole_batch = False
 
+    def has_input(self, name: str) -> bool:
+        """Return whether a layer takes an input of this name."""
+        return any(name in names for stage in self.side_names for names in stage)
+
     @cached_property
     def _layers(self) -> dict[str, nn.Module]:
         """The layers of this process, by name. Stages of other processes have none."""

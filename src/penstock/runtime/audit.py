@@ -890,7 +890,7 @@ def _find_loss_order(program: Program, last_stage: int) -> list[int]:
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
     if not expected.is_floating_point():
         return True  # an index of a maximum may differ by rounding
-    actual, expected = actual.detach(), expected.detach()
+    actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
     distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
     tolerance = _SPLIT_ROUNDING.get(expected.dtype, 1e-8)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from penstock.data_parallel.clip import (
 )
 from penstock.data_parallel.grad_scaler import propagate_overflow
 from penstock.data_parallel.sync import Replicas
+from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
 from penstock.microbatch import gather
@@ -45,7 +46,13 @@ from penstock.runtime.execution import (
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.loss_accumulator import LossAccumulator, combine_metrics, read_loss_scale
 from penstock.runtime.memory import Memory, count_resident_bytes, profile_step_memory
-from penstock.runtime.program_cache import Phase
+from penstock.runtime.memory_forecast import (
+    MemoryForecast,
+    forecast_peak,
+    order_depth_first,
+    trace_storages,
+)
+from penstock.runtime.program_cache import Phase, ProgramCache
 from penstock.runtime.request import Request
 from penstock.runtime.step import (
     CheckpointPeers,
@@ -60,6 +67,7 @@ from penstock.runtime.tied_gradients import build_local_tied_weights
 from penstock.runtime.transport import Mailboxes
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Program
+from penstock.schedules.registry import ScheduleFactory
 from penstock.schedules.timeline import Timeline
 from penstock.stage.aux_loss import AuxLossSink
 from penstock.stage.compile_support import make_forward_lock
@@ -172,11 +180,7 @@ class LocalEngine:
         """Split the batch into the inputs of the stages."""
         devices = self.placed_partition.stage_devices
         inputs = self.placed_partition.partition.build_stage_inputs(request, devices)
-        loss_scale = (
-            None
-            if request.scaler is None
-            else read_loss_scale(request.scaler, devices[len(devices) - 1])
-        )
+        loss_scale = read_loss_scale(request.scaler, request.scale, devices[len(devices) - 1])
         return LocalCall(self, request, inputs, loss_scale)
 
     def replay_or_capture(self, call: LocalCall) -> StepResult:
@@ -249,6 +253,45 @@ class LocalEngine:
 
     def measure_memory(self, request: Request) -> Memory:
         """Run a step in this thread, undo its effects, and return the bytes it had alive."""
+        with self._prepare_isolated_step(request) as (step, program):
+            run_step = partial(self._run_eagerly, step)
+            placed = self.placed_partition
+            readings = profile_step_memory(run_step, placed.devices, placed.placement)
+        return Memory(program, readings, self._count_resident_bytes())
+
+    def forecast_memory(self, request: Request, optimizer_factor: float) -> MemoryForecast:
+        """Return the bytes that a step will have alive, from a run that needs little memory.
+
+        The effects of that run are undone. An optimizer has `optimizer_factor` times the bytes of
+        the gradients.
+        """
+        placed, traces = self.placed_partition, []
+        with self._prepare_isolated_step(request) as (step, program):
+            for late_weight_gradients in (False, True)[: 1 + bool(program.schedule.divided)]:
+                schedule = order_depth_first(program.schedule, late_weight_gradients)
+                factory = ScheduleFactory(schedule, placed.placement)
+                cache = ProgramCache(factory, program.graph)
+                engine = LocalEngine(replace(self._prepared_pipe, program_cache=cache))
+                # The schedule has the Rs already.
+                step = step._replace(request=replace(step.request, checkpoint="never"))
+                run_step = partial(engine._run_eagerly, step)
+                traces.append(trace_storages(run_step, placed.devices, placed.placement))
+        held = self._count_resident_bytes()
+        with_state = self._count_resident_bytes(1 + optimizer_factor)
+        optimizer = tuple(size - part for size, part in zip(with_state, held, strict=True))
+        # `pipe.memory` reads the bytes of the CPU after each action, and an accelerator runs out
+        # of memory during one.
+        on_accelerator = any(is_accelerator(device.device) for device in self.devices)
+        peak = forecast_peak(program, traces, with_transient=on_accelerator)
+        return MemoryForecast(held, optimizer, peak)
+
+    def _count_resident_bytes(self, gradient_factor: float = 1.0) -> tuple[int, ...]:
+        placed = self.placed_partition
+        return count_resident_bytes(placed.partition.stages, placed.placement, gradient_factor)
+
+    @contextmanager
+    def _prepare_isolated_step(self, request: Request) -> Iterator[tuple[PreparedStep, Program]]:
+        """Yield a step on copies of the batch, and its program. Afterwards, undo what ran."""
         self._prepared_pipe.check_model_unchanged()
         if self.replicas:
             raise RunError(
@@ -256,7 +299,7 @@ class LocalEngine:
                 "DistributedDataParallel or fully_shard. Measure a pipe of the same model without "
                 "these wrappers."
             )
-        partition, placement = self.placed_partition.partition, self.placed_partition.placement
+        partition = self.placed_partition.partition
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
         batch = request.inputs, dict(request.keyword_inputs), request.target
@@ -267,9 +310,7 @@ class LocalEngine:
             devices = self.placed_partition.stage_devices
             inputs = partition.build_stage_inputs(isolated_request, devices)
             program, _ = self._prepared_pipe.select_step_program(request, inputs)
-            run_step = partial(self._run_eagerly, PreparedStep(isolated_request, inputs, None))
-            readings = profile_step_memory(run_step, self.placed_partition.devices, placement)
-        return Memory(program, readings, count_resident_bytes(partition.stages, placement))
+            yield PreparedStep(isolated_request, inputs, None), program
 
     def build_executor(self, runtime: str) -> LaneExecutor:
         """Return the executor of one call."""

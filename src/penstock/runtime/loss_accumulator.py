@@ -34,21 +34,21 @@ from penstock.stage.stage_runner import StageRunner
 from penstock.torch_compat import pytree
 
 
-def read_loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """Return the scale of a `torch.amp.GradScaler`, or None if there is no scaler.
+def read_loss_scale(scaler: Any, scale: float, device: torch.device) -> Tensor | None:
+    """Return `scale` times that of a `torch.amp.GradScaler`, or None if gradients keep their size.
 
-    >>> read_loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0), torch.device("cpu"))
-    tensor(8.)
+    >>> read_loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0), 0.5, torch.device("cpu"))
+    tensor(4.)
     """
     if scaler is None:
-        return None
+        return None if scale == 1 else torch.full((), scale, device=device)
     if not isinstance(scaler, torch.amp.GradScaler):
         raise PenstockTypeError(
             f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}. For a constant "
-            "factor, multiply the loss in loss_fn."
+            "factor, use scale=."
         )
-    scale: Tensor = scaler.scale(torch.ones((), device=device))
-    return scale
+    scaled: Tensor = scaler.scale(torch.full((), scale, device=device))
+    return scaled
 
 
 class MicrobatchLoss(NamedTuple):

@@ -13,14 +13,15 @@ How bytes are attributed to ranks:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from os import PathLike
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -209,29 +210,45 @@ class MemoryProbe(Protocol):
 
 
 class HostStorageProbe(EagerDispatchMode):
-    """A dispatch mode that counts the live bytes of ranks on the CPU.
+    """A dispatch mode that counts the live bytes of ranks, by default on the CPU.
 
     The mode sees every operation and keeps a weak reference to each storage that belongs to the
     output and not to the arguments: a storage that is shared with an argument is not new.
+
+    Each storage has an origin: the rank, the number of the context in which it was created, and how
+    many storages were created in that context before. A storage on a device of `rank_of_device`
+    belongs to that rank, whichever rank created it: messages are copied by their senders.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (torch.device("cpu"),),
+        rank_of_device: Mapping[torch.device, int] | None = None,
+    ) -> None:
         super().__init__()
-        self._current_rank: int | None = None
-        self._storages_by_rank: dict[int, WeakSet[torch.UntypedStorage]] = defaultdict(WeakSet)
+        self._devices, self._rank_of_device = frozenset(devices), rank_of_device or {}
+        self._alive: Counter[int] = Counter()  # bytes by rank
+        self._most: Counter[int] = Counter()  # the most bytes by rank in the current context
+        self._current: tuple[int, int] | None = None  # the rank, and the number of the context
+        self._contexts, self._created = count(), 0
+        self._origins: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int, int]] = (
+            WeakKeyDictionary()
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self._current_rank is not None:
+        if self._current is not None:
             input_addresses = {
-                get_storage_address(t.untyped_storage()) for t in _host_tensors((args, kwargs))
+                get_storage_address(t.untyped_storage()) for t in self._find_tensors((args, kwargs))
             }
-            for tensor in _host_tensors(output):
+            for tensor in self._find_tensors(output):
                 storage = tensor.untyped_storage()
-                if get_storage_address(storage) not in input_addresses:
-                    self._storages_by_rank[self._current_rank].add(storage)
+                is_new = get_storage_address(storage) not in input_addresses
+                if is_new and storage not in self._origins:
+                    rank = self._rank_of_device.get(tensor.device, self._current[0])
+                    self._add(storage, rank, self._current[1])
         return output
 
     @contextmanager
@@ -246,23 +263,47 @@ class HostStorageProbe(EagerDispatchMode):
     @contextmanager
     def attribute_to(self, rank: int) -> Iterator[None]:
         """Attribute storages that are created in the context to a rank."""
-        self._current_rank = rank
+        self._current, self._created = (rank, next(self._contexts)), 0
+        self._most = self._alive.copy()
         try:
             yield
         finally:
-            self._current_rank = None
+            self._current = None
 
     def read_live_bytes(self) -> Mapping[int, int]:
         """Return the live bytes of the ranks that have created storages."""
-        return {
-            rank: sum(storage.nbytes() for storage in storages)
-            for rank, storages in [*self._storages_by_rank.items()]
-        }
+        live_bytes: Counter[int] = Counter()
+        for (rank, _, _), size in self.read_live_storages().items():
+            live_bytes[rank] += size
+        return live_bytes
+
+    def read_live_storages(self) -> dict[tuple[int, int, int], int]:
+        """Return the bytes of the live storages, by origin."""
+        return {origin: _get_size(storage) for storage, origin in [*self._origins.items()]}
+
+    def read_transient_bytes(self) -> dict[int, int]:
+        """Return how many bytes more than now were alive at some time in the last context."""
+        return {rank: most - self._alive[rank] for rank, most in self._most.items()}
+
+    def _add(self, storage: torch.UntypedStorage, rank: int, context: int) -> None:
+        size = _get_size(storage)
+        self._origins[storage] = (rank, context, self._created)
+        self._created += 1
+        self._alive[rank] += size
+        self._most[rank] = max(self._most[rank], self._alive[rank])
+        finalize(storage, self._alive.subtract, {rank: size}).atexit = False
+
+    def _find_tensors(self, values: Any) -> Iterator[Tensor]:
+        leaves = (leaf for leaf in pytree.tree_iter(values) if isinstance(leaf, Tensor))
+        return (t for t in leaves if t.layout is torch.strided and t.device in self._devices)
 
 
-def _host_tensors(values: Any) -> Iterator[Tensor]:
-    leaves = (leaf for leaf in pytree.tree_iter(values) if isinstance(leaf, Tensor))
-    return (t for t in leaves if t.device.type == "cpu" and t.layout is torch.strided)
+_ALLOCATOR_BLOCK = 512  # bytes: the allocators of accelerators round sizes up to multiples of it
+
+
+def _get_size(storage: torch.UntypedStorage) -> int:
+    size = storage.nbytes()
+    return size if storage.device.type == "cpu" else -(-size // _ALLOCATOR_BLOCK) * _ALLOCATOR_BLOCK
 
 
 class AllocatorProbe:
@@ -360,8 +401,13 @@ def profile_step_memory(
     return tuple(readings)
 
 
-def count_resident_bytes(stages: Iterable[Stage], placement: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes of the parameters, their gradients and the buffers of each rank."""
+def count_resident_bytes(
+    stages: Iterable[Stage], placement: Sequence[int], gradient_factor: float = 1.0
+) -> tuple[int, ...]:
+    """Return the bytes of the parameters, their gradients and the buffers of each rank.
+
+    Gradients count `gradient_factor` times: more than once with the state of an optimizer.
+    """
     # A dict per rank, because a tied tensor counts once on each rank that has it.
     tensors_by_rank: list[dict[Tensor, None]] = [{} for _ in range(max(placement) + 1)]
     for stage in stages:
@@ -371,7 +417,8 @@ def count_resident_bytes(stages: Iterable[Stage], placement: Sequence[int]) -> t
                 (t, None) for t in tensors if t is not None
             )
     return tuple(
-        sum(t.nbytes * (1 + t.requires_grad) for t in tensors) for tensors in tensors_by_rank
+        round(sum(t.nbytes * (1 + gradient_factor * t.requires_grad) for t in tensors))
+        for tensors in tensors_by_rank
     )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from penstock.runtime.worker import BoundAction, bind_lane
 from penstock.schedules.ir import Action, Program, Schedule, StageGraph, is_forward
 from penstock.schedules.lowering import (
+    RecomputeTable,
     forwards_first,
     join_split_backwards,
     lower,
@@ -63,7 +64,7 @@ class ProgramKey(NamedTuple):
 
     chunks: int
     allow_recompute: bool
-    checkpoint: str
+    checkpoint: RecomputeTable
 
 
 class ProgramCache:

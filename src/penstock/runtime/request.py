@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.stage_inputs import Batch
+from penstock.schedules.lowering import RecomputeTable
 from penstock.stage.loss import LossFn
 
 
@@ -16,35 +17,39 @@ class Request(Batch):
     """The batch of one call of a pipe, with the options of the call and of the pipe.
 
     Attributes:
-        checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never".
+        checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never", or for
+            each stage one of these or a bool for each micro-batch.
         training: Whether the pipe is in training mode.
         runtime: The runtime that was asked for.
         loss_fn: The loss of a step. None: the model computes it.
         scaler: The scaler of the gradients of a step.
+        scale: A constant factor of the gradients of a step.
         optimizer: The optimizer whose `step()` is called after the backwards.
         audit: Which calls are compared with the unsplit model: "first", "off", or every n-th.
     """
 
-    checkpoint: str = "except_last"
+    checkpoint: RecomputeTable = "except_last"
     training: bool = True
     runtime: str = "threads"
     loss_fn: LossFn | None = None
     scaler: torch.amp.GradScaler | None = None
+    scale: float = 1.0
     optimizer: torch.optim.Optimizer | None = None
     audit: str | int = "off"
 
-    def describe_options(self) -> dict[str, str | int | bool | None]:
+    def describe_options(self) -> dict[str, str | float | bool | None]:
         """Return the options that decide what is computed, by name.
 
         All ranks compare them before a call, and a captured step is replayed only for equal ones.
         """
         return {
             "chunks": self.chunks,
-            "checkpoint": self.checkpoint,
+            "checkpoint": str(self.checkpoint),
             "training mode": self.training,
             "reduction": self.reduction,
             "outputs": self.return_outputs,
             "scaler": self.scaler is not None,
+            "scale": self.scale,
             "optimizer": self.optimizer is not None,
         }
 

@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 from math import ceil, floor, gcd, inf, isinf
 
 from penstock.errors import ArgumentError
+from penstock.schedules.ir import Schedule, lifetimes
 from penstock.text_format import format_binary_bytes
 
 # ---- the problem ----------------------------------------------------------------------------
@@ -150,6 +151,29 @@ class CutProblem:
             )
 
 
+def count_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most micro-batches whose activations each stage keeps at once.
+
+    A micro-batch that is recomputed counts from its R.
+
+    >>> from penstock.schedules.families import make
+    >>> count_in_flight(make("1f1b", 3, 8)), count_in_flight(make("gpipe", 3, 8))
+    ((3, 2, 1), (8, 8, 8))
+    """
+    most = [0] * schedule.stages
+    for lane in schedule.lanes:
+        events = [
+            event
+            for (stage, _), (born, last) in lifetimes(lane).items()
+            for event in ((born, 1, stage), (last + 1, -1, stage))
+        ]
+        alive = [0] * schedule.stages
+        for _, change, stage in sorted(events):
+            alive[stage] += change
+            most[stage] = max(most[stage], alive[stage])
+    return tuple(max(count, 1) for count in most)
+
+
 def check_cut(counts: Sequence[int], units: int) -> None:
     """Raise if the counts are not a cut of this number of units.
 
@@ -240,7 +264,7 @@ def find_best_cut(problem: CutProblem) -> tuple[int, ...]:
             if case not in visited:
                 visited.add(case)
                 push(case)
-    raise ArgumentError(_explain_infeasible(problem, search))
+    raise ArgumentError(_explain_infeasible(problem))
 
 
 class _CutSearch:
@@ -548,12 +572,12 @@ def _whole_bytes(memory: float) -> float:
     return memory if isinf(memory) else floor(memory)
 
 
-def _explain_infeasible(problem: CutProblem, search: _CutSearch) -> str:
-    """Return the message for a problem without a cut: the nearest cut, and what each rank lacks.
+def find_nearest_cut(problem: CutProblem) -> tuple[int, ...]:
+    """Return the cut that needs the least additional memory, if every rank got the same.
 
-    The nearest cut is the one that needs the least additional memory, if every rank got the same.
-    A binary search finds that amount.
+    A binary search finds that amount. If a cut fits, it is the best one with equal shares.
     """
+    search = _CutSearch(problem)
     low, high = 0, sum(sums[-1] for sums in problem.memory_sums) * problem.stages
     while low < high:
         more = (low + high) // 2
@@ -563,7 +587,12 @@ def _explain_infeasible(problem: CutProblem, search: _CutSearch) -> str:
             low = more + 1
     candidate = search.find_best(_equal_memory_shares(problem, low))
     assert candidate is not None
-    counts = candidate[2][::-1]
+    return candidate[2][::-1]
+
+
+def _explain_infeasible(problem: CutProblem) -> str:
+    """Return the message for a problem without a cut: the nearest cut, and what each rank lacks."""
+    counts = find_nearest_cut(problem)
     lacks = []
     for rank, device, stages, need in _iter_overfull_ranks(
         problem, problem.memory_by_stage(counts)
@@ -574,11 +603,18 @@ def _explain_infeasible(problem: CutProblem, search: _CutSearch) -> str:
             f"{format_binary_bytes(device.memory)}: "
             f"{format_binary_bytes(need - device.memory)} too much"
         )
-    return (
+    text = (
         f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The "
-        f"nearest is {list(counts)}, and there {'; '.join(lacks)}. Use more stages or devices "
-        "with more memory, cut the batch into more chunks, recompute (checkpoint='always'), or use "
-        "a schedule with fewer micro-batches in flight."
+        f"nearest is {list(counts)}, and there {'; '.join(lacks)}. "
+    )
+    if not any(unit.activation_bytes for unit in problem.units):
+        return (
+            f"{text}This is for parameters, gradients and the state of an optimizer alone: use "
+            "more devices, or devices with more memory."
+        )
+    return (
+        f"{text}Use more stages or devices with more memory, cut the batch into more chunks, "
+        "recompute (checkpoint='always'), or use a schedule with fewer micro-batches in flight."
     )
 
 

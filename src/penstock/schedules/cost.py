@@ -6,8 +6,8 @@ The memory functions at the end add up which activations of a lane are alive at 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isclose
 
@@ -19,7 +19,7 @@ from penstock.schedules.ir import OP_RULES, Compute, Op, lifetimes
 class Cost:
     """The cost of each action, with one entry per stage.
 
-    B takes as long as I and W together, and R as long as F.
+    B takes as long as I and W together.
 
     Attributes:
         F: Seconds of a forward.
@@ -30,6 +30,11 @@ class Cost:
             not occupy any rank.
         weight_activation: The size of what is left of the activation after its I, until its W.
             Empty means all of it.
+        stage_input: The size of what a recomputed micro-batch keeps from its F to its R. Empty
+            means nothing.
+        R: Seconds of a recomputation. Empty means as long as F.
+        links: Seconds of a message between two stages, by (source, target), where they differ from
+            `send`.
 
     Raises:
         ArgumentError: The entries are not one per stage, or a number is negative or not finite.
@@ -45,22 +50,29 @@ class Cost:
     activation: tuple[float, ...]
     send: float = 0.0
     weight_activation: tuple[float, ...] = ()
+    stage_input: tuple[float, ...] = ()
+    R: tuple[float, ...] = ()
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         columns = {}
-        for name in ("F", "I", "W", "activation", "weight_activation"):
-            columns[name] = tuple(getattr(self, name))
-            object.__setattr__(self, name, columns[name])
-        if not self.weight_activation:
-            del columns["weight_activation"]
+        for name in ("F", "I", "W", "R", "activation", "weight_activation", "stage_input"):
+            column = tuple(getattr(self, name))
+            object.__setattr__(self, name, column)
+            if column or name not in _OPTIONAL_COLUMNS:
+                columns[name] = column
         if len({len(column) for column in columns.values()}) > 1:
             sizes = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
             raise ArgumentError(f"each column needs one entry per stage, but {sizes}")
-        for name, column in (*columns.items(), ("send", (self.send,))):
-            for stage, number in enumerate(column):
-                if not 0 <= number < float("inf"):
-                    where = name if name == "send" else f"{name} of stage {stage}"
-                    raise ArgumentError(f"{where} is {number}: a cost is a number from 0 up")
+        numbers = [
+            ("send", self.send),
+            *((f"link {pair}", self.links[pair]) for pair in self.links),
+        ]
+        for name, column in columns.items():
+            numbers += [(f"{name} of stage {stage}", number) for stage, number in enumerate(column)]
+        for name, number in numbers:
+            if not 0 <= number < float("inf"):
+                raise ArgumentError(f"{name} is {number}: a cost is a number from 0 up")
         for stage, (kept, whole) in enumerate(
             zip(self.weight_activation, self.activation, strict=False)
         ):
@@ -102,13 +114,19 @@ class Cost:
         """
         columns = [
             tuple(number * factor for number, factor in zip(column, factors, strict=True))
-            for column in (self.F, self.I, self.W)
+            for column in (self.F, self.I, self.W, self.R or (0.0,) * len(factors))
         ]
-        return replace(self, F=columns[0], I=columns[1], W=columns[2])
+        return replace(
+            self, F=columns[0], I=columns[1], W=columns[2], R=columns[3] if self.R else ()
+        )
 
     def seconds(self, action: Compute) -> float:
         """Return how long the action occupies its rank."""
         return self._seconds_by_op[action.op][action.stage]
+
+    def send_seconds(self, src: int, dst: int) -> float:
+        """Return how long a message takes from one stage to another, on another rank."""
+        return self.links.get((src, dst), self.send) if self.links else self.send
 
     @property
     def kept_sizes(self) -> tuple[float, ...]:
@@ -117,11 +135,14 @@ class Cost:
 
     @cached_property
     def _seconds_by_op(self) -> dict[Op, tuple[float, ...]]:
-        columns = {"F": self.F, "I": self.I, "W": self.W}
+        columns = {"F": self.F, "I": self.I, "W": self.W, "R": self.R or self.F}
         return {
             op: tuple(map(sum, zip(*[columns[name] for name in rule.cost], strict=True)))
             for op, rule in OP_RULES.items()
         }
+
+
+_OPTIONAL_COLUMNS = ("weight_activation", "stage_input", "R")
 
 
 def exceeds(size: float, cap: float) -> bool:
@@ -148,6 +169,13 @@ def track_live_memory(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int
                 freed = cost.activation[action.stage] - cost.weight_activation[action.stage]
                 changes[step, True] -= freed
                 changes[end, True] += freed
+    if cost.stage_input:
+        forwards = {a: step for step, a in enumerate(lane) if a.op is Op.F}
+        for step, action in enumerate(lane):
+            if action.op is Op.R:
+                size = cost.stage_input[action.stage]
+                changes[forwards.get(action._replace(op=Op.F), step), False] += size
+                changes[step, False] -= size
     # Sorting puts a start (False) before an end (True) of the same action: both are alive in it.
     size = 0.0
     for (step, at_end), change in sorted(changes.items()):

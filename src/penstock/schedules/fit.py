@@ -14,7 +14,7 @@ that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import isnan
@@ -160,7 +160,8 @@ def _swaps_on_critical_path(
         causes = [(by_action[lane[current.step - 1]], 0.0)] if current.step else []
         for message in consumes(current.action, graph):
             producer = producers[message]
-            causes.append((producer, cost.send if producer.rank != current.rank else 0.0))
+            remote = producer.rank != current.rank
+            causes.append((producer, cost.send_seconds(message.src, message.dst) if remote else 0))
         start = current.start
         late = (
             cause for cause, delay in causes if abs(cause.end + delay - start) < _TIME_TOLERANCE
@@ -227,10 +228,11 @@ def fit(
         goal = chunks * max(_seconds_per_rank(placement, cost))
     goal *= 1 + 1e-12  # the bound is a sum of floats; the factor allows for its rounding errors
     size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
-    named_schedules = list(_named_schedules(placement, chunks))
-    fitting = [schedule for schedule in named_schedules if _fits_caps(schedule, cost, caps)]
+    # With one stage per rank some families are the same.
+    named = list(dict.fromkeys(named_schedules(placement, chunks).values()))
+    fitting = [schedule for schedule in named if _fits_caps(schedule, cost, caps)]
     best = _BestSchedule(graph, cost, _MEASURES[objective], fitting)
-    for strategy in _strategies(placement, chunks, named_schedules, cost, caps):
+    for strategy in _strategies(placement, chunks, named, cost, caps):
         if best.schedule and (best.seconds <= goal or effort < size):
             return best.schedule
         effort -= size
@@ -285,7 +287,7 @@ def lower_bound(
     graph = graph or StageGraph.chain(len(placement))
 
     def hop(a: int, b: int) -> float:
-        return cost.send if placement[a] != placement[b] else 0.0
+        return cost.send_seconds(a, b) if placement[a] != placement[b] else 0.0
 
     # down[s]: when the first forward reaches stage s. up[s]: when the first gradient reaches it.
     down: list[float] = []
@@ -444,7 +446,10 @@ def _warm_up_strategies(
     stages = len(placement)
     if placement != tuple(range(stages)):
         return
-    trips = [f + i + 2 * cost.send for f, i in zip(cost.F, cost.I, strict=True)]
+    trips = [
+        cost.F[s] + cost.I[s] + cost.send_seconds(s - 1, s) + cost.send_seconds(s, s - 1)
+        for s in range(stages)
+    ]
     round_trips = [sum(trips[stage + 1 :]) for stage in range(stages)]
     room = [cap / (size or 1.0) for cap, size in zip(caps, cost.activation, strict=True)]
     most = min(room[0], 1 + (round_trips[0] + cost.I[0]) / (cost.F[0] or 1.0), chunks)
@@ -461,7 +466,7 @@ def _warm_up_strategies(
         yielded.add((warm_ups, share))
         order = [_alternate(stage, chunks, count) for stage, count in enumerate(warm_ups)]
         lags = [
-            int(share * (cap - count * size) / kept) if kept else chunks
+            int(min(chunks, share * (cap - count * size) / kept)) if kept else chunks
             for cap, count, size, kept in zip(
                 caps, warm_ups, cost.activation, cost.kept_sizes, strict=True
             )
@@ -485,18 +490,19 @@ def _alternate(stage: int, chunks: int, warm_up: int) -> list[Compute]:
     return order
 
 
-def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:
-    """Yield the named schedules of the same placement."""
+def named_schedules(
+    placement: Placement, chunks: int, names: Container[str] | None = None
+) -> dict[str, Schedule]:
+    """Return the named schedules of a placement that can train: those of `names`, or all."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
-    yielded: set[Schedule] = set()  # with one stage per rank, some families are the same
+    schedules: dict[str, Schedule] = {}
     for name, family in FAMILIES.items():
         exists = family.free or family.stages_per_rank == per_rank
-        if family.trains and exists and family.placement(ranks, per_rank) == placement:
-            schedule = make(name, ranks, chunks, per_rank)
-            if schedule not in yielded:
-                yielded.add(schedule)
-                yield schedule
+        wanted = family.trains and exists and (names is None or name in names)
+        if wanted and family.placement(ranks, per_rank) == placement:
+            schedules[name] = make(name, ranks, chunks, per_rank)
+    return schedules
 
 
 def _choose_by_policy(policy: OrderPolicy) -> ActionChooser:

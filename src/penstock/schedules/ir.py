@@ -179,7 +179,7 @@ class OpRule(NamedTuple):
     is_forward: bool
     carries: Literal["activations", "gradients"] | None
     after: tuple[Op, ...]
-    cost: tuple[Literal["F", "I", "W"], ...]
+    cost: tuple[Literal["F", "I", "W", "R"], ...]
     keeps: bool = False
     optional: bool = False
 
@@ -189,7 +189,7 @@ OP_RULES: dict[Op, OpRule] = {
     Op.B: OpRule("backward", False, "gradients", (Op.F, Op.R), cost=("I", "W")),
     Op.I: OpRule("input gradient", False, "gradients", (Op.F, Op.R), cost=("I",)),
     Op.W: OpRule("weight gradient", False, None, (Op.I,), cost=("W",)),
-    Op.R: OpRule("recompute", False, None, (Op.F,), cost=("F",), keeps=True, optional=True),
+    Op.R: OpRule("recompute", False, None, (Op.F,), cost=("R",), keeps=True, optional=True),
 }
 
 

@@ -145,7 +145,8 @@ class SchedulerState:
         self._update_memory(rank, action)
         heappush(self.events, (end, rank))
         for other in node.dependents:
-            if other.add_input(microbatch, end + (self.cost.send if other.rank != rank else 0.0)):
+            delay = self.cost.send_seconds(stage, other.stage) if other.rank != rank else 0.0
+            if other.add_input(microbatch, end + delay):
                 heappush(self.events, (other.ready_times[-1], other.rank))
 
     def _update_memory(self, rank: int, action: Compute) -> None:

@@ -9,7 +9,7 @@ lower                 Schedule -> Program    write the messages in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -43,12 +43,18 @@ _RECOMPUTED_COUNT: dict[str, Callable[[int], int]] = {
 }
 CHECKPOINT_MODES = tuple(_RECOMPUTED_COUNT)
 
+# Which cells are recomputed: a mode for all stages, a mode or bool for each, or a function. In a
+# table, an entry that is a tuple has one bool for each micro-batch of its stage.
+RecomputeTable = str | tuple[str | tuple[bool, ...], ...]
+Recomputation = str | Sequence[str | bool | tuple[bool, ...]] | RecomputePredicate
 
-def recompute_mode(mode: str, chunks: int) -> RecomputePredicate:
-    """Return the predicate of a checkpointing mode of torchgpipe and PyTorch's Pipe.
+
+def recompute_mode(mode: Recomputation, chunks: int) -> RecomputePredicate:
+    """Return which cells are recomputed, as a function of stage and micro-batch.
 
     Args:
-        mode: "always", "except_last" or "never".
+        mode: "always", "except_last" or "never", the modes of torchgpipe and PyTorch's Pipe; a
+            sequence with one of these, or a bool, for each stage; or such a function itself.
         chunks: The number of micro-batches.
 
     Returns:
@@ -61,13 +67,72 @@ def recompute_mode(mode: str, chunks: int) -> RecomputePredicate:
         >>> wanted = recompute_mode("except_last", chunks=4)
         >>> [wanted(0, microbatch) for microbatch in range(4)]
         [True, True, True, False]
+        >>> wanted = recompute_mode(["always", "never"], chunks=4)
+        >>> wanted(0, 3), wanted(1, 0)
+        (True, False)
     """
-    if mode not in CHECKPOINT_MODES:
-        raise ArgumentError(
-            f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'"
+    if isinstance(mode, str):
+        if mode not in CHECKPOINT_MODES:
+            raise ArgumentError(
+                f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'"
+            )
+        recomputed = _RECOMPUTED_COUNT[mode](chunks)
+        return lambda stage, microbatch: microbatch < recomputed
+    if callable(mode):
+        return mode
+    stages = [
+        entry if isinstance(entry, tuple) else recompute_mode(_mode_of_stage(entry), chunks)
+        for entry in mode
+    ]
+
+    def wanted(stage: int, microbatch: int) -> bool:
+        entry = stages[stage]
+        return entry[microbatch] if isinstance(entry, tuple) else entry(stage, microbatch)
+
+    return wanted
+
+
+def resolve_recomputation(mode: Recomputation, stages: int, chunks: int) -> RecomputeTable:
+    """Return a mode as a value that can be compared, sent and used as a key.
+
+    A function is called for every cell. A sequence must have one entry for each stage.
+
+    >>> resolve_recomputation([True, "except_last"], stages=2, chunks=4)
+    ('always', 'except_last')
+    >>> resolve_recomputation(lambda stage, microbatch: stage > microbatch, stages=2, chunks=2)
+    ((False, False), (True, False))
+    """
+    if isinstance(mode, str):
+        recompute_mode(mode, chunks)  # raises if it is unknown
+        return mode
+    if callable(mode):
+        return tuple(
+            tuple(bool(mode(stage, microbatch)) for microbatch in range(chunks))
+            for stage in range(stages)
         )
-    recomputed = _RECOMPUTED_COUNT[mode](chunks)
-    return lambda stage, microbatch: microbatch < recomputed
+    if not isinstance(mode, Sequence):
+        raise ArgumentError(
+            f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, a list of these with one "
+            f"for each stage, or a function of (stage, micro-batch), not {mode!r}"
+        )
+    if len(mode) != stages:
+        raise ArgumentError(
+            f"checkpoint has {len(mode)} entries, but there are {stages} stages. Give one for each "
+            "stage, or one word for all."
+        )
+    return tuple(entry if isinstance(entry, tuple) else _mode_of_stage(entry) for entry in mode)
+
+
+def _mode_of_stage(entry: object) -> str:
+    """Return the mode of one stage: a word, or the word for a bool."""
+    if isinstance(entry, bool):
+        return "always" if entry else "never"
+    if not isinstance(entry, str) or entry not in CHECKPOINT_MODES:
+        raise ArgumentError(
+            f"each entry of checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, True or "
+            f"False, not {entry!r}"
+        )
+    return entry
 
 
 def forwards_first(schedule: Schedule) -> Schedule:

@@ -23,7 +23,15 @@ from penstock.schedules.notation import loads
 #     choose_placement         which rank gets which stage
 #     build_schedule_factory   check that it all fits, and return the factory
 
-ScheduleLike = str | PathLike[str] | Schedule | Program | None
+# The names of torch.distributed.pipelining that differ from ours by more than case, hyphens and the
+# word "Schedule" in front.
+_PYTORCH_NAMES = {
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+}
+
+ScheduleLike = str | PathLike[str] | Schedule | Program | type | None
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,27 @@ class ScheduleFactory:
         return make(self.requested, ranks, chunks, len(self.placement) // ranks)
 
 
+def find_schedule_name(name: str) -> str:
+    """Return our name for a schedule, however it is written. An unknown name stays as it is.
+
+    >>> [find_schedule_name(name) for name in ("1F1B", "zb_v", "ScheduleInterleaved1F1B")]
+    ['1f1b', 'zb-v', 'interleaved']
+    """
+    key = name.lower().removeprefix("schedule").replace("-", "").replace("_", "").replace(" ", "")
+    names = {known.replace("-", ""): known for known in (*FAMILIES, "fit")}
+    return {**names, **_PYTORCH_NAMES}.get(key, name)
+
+
 def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
     """Return the requested schedule as a name, a `Schedule` or None.
 
-    A path is read. A program loses its messages, because the pipe lowers the schedule itself.
+    A path is read. A program loses its messages, because the pipe lowers the schedule itself. A
+    schedule class of torch.distributed.pipelining stands for its name.
     """
     if requested is None:
         return None
+    if isinstance(requested, type):
+        requested = requested.__name__
     if isinstance(requested, Schedule | Program):
         return schedule_of(requested)
     if not isinstance(requested, str | PathLike):
@@ -77,8 +99,8 @@ def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
         )
     # A string with a suffix, such as "mine.txt", is a path. Any other string is a name, so that a
     # misspelt name gets the error that lists the names.
-    if isinstance(requested, str) and (requested in FAMILIES or not Path(requested).suffix):
-        return requested
+    if isinstance(requested, str) and not Path(requested).suffix:
+        return find_schedule_name(requested)
     if not Path(requested).is_file():
         raise ArgumentError(f"there is no file '{Path(requested)}' to read a schedule from")
     return schedule_of(loads(Path(requested).read_text()))

@@ -117,9 +117,9 @@ def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) 
 #     action      needs                                                   gives
 #     Compute     DONE of earlier actions, ARRIVED of its messages        DONE; MADE of its messages
 #     Recv        with blocking sends, waits on for ARRIVED               AWAITED, at once
-#     Send        MADE; with blocking sends also AWAITED                  ARRIVED, after cost.send
+#     Send        MADE; with blocking sends also AWAITED                  ARRIVED, after its link
 #
-# A schedule has no sends and receives. There a Compute gives ARRIVED itself, after cost.send.
+# A schedule has no sends and receives. There a Compute gives ARRIVED itself, after its link.
 
 _DONE = 0  # a Compute has been done
 _MADE = 1  # a Message can be sent
@@ -224,7 +224,8 @@ class _TransitionTable:
             elif self._has_messages:
                 gives.append((self._token(_MADE, message), 0.0))
             else:
-                gives.append((self._token(_ARRIVED, message), self._cost.send))
+                seconds = self._cost.send_seconds(message.src, message.dst)
+                gives.append((self._token(_ARRIVED, message), seconds))
         return _Transition(self._cost.seconds(action), tuple(needs), tuple(gives))
 
     def _message_transitions(
@@ -234,7 +235,8 @@ class _TransitionTable:
         ready, awaited, arrived = (self._token(phase, message) for phase in phases)
         if action_type is Send:
             needs = (ready, awaited) if self._blocking else (ready,)
-            return (_Transition(0.0, needs, ((arrived, self._cost.send),)),)
+            seconds = self._cost.send_seconds(message.src, message.dst)
+            return (_Transition(0.0, needs, ((arrived, seconds),)),)
         post = _Transition(0.0, (), ((awaited, 0.0),))
         return (post, _Transition(0.0, (arrived,), ())) if self._blocking else (post,)
 

@@ -6,14 +6,21 @@ with the spans of a real run, so every function that reads or draws one accepts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, FormatError
 from penstock.schedules.cost import Cost, track_live_memory
 from penstock.schedules.ir import Compute, Op, Program, Schedule
+from penstock.schedules.notation import dumps, loads
 from penstock.schedules.simulator import Sends, Span, play
+from penstock.schedules.verify import find_compute_mismatches, find_misplaced_actions
+from penstock.text_format import make_printable
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,115 @@ class Timeline:
         stage keeps until its R do not count.
         """
         return tuple(max(size for _, size in self.memory(rank)) for rank in range(self.ranks))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the timeline to a JSON file, which `load` and `penstock studio` read.
+
+        Args:
+            path: The file to write.
+
+        Example:
+            >>> import tempfile
+            >>> from penstock import lower, schedules
+            >>> timeline = simulate(lower(schedules.gpipe(ranks=2, chunks=2)))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     timeline.save(f"{folder}/step.json")
+            ...     Timeline.load(f"{folder}/step.json") == timeline
+            True
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Timeline:
+        """Return the timeline that `save` wrote to a file.
+
+        Args:
+            path: The file to read.
+
+        Raises:
+            FormatError: The file is not a timeline, or is damaged.
+        """
+        try:
+            return Timeline.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise FormatError(_NOT_A_TIMELINE, ["it is not text"]) from None
+
+    def to_json(self) -> str:
+        """Return the text that `save` writes."""
+        spans = [[s.rank, s.step, s.start, s.end] for s in self.spans]
+        columns = {field.name: getattr(self.cost, field.name) for field in fields(self.cost)}
+        links = [[*pair, seconds] for pair, seconds in self.cost.links.items()]
+        file = {
+            "format": _TIMELINE_FORMAT,
+            "version": _TIMELINE_VERSION,
+            "program": dumps(self.program),
+            "cost": {**columns, "links": links},
+            "spans": spans,
+        }
+        return json.dumps(file, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Timeline:
+        """Return the timeline in a text that `to_json` wrote."""
+        try:
+            file = json.loads(text)
+        except (ValueError, RecursionError):
+            raise FormatError(_NOT_A_TIMELINE, ["it is not JSON"]) from None
+        if not isinstance(file, dict) or file.get("format") != _TIMELINE_FORMAT:
+            raise FormatError(
+                _NOT_A_TIMELINE, [f"it has no field 'format' with the value '{_TIMELINE_FORMAT}'"]
+            )
+        if file.get("version") != _TIMELINE_VERSION:
+            problem = f"its version is not {_TIMELINE_VERSION}, the one that this release reads"
+            raise FormatError(_NOT_A_TIMELINE, [problem])
+        return _read_timeline(file)
+
+
+_TIMELINE_FORMAT, _TIMELINE_VERSION = "penstock timeline", 1
+_NOT_A_TIMELINE = "this is not a timeline that Timeline.save wrote:"
+
+
+def _read_timeline(file: Mapping[str, Any]) -> Timeline:
+    """Return the timeline in a parsed file. Every field is checked, as it may come from anyone."""
+    program, columns, rows = (file.get(name) for name in ("program", "cost", "spans"))
+    if not (isinstance(program, str) and isinstance(columns, dict) and isinstance(rows, list)):
+        problem = "it needs 'program', a text, 'cost', an object, and 'spans', a list"
+        raise FormatError(_NOT_A_TIMELINE, [problem])
+    work = loads(program)
+    if isinstance(work, Schedule):
+        raise FormatError(_NOT_A_TIMELINE, ["its program has no messages: a line 'edges: 0>1'"])
+    try:
+        cost = Cost(**{name: _read_column(name, column) for name, column in columns.items()})
+        spans = tuple(_read_span(work, row) for row in rows)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError(_NOT_A_TIMELINE, [make_printable(str(error), 200)]) from None
+    if len(cost.F) != work.schedule.stages:
+        problem = f"its cost is for {len(cost.F)} stages, but there are {work.schedule.stages}"
+        raise FormatError(_NOT_A_TIMELINE, [problem])
+    for problem in (*find_misplaced_actions(work.schedule), *find_compute_mismatches(work)):
+        raise FormatError(_NOT_A_TIMELINE, [problem])
+    return Timeline(work, cost, spans)
+
+
+def _read_column(name: str, column: Any) -> Any:
+    if name == "links":
+        return {(int(src), int(dst)): float(seconds) for src, dst, seconds in column}
+    return tuple(map(float, column)) if isinstance(column, list) else float(column)
+
+
+def _read_span(program: Program, row: Any) -> Span:
+    """Return the span of a row [rank, index in the lane, start, end]."""
+    if not (isinstance(row, list) and len(row) == 4):
+        raise ValueError(f"a span is [rank, step, start, end], not {row!r}")
+    rank, step, start, end = row
+    if not (type(rank) is type(step) is int and 0 <= rank < program.schedule.ranks):
+        raise ValueError(f"the span {row!r} names no rank of the program")
+    if not 0 <= step < len(program.lanes[rank]):
+        raise ValueError(f"the span {row!r} names no action of its rank")
+    times = float(start), float(end)
+    if not -1e12 < times[0] <= times[1] < 1e12:
+        raise ValueError(f"the span {row!r} does not end after its start")
+    return Span(rank, step, program.lanes[rank][step], *times)
 
 
 def cost_from_spans(program: Program, spans: Sequence[Span]) -> Cost:

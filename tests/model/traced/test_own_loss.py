@@ -167,6 +167,32 @@ def test_own_loss_that_counts_targets_unevenly_is_refused(
         assert closely(loss.detach(), model(x, y.clamp(2))["loss"].detach())
 
 
+class TakesLabels(Returns):
+    """A model that takes the number of items, as BERT and T5 do, and ignores it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, _: x)
+
+    def forward(self, x: Tensor, num_items_in_batch: Any = None, labels: Any = None) -> Any:
+        x = super().forward(x)
+        return x if labels is None else functional.cross_entropy(x, labels)
+
+
+@each_door
+def test_mean_cross_entropy_may_ignore_num_items_in_batch(door: str) -> None:
+    model = TakesLabels().double()
+    labels = torch.tensor([0, -100, 1, 3, -100, 2])  # of two rows, micro-batches count 1, 2 and 1
+    inputs: dict[str, Any] = {"x": torch.randn(6, 4).double(), "labels": labels}
+    expected = model(**inputs)
+    inputs["num_items_in_batch"] = torch.tensor(17)
+    pipe = Pipe(model, 3, stages=3, devices=["cpu"] * 3, example=inputs)
+    loss = pipe.step(**inputs).loss if door == "step" else pipe(**inputs)
+    assert closely(loss.detach(), expected.detach())
+    # Without labels there is no loss, which the number could divide.
+    del inputs["labels"]
+    assert closely(pipe(**inputs).detach(), model(inputs["x"]).detach())
+
+
 class WithPenalty(nn.Module):
     """A model whose loss has a term that is computed from the first block."""
 

@@ -753,6 +753,10 @@ def _is_loss_summed(
     if batch.keyword_inputs.get("num_items_in_batch") is not None:
         if all(combination.is_sum for combination in combinations):
             return True
+        # BERT, T5 and others take the number and return a mean cross-entropy all the same. With a
+        # loss of its own, the Trainer passes it to models that then return no loss.
+        if all(p.compiled.loss_targets or not p.compiled.loss_combination.has_loss for p in plans):
+            return False
         raise RunError(
             "num_items_in_batch was given, but it is not clear that the model's loss is a sum "
             "divided by it. Set reduction='sum' if it is, so that the losses of micro-batches are "

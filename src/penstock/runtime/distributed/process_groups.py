@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,6 +93,7 @@ FIRST_CALL_TIMEOUT_FACTOR = 6.0  # in the first call of its kind, where layers m
 SLOW_CALL_TIMEOUT_FACTOR = 60.0  # while a pipe is created, saved or loaded: disks are slow
 # Only a backstop: the watchdog ends a wait long before.
 _GROUP_TIMEOUT = timedelta(minutes=30)
+_CONNECT_INTERVAL = 0.05  # seconds between two looks for a failure while ranks connect
 
 # The number of pipes created in this process, by their global ranks. All ranks create the same
 # pipes in the same order, so the count names the store prefix of a pipe on all of them alike.
@@ -241,7 +243,6 @@ class ProcessGroups:
         )
         self.pipeline_watchdog = self._watch_subgroup(members)
         with self.watchdog.guarded("opening connections", FIRST_CALL_TIMEOUT_FACTOR):
-            self.watchdog.mark_waiting("a connection")
             replica_store = PrefixStore(f"replica{topology.replica_index}", store)
             self.pipeline_channel = ControlChannel(
                 self._open_group(GLOO, members, replica_store), self.pipeline_watchdog
@@ -307,16 +308,42 @@ class ProcessGroups:
 
     def _open_group(self, backend: LinkBackend, ranks: Sequence[int], store: Store) -> Any:
         """Return a new group that is connected and that the watchdog can abort."""
+        connect = partial(
+            backend.open_group,
+            PrefixStore(backend.name, store),
+            ranks.index(dist.get_rank()),
+            len(ranks),
+            self.device.device,
+            _GROUP_TIMEOUT,
+        )
+        watchdog = self._watch_subgroup(ranks)
+        watchdog.mark_waiting("a connection")
         with close_sockets_in_children():
-            group = backend.open_group(
-                PrefixStore(backend.name, store),
-                ranks.index(dist.get_rank()),
-                len(ranks),
-                self.device.device,
-                _GROUP_TIMEOUT,
-            )
+            # Other libraries use the current device of the thread.
+            group = self._connect_gloo(connect) if backend is GLOO else connect()
+        watchdog.mark_arrived()
         self._abort_callbacks.append(partial(backend.abort_group, group))
         return group
+
+    def _connect_gloo(self, connect: Callable[[], Any]) -> Any:
+        """Return the group that `connect` opens. Raise if a rank fails meanwhile.
+
+        gloo cannot be told to stop: it waits for a dead rank until `_GROUP_TIMEOUT`. So another
+        thread connects, and is left behind after a failure.
+        """
+        connected: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                connected.set_result(connect())
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=run, name="penstock-connect", daemon=True).start()
+        while not wait([connected], timeout=_CONNECT_INTERVAL).done:
+            if self.watchdog.failure is not None:
+                raise self.watchdog.failure.to_error()
+        return connected.result()
 
     def _open_pair_groups(self, rank_pairs: frozenset[tuple[int, int]]) -> PairGroups:
         """Return a group for each pair that this rank is in.

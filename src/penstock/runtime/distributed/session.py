@@ -405,7 +405,7 @@ class DistributedCall:
         """Return the accumulator of this rank. Replicas exchange their shares of the batch."""
         accumulator, replica_losses = None, None
         # On every rank: this also initialises the scaler, which every rank steps with.
-        scale = read_loss_scale(self.request.scaler, self._device.device)
+        scale = read_loss_scale(self.request.scaler, self.request.scale, self._device.device)
         if self._last_stage in self._placed_partition.stage_devices:
             targets = (
                 self._collect_targets(execution) if self.has_target else [()] * self.inputs.chunks

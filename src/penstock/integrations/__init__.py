@@ -1,0 +1,6 @@
+"""Penstock in training frameworks. Each module needs its framework, and nothing else imports it.
+
+accelerate      `adapt`: an `Accelerator` that knows the ranks of a pipe
+transformers    `PipeTrainer`, and `PipeTrainerMixin` for TRL's `SFTTrainer`
+torchtitan      `make_pipelining_fn`: a pipe behind torchtitan's `pipelining_fn`
+"""

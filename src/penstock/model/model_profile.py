@@ -1,0 +1,256 @@
+"""The profile of a model for the planner: what each unit costs on the devices that will run it.
+
+    model, example --+-- micro-batches of two sizes
+                     |      each unit on each kind of device: seconds of F, I and W, bytes it keeps
+                     +-- straight lines through both sizes -> `Profile`
+
+A planner tries many numbers of micro-batches, and so many sizes of them. Costs hardly bend in
+between, so two sizes are measured: as large as with one micro-batch per rank, and a quarter of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from torch import nn
+
+from penstock.device.accelerator import is_accelerator
+from penstock.device.device import Device
+from penstock.errors import ArgumentError
+from penstock.microbatch import scatter
+from penstock.model.cut import (
+    ExampleMicrobatch,
+    build_unit_calls,
+    find_unit_transfers,
+    trace_with_enough_units,
+)
+from penstock.model.isolation import iter_module_tensors, preserve_rng
+from penstock.model.placement import describe_device
+from penstock.model.profiler import UnitMeasurement, measure_unit_calls, measure_unit_layers
+from penstock.model.sequential import PipeSequential, is_plain_sequential
+from penstock.model.traced.build_stages import TracedModel
+from penstock.model.traced.units import UnitSelector
+from penstock.planning.profile import (
+    LinkProfile,
+    PerRows,
+    Profile,
+    UnitProfile,
+    UnitSeconds,
+    ValueProfile,
+)
+
+# Called with what is measured and the fraction that is done.
+Progress = Callable[[str, float], None]
+
+# The bytes of an optimizer's state, for each byte of gradients.
+OPTIMIZER_FACTORS = {
+    "sgd": 0.0,
+    "momentum": 1.0,
+    "rmsprop": 1.0,
+    "adagrad": 1.0,
+    "lion": 1.0,
+    "adam": 2.0,
+    "adamw": 2.0,
+}
+# Seconds that Python needs for an action, and a link between two GPUs over PCIe. Ranks on the CPU
+# share memory.
+_ACTION_SECONDS = 4e-5
+_GPU_LINK = LinkProfile(latency=2e-5, bandwidth=20e9)
+_SMALLER = 4  # the second size is so many times smaller
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The measurements of one size of micro-batches."""
+
+    rows: int
+    by_kind: Mapping[str, Sequence[UnitMeasurement]]
+    values: Sequence[tuple[int, tuple[int, ...], float]]  # unit, units that use it, bytes
+
+
+def resolve_optimizer(optimizer: str | float) -> float:
+    """Return the bytes of an optimizer's state per byte of gradients.
+
+    >>> resolve_optimizer("AdamW"), resolve_optimizer(0.5)
+    (2.0, 0.5)
+    """
+    if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_FACTORS:
+        return OPTIMIZER_FACTORS[optimizer.lower()]
+    is_number = isinstance(optimizer, int | float) and not isinstance(optimizer, bool)
+    if not is_number or not 0 <= float(optimizer) < inf:
+        raise ArgumentError(
+            f"optimizer must be one of {', '.join(OPTIMIZER_FACTORS)}, or a number: the bytes of "
+            f"its state per byte of gradients, not {optimizer!r}"
+        )
+    return float(optimizer)
+
+
+def profile_model(
+    model: nn.Module,
+    example: Any,
+    devices: Sequence[Device],
+    *,
+    units: UnitSelector = None,
+    optimizer: str | float = "adamw",
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure a model on an example, on each kind of device, and return its profile."""
+    device_profiles = tuple(map(describe_device, devices))
+    kinds = {p.kind: device for p, device in zip(device_profiles, devices, strict=True)}
+    rows = _count_rows(example)
+    sizes = {_count_rows(example, chunks): chunks for chunks in _choose_chunks(rows, len(devices))}
+    names: list[str] = []
+    modules: list[nn.Module] = []
+    samples = []
+    for index, (count, chunks) in enumerate(sizes.items()):
+        report = _report_part(progress, index, len(sizes), count)
+        if is_plain_sequential(model):
+            names, modules = [name for name, _ in model.named_children()], list(model)
+            samples.append(_measure_sequential(model, example, chunks, count, kinds, report))
+        else:
+            traced = trace_for_plan(model, example, chunks, units, devices)
+            calls = traced.calls
+            names, modules = list(map(str, calls)), [traced.units[call.unit] for call in calls]
+            samples.append(_measure_traced(traced, count, kinds, report))
+    return Profile(
+        model=type(model).__name__,
+        rows=rows,
+        units=tuple(
+            _build_unit(index, name, module, samples)
+            for index, (name, module) in enumerate(zip(names, modules, strict=True))
+        ),
+        values=tuple(_build_values(samples)),
+        devices=device_profiles,
+        link=_GPU_LINK if is_accelerator(devices[0].device) else LinkProfile(),
+        optimizer_factor=resolve_optimizer(optimizer),
+        runtimes={"threads": _ACTION_SECONDS},
+    )
+
+
+def _report_part(
+    progress: Progress | None, index: int, count: int, rows: int
+) -> Callable[[str, float], None]:
+    def report(kind: str, fraction: float) -> None:
+        if progress is not None:
+            progress(f"measuring {rows} rows on {kind}", (index + fraction) / count)
+
+    return report
+
+
+def _count_rows(example: Any, chunks: int = 1) -> int:
+    values = tuple(example.values()) if isinstance(example, Mapping) else example
+    values = values if isinstance(values, tuple) else (values,)
+    counts = scatter(values, chunks)[1].counts
+    return counts[0] if counts else 1
+
+
+def _choose_chunks(rows: int, ranks: int) -> list[int]:
+    largest = min(max(ranks, 1), rows)
+    return [largest, min(_SMALLER * largest, rows)]
+
+
+def _measure_sequential(
+    model: nn.Sequential,
+    example: Any,
+    chunks: int,
+    rows: int,
+    kinds: Mapping[str, Device],
+    report: Progress,
+) -> _Sample:
+    values = example if isinstance(example, tuple) else (example,)
+    microbatch = scatter(values, chunks)[0][0]
+    unpack, by_kind = isinstance(model, PipeSequential), {}
+    for number, (kind, device) in enumerate(kinds.items()):
+        report(kind, number / len(kinds))
+        with device.activate():
+            by_kind[kind] = measure_unit_layers(list(model), microbatch, device.device, unpack)
+    measured = next(iter(by_kind.values()))
+    edges = [(i, (i + 1,), float(m.output_bytes)) for i, m in enumerate(measured[:-1])]
+    return _Sample(rows, by_kind, edges)
+
+
+def trace_for_plan(
+    model: nn.Module, example: Any, chunks: int, units: UnitSelector, devices: Sequence[Device]
+) -> TracedModel:
+    """Trace a model on a micro-batch, with as many units as devices or more."""
+    microbatch = ExampleMicrobatch.from_batch(example, chunks)
+    assert isinstance(microbatch, ExampleMicrobatch)
+    return trace_with_enough_units(model, microbatch, units, len(devices), devices[0].device)
+
+
+def _measure_traced(
+    traced: TracedModel, rows: int, kinds: Mapping[str, Device], report: Progress
+) -> _Sample:
+    with preserve_rng():
+        calls = list(build_unit_calls(traced))
+    by_kind = {}
+    for number, (kind, device) in enumerate(kinds.items()):
+        report(kind, number / len(kinds))
+        with device.activate():
+            by_kind[kind] = measure_unit_calls(calls, device.device)
+    # A transfer counts the value and its gradient.
+    values = [(v.src, v.dsts, v.size / 2) for v in find_unit_transfers(traced.trace)]
+    return _Sample(rows, by_kind, values)
+
+
+# ---- from measurements to a profile --------------------------------------------------------------
+
+
+def _build_unit(
+    index: int, name: str, module: nn.Module, samples: Sequence[_Sample]
+) -> UnitProfile:
+    def line(kind: str, read: Callable[[UnitMeasurement], float]) -> PerRows:
+        return _fit_line([(s.rows, read(s.by_kind[kind][index])) for s in samples])
+
+    kinds = list(samples[0].by_kind)
+    tensors = list(iter_module_tensors(module))
+    is_last = index == len(samples[0].by_kind[kinds[0]]) - 1
+    # The loss keeps about as much as the output, as a cross-entropy does.
+    kept = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * is_last)
+    return UnitProfile(
+        name=name,
+        seconds={
+            kind: UnitSeconds(
+                line(kind, lambda m: m.forward),
+                line(kind, lambda m: m.input_grad),
+                line(kind, lambda m: m.weight_grad),
+            )
+            for kind in kinds
+        },
+        parameter_bytes=sum(t.nbytes for t in tensors),
+        gradient_bytes=sum(t.nbytes for t in tensors if t.requires_grad),
+        activation=kept,
+    )
+
+
+def _build_values(samples: Sequence[_Sample]) -> list[ValueProfile]:
+    measured = next(iter(samples[0].by_kind.values()))
+    sizes = [{(src, dsts): size for src, dsts, size in s.values} for s in samples]
+    values = []
+    for src, dsts, _ in samples[0].values:
+        points = [
+            (sample.rows, by_edge[src, dsts])
+            for sample, by_edge in zip(samples, sizes, strict=True)
+            if (src, dsts) in by_edge
+        ]
+        saved_by = [unit for unit in dsts if measured[unit].saves_inputs]
+        saved_by += [src] if measured[src].saves_outputs else []
+        values.append(ValueProfile(src, dsts, _fit_line(points), True, tuple(sorted(saved_by))))
+    return values
+
+
+def _fit_line(points: Sequence[tuple[int, float]]) -> PerRows:
+    """Return the line through the points, with neither part negative.
+
+    >>> _fit_line([(4, 3.0), (2, 2.0)])
+    PerRows(fixed=1.0, per_row=0.5)
+    """
+    rows, largest = points[0]
+    if len(points) > 1 and points[1][0] != rows:
+        slope = max(0.0, (largest - points[1][1]) / (rows - points[1][0]))
+        if slope * rows <= largest:
+            return PerRows(largest - slope * rows, slope)
+    return PerRows(0.0, largest / rows)

@@ -1,0 +1,41 @@
+"""Planning: which cut, placement, schedule, micro-batches, recomputation and runtime are fastest.
+
+The modules, in reading order:
+
+    profile.py         the model and the devices as numbers, saved as JSON
+    stage_costs.py     from units to stages: the costs of a cut
+    plan.py            `Plan`: the choice, its forecast and its certificate
+    schedule_timer.py  one schedule, timed under many costs
+    bound.py           seconds that no schedule, and no plan, can beat
+    solver.py          the best schedule of a cut by constraint programming, with ortools
+    search.py          `search_plan`: the fastest plan for a profile and a memory cap
+"""
+
+from penstock.planning.plan import Alternative, Certificate, Forecast, Plan
+from penstock.planning.profile import (
+    DeviceProfile,
+    LinkProfile,
+    PerRows,
+    Profile,
+    UnitProfile,
+    UnitSeconds,
+    ValueProfile,
+    resolve_memory,
+)
+from penstock.planning.search import search_plan
+
+__all__ = [
+    "Alternative",
+    "Certificate",
+    "DeviceProfile",
+    "Forecast",
+    "LinkProfile",
+    "PerRows",
+    "Plan",
+    "Profile",
+    "UnitProfile",
+    "UnitSeconds",
+    "ValueProfile",
+    "resolve_memory",
+    "search_plan",
+]

@@ -1,0 +1,231 @@
+"""Lower bounds: seconds that no schedule, and no plan, can beat.
+
+`schedule_bound` is for one cut with its micro-batches, recomputation and memory, and any order of
+its actions. It is the largest of these, over all ranks:
+
+    work     when the first micro-batch can be there, and then all actions of the rank
+    drain    the same without the weight gradients, and then the way of the last gradient to the
+             first stage
+    fill     no input gradient can start before a micro-batch has been through the later stages and
+             back; until then there is only memory for so many forwards
+    memory   every micro-batch occupies its activations for its way through the later stages and
+             back; these areas of bytes x seconds have to fit next to each other below the cap
+
+`space_bound` is for all cuts of a placement.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from math import floor, inf
+
+from penstock.planning.stage_costs import CostTable, StageCosts
+from penstock.schedules.fit import Objective
+
+_PACKING_STEPS, _PACKING_PARTS = 100, 20  # how finely `_least_full_rank` looks
+
+
+def schedule_bound(
+    costs: StageCosts,
+    placement: Sequence[int],
+    chunks: int,
+    recomputed: Sequence[bool],
+    free: Sequence[float],
+    objective: Objective = "makespan",
+) -> float:
+    """Return seconds that no schedule of these stages can beat.
+
+    Args:
+        costs: The costs of the stages.
+        placement: The rank of each stage.
+        chunks: The number of micro-batches.
+        recomputed: Whether each stage recomputes its activations.
+        free: The bytes that each rank has for activations.
+        objective: The makespan of one step, or the period of steps that follow each other.
+    """
+    cost, graph, stages = costs.cost, costs.graph, range(len(placement))
+    R = cost.R or cost.F
+
+    def hop(src: int, dst: int) -> float:
+        return cost.send_seconds(src, dst) if placement[src] != placement[dst] else 0.0
+
+    # Of a single micro-batch, with nothing in its way. down: from the start of the step to its F.
+    # trip: from the start of its F to the end of its I. tail: from the end of its I to the end of
+    # the step.
+    down, tail, trip = ([0.0] * len(placement) for _ in range(3))
+    for s in stages:
+        down[s] = max((down[b] + cost.F[b] + hop(b, s) for b in graph.before(s)), default=0.0)
+        tail[s] = max([cost.W[s], *(hop(s, b) + cost.I[b] + tail[b] for b in graph.before(s))])
+    for s in reversed(stages):
+        away = max((hop(s, a) + trip[a] + hop(a, s) for a in graph.after(s)), default=0.0)
+        trip[s] = cost.F[s] + max(away, R[s] if recomputed[s] else 0.0) + cost.I[s]
+    bound = 0.0
+    if objective == "makespan":
+        bound = max(down[s] + trip[s] + tail[s] for s in stages)
+    for rank, cap in enumerate(free):
+        mine = [s for s in stages if placement[s] == rank]
+        if not mine:
+            continue
+        again = {s: R[s] if recomputed[s] else 0.0 for s in mine}
+        ordered = chunks * sum(cost.F[s] + cost.I[s] + again[s] for s in mine)
+        work = ordered + chunks * sum(cost.W[s] for s in mine)
+        wait = min(trip[s] - cost.I[s] for s in mine)
+        early = _most_seconds_before_first_gradient(costs, mine, chunks, recomputed, cap)
+        spans = [work, wait + work - early, _fill_area(costs, mine, chunks, recomputed, trip, cap)]
+        if objective == "period":
+            bound = max(bound, *spans)
+            continue
+        start = min(down[s] for s in mine)
+        first_gradient = min(down[s] + trip[s] - cost.I[s] for s in mine)
+        bound = max(
+            bound,
+            *(start + span for span in spans),
+            first_gradient + work - early,
+            start + ordered + min(tail[s] for s in mine),
+        )
+    return bound
+
+
+def _most_seconds_before_first_gradient(
+    costs: StageCosts,
+    stages: Sequence[int],
+    chunks: int,
+    recomputed: Sequence[bool],
+    cap: float,
+) -> float:
+    """Return the most work that a rank can do before its first input gradient.
+
+    Until then nothing is freed, so only so many Fs and Rs fit in memory. A fraction of an action
+    counts, too: this makes the sum easy and keeps it an upper bound.
+    """
+    cost, items = costs.cost, []
+    for s in stages:
+        size = cost.activation[s]
+        if recomputed[s]:
+            kept = cost.stage_input[s]
+            items += [(cost.F[s], kept), ((cost.R or cost.F)[s], size - kept)]
+        else:
+            items.append((cost.F[s], size))
+    items.sort(key=lambda item: item[0] / item[1] if item[1] else inf, reverse=True)
+    seconds = 0.0
+    for length, size in items:
+        count = min(chunks, cap / size) if size else chunks
+        seconds += count * length
+        cap -= count * size
+    return seconds
+
+
+def _fill_area(
+    costs: StageCosts,
+    stages: Sequence[int],
+    chunks: int,
+    recomputed: Sequence[bool],
+    trip: Sequence[float],
+    cap: float,
+) -> float:
+    """Return the seconds in which the bytes x seconds of all micro-batches fit below the cap."""
+    cost, area = costs.cost, 0.0
+    for s in stages:
+        whole, end = cost.activation[s], cost.kept_sizes[s] * cost.W[s]
+        if recomputed[s]:
+            redo = (cost.R or cost.F)[s] + cost.I[s]
+            area += cost.stage_input[s] * (trip[s] - redo) + whole * redo + end
+        else:
+            area += whole * trip[s] + end
+    return chunks * area / cap if cap > 0 else inf
+
+
+def space_bound(
+    table: CostTable,
+    placement: Sequence[int],
+    memory: Sequence[float],
+    objective: Objective = "makespan",
+) -> float:
+    """Return seconds that no plan with this placement and number of micro-batches can beat.
+
+    Whatever the cut is, the ranks together have the whole work to do, and rank r starts after at
+    least r units. With one stage per rank there is also a best cut: a stage that takes as many
+    units as it can leaves the fewest to the others. The result is infinite if the parameters alone
+    exceed the memory.
+    """
+    ranks, units, chunks = len(memory), len(table.profile.units), table.chunks
+    work = [sums["FIW"] for sums in table.seconds]
+    distinct = [sums["FIW"] for sums in table.distinct_seconds]
+    fastest = [min(sums[u + 1] - sums[u] for sums in distinct) for u in range(units)]
+    # fills[u]: the least seconds from the start of the step until unit u can start.
+    fills = [0.0]
+    for u in range(units):
+        fills.append(fills[-1] + min(s["F"][u + 1] - s["F"][u] for s in table.distinct_seconds))
+    if objective == "period":
+        fills = [0.0] * len(fills)
+    starts = [fills[r] for r in range(ranks)]
+    # The share of rank r in the work is at most its time from its start on. Units are weighed by
+    # the seconds on the fastest rank, and each rank by how close it can come to these.
+    paces = {
+        id(sums): max(
+            (fastest[u] / (sums[u + 1] - sums[u]) for u in range(units) if sums[u + 1] > sums[u]),
+            default=1.0,
+        )
+        for sums in distinct
+    }
+    pace = [paces[id(sums)] for sums in work]
+    even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
+        pace
+    )
+    if len(distinct) == 1:
+        even = max(even, chunks * _least_full_rank(fastest, ranks))
+    if sum(memory) < table.resident[-1]:
+        return inf
+    if list(placement) != list(range(ranks)):
+        return even
+
+    def fits(seconds: float) -> bool:
+        end = 0
+        for rank in range(ranks):
+            start, sums = end, work[rank]
+            room = sums[start] + (seconds - fills[start]) / chunks
+            end = bisect_right(sums, room * (1 + 1e-12)) - 1
+            room = table.resident[start] + memory[rank]
+            end = min(end, bisect_right(table.resident, room * (1 + 1e-12)) - 1)
+            if end >= units:
+                return True
+            if end < start:
+                return False
+        return False
+
+    low, high = even, fills[-1] + chunks * max(sums[-1] for sums in work)
+    if not fits(high):
+        return inf
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def _least_full_rank(seconds: Sequence[float], ranks: int) -> float:
+    """Return the seconds that the fullest of some equal ranks has at least, wherever units go.
+
+    Units are not cut, so 48 equal units and a longer one do not fill 8 ranks evenly. This is bin
+    packing. A limit is too low for all units if their shares of it, rounded to n-ths, add up to
+    more than the ranks: `floor((n + 1) x share) / n` is a dual feasible function, which never adds
+    up to more than 1 for the units of one rank.
+
+    >>> round(_least_full_rank([1.0] * 48 + [1.5], ranks=8), 2)
+    6.99
+    """
+    mean = sum(seconds) / ranks or 1.0
+    best = max([sum(seconds) / ranks, *seconds]) / mean
+    # Shares of the mean, rounded down: units that are equal but for float errors count as equal.
+    counts = Counter(max(0.0, round(second / mean, 7) - 1e-7) for second in seconds)
+    for step in range(_PACKING_STEPS):
+        limit = 1 + step / _PACKING_STEPS
+        for n in range(1, _PACKING_PARTS):
+            parts = sum(
+                count * floor((n + 1) * size / limit - 1e-9) / n for size, count in counts.items()
+            )
+            if limit > best and parts > ranks * (1 + 1e-9):
+                best = limit
+                break
+    return best * mean

@@ -1,0 +1,453 @@
+"""`Plan`: how a model is cut, placed, scheduled and run, with the forecast of a step.
+
+A plan holds the profile that it was made from, so it can be saved, read, compared, edited and
+loaded on another machine. Everything else about it is computed: `load` therefore checks an edited
+plan as if it were new.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf, isinf
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.errors import ArgumentError, FormatError, InvalidScheduleError
+from penstock.planning.profile import Profile, check_format, read_json
+from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
+from penstock.schedules.cost import exceeds
+from penstock.schedules.families import FAMILIES, make
+from penstock.schedules.fit import Objective
+from penstock.schedules.ir import Compute, Program, Schedule, consumes
+from penstock.schedules.lowering import lower, recompute
+from penstock.schedules.notation import dumps, loads
+from penstock.schedules.timeline import Timeline, simulate
+from penstock.schedules.verify import require_sound
+from penstock.text_format import collapse_name_ranges, format_bytes, format_seconds
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan is expected to do.
+
+    Attributes:
+        step: The seconds of one step by itself.
+        period: The seconds between steps, if each rank starts the next one when it has ended its
+            part of this one.
+        bubble: The idle share of all ranks' time, by cause. "fill" is before the first action of a
+            rank, "drain" after its last one. "messages" is a wait for a message that is on its way,
+            and "waits" is a wait for something that another rank has not computed yet.
+        peak: The most bytes on each rank.
+        resident: The part of it that is there whatever the schedule is.
+    """
+
+    step: float
+    period: float
+    bubble: dict[str, float]
+    peak: tuple[float, ...]
+    resident: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan that was considered: its choices in words, seconds, and most bytes on a rank."""
+
+    choice: str
+    seconds: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is proved about a plan.
+
+    Attributes:
+        bound: No plan in the searched space takes fewer seconds.
+        schedule_bound: No schedule takes fewer seconds with the plan's cut, micro-batches,
+            recomputation and memory.
+        space: The searched space in words.
+        method: What the bounds come from, in words.
+    """
+
+    bound: float
+    schedule_bound: float
+    space: str
+    method: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A cut, its placement and schedule, micro-batches, recomputation and runtime.
+
+    Printing a plan shows the choice, the next best, the forecast and the certificate.
+
+    Attributes:
+        profile: The model and the devices that it was made for.
+        cut: The number of units of each stage.
+        placement: The rank of each stage.
+        chunks: The number of micro-batches.
+        recompute: Whether each stage recomputes its activations.
+        schedule_name: The name of the schedule: a family, "fit" or "solver".
+        schedule: Its actions, without recomputations.
+        runtime: The runtime.
+        memory: The cap of each rank, in bytes.
+        objective: What was minimized: "makespan" for one step by itself, "period" for steps that
+            follow each other.
+        alternatives: The next best choices.
+        certificate: How far the plan is from the best.
+
+    Raises:
+        ArgumentError: The sizes of the parts do not match, or a rank exceeds its memory.
+        InvalidScheduleError: The schedule is incomplete or deadlocks.
+    """
+
+    profile: Profile
+    cut: tuple[int, ...]
+    placement: tuple[int, ...]
+    chunks: int
+    recompute: tuple[bool, ...]
+    schedule_name: str
+    schedule: Schedule
+    runtime: str
+    memory: tuple[float, ...]
+    objective: Objective = "makespan"
+    alternatives: tuple[Alternative, ...] = ()
+    certificate: Certificate | None = None
+
+    def __post_init__(self) -> None:
+        ranks, stages = len(self.profile.devices), len(self.cut)
+        if self.runtime not in self.profile.runtimes:
+            names = ", ".join(self.profile.runtimes)
+            raise ArgumentError(f"runtime {self.runtime!r} is not one of the profile's ({names})")
+        sizes = {
+            "placement": len(self.placement),
+            "recompute": len(self.recompute),
+            "the placement of its schedule": self.schedule.stages,
+        }
+        for name, size in sizes.items():
+            if size != stages:
+                raise ArgumentError(f"the plan cuts {stages} stages, but {name} has {size}")
+        if self.placement != self.schedule.placement or self.chunks != self.schedule.chunks:
+            raise ArgumentError(
+                f"the plan has {self.chunks} micro-batches and places its stages on ranks "
+                f"{list(self.placement)}, but its schedule has {self.schedule.chunks} and "
+                f"{list(self.schedule.placement)}"
+            )
+        if self.schedule.ranks != ranks or len(self.memory) != ranks:
+            raise ArgumentError(
+                f"the plan is for {ranks} devices, but has {self.schedule.ranks} lanes and "
+                f"{len(self.memory)} memory caps"
+            )
+        if count_chunks(self.profile.rows, self.chunks) != self.chunks:
+            raise ArgumentError(
+                f"a batch of {self.profile.rows} rows cannot be split into {self.chunks} "
+                f"micro-batches, only into {count_chunks(self.profile.rows, self.chunks)}"
+            )
+        require_sound(self.full_schedule, self.costs.graph)
+        short = [
+            f"rank {rank} needs {format_bytes(peak)}, {format_bytes(peak - cap)} more than its cap "
+            f"of {format_bytes(cap)}"
+            for rank, (peak, cap) in enumerate(zip(self.forecast.peak, self.memory, strict=True))
+            if exceeds(peak, cap)
+        ]
+        if short:
+            raise ArgumentError(
+                f"this plan does not fit in memory: {'; '.join(short)}. Recompute more stages, "
+                "move units to other ranks, or raise the cap."
+            )
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.profile.devices)
+
+    @property
+    def rows(self) -> int:
+        """The rows of one micro-batch."""
+        return -(-self.profile.rows // self.chunks)
+
+    @cached_property
+    def costs(self) -> StageCosts:
+        """The costs of the stages, and what each rank holds anyway."""
+        table = CostTable(self.profile, self.chunks, self.runtime)
+        return table.stage_costs(self.cut, self.placement)
+
+    @cached_property
+    def full_schedule(self) -> Schedule:
+        """The schedule with its recomputations."""
+        return recompute(self.schedule, lambda stage, microbatch: self.recompute[stage])
+
+    @cached_property
+    def program(self) -> Program:
+        """The schedule with its recomputations and messages."""
+        return lower(self.full_schedule, self.costs.graph)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step. Its memory counts activations only."""
+        return simulate(self.program, self.costs.cost)
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        """The seconds of a step, its bubble by cause, and the bytes of each rank."""
+        resident = self.costs.resident
+        return Forecast(
+            self.timeline.makespan,
+            self.timeline.period,
+            split_bubble(self.timeline),
+            tuple(map(sum, zip(resident, self.timeline.peak, strict=True))),
+            resident,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the objective."""
+        return self.forecast.step if self.objective == "makespan" else self.forecast.period
+
+    @property
+    def stage_units(self) -> list[tuple[str, ...]]:
+        """The names of the units of each stage."""
+        names = self.profile.unit_names
+        return [names[start:end] for start, end in pairwise(accumulate(self.cut, initial=0))]
+
+    def check_model(self, unit_names: Sequence[str]) -> None:
+        """Raise if the model has other units than the one that was planned."""
+        if tuple(unit_names) == self.profile.unit_names:
+            return
+        planned = len(self.profile.units)
+        if len(unit_names) != planned:
+            difference = f"it has {len(unit_names)} units, and the plan is for {planned}"
+        else:
+            unit, mine, other = next(
+                (i, a, b)
+                for i, (a, b) in enumerate(zip(unit_names, self.profile.unit_names, strict=True))
+                if a != b
+            )
+            difference = f"its unit {unit} is {mine!r}, and that of the plan is {other!r}"
+        raise ArgumentError(
+            f"this plan is for another model ({self.profile.model}): {difference}. Make a plan for "
+            "this model with penstock.plan."
+        )
+
+    # ---- JSON ------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as values that `json` can write. The forecast is for readers only."""
+        forecast = vars(self.forecast) | {"peak": list(self.forecast.peak)}
+        family = FAMILIES.get(self.schedule_name)
+        return {
+            "format": "penstock plan",
+            "version": _VERSION,
+            "model": self.profile.model,
+            "cut": list(self.cut),
+            "placement": list(self.placement),
+            "chunks": self.chunks,
+            "recompute": list(self.recompute),
+            "schedule": self.schedule_name,
+            **({} if family else {"actions": dumps(self.schedule).splitlines()}),
+            "runtime": self.runtime,
+            "memory": [None if isinf(cap) else cap for cap in self.memory],
+            "objective": self.objective,
+            "forecast": forecast,
+            "alternatives": [vars(alternative) for alternative in self.alternatives],
+            "certificate": self.certificate and vars(self.certificate),
+            "profile": self.profile.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Return the plan that `to_json` has written, or that was edited since.
+
+        Raises:
+            ArgumentError: A field is missing or wrong, or the plan does not fit in memory.
+            InvalidScheduleError: The schedule deadlocks or is incomplete.
+        """
+        check_format(data, "penstock plan", _VERSION)
+        try:
+            profile = Profile.from_json(data["profile"])
+            placement = tuple(int(rank) for rank in data["placement"])
+            chunks = int(data["chunks"])
+            name = str(data["schedule"])
+            if "actions" in data:
+                schedule = loads("\n".join(map(str, data["actions"])))
+                if not isinstance(schedule, Schedule):
+                    raise ArgumentError("the actions of a plan have no edges: remove that line")
+            else:
+                ranks = len(profile.devices)
+                schedule = make(name, ranks, chunks, len(placement) // ranks)
+            certificate = data.get("certificate")
+            return cls(
+                profile=profile,
+                cut=tuple(int(count) for count in data["cut"]),
+                placement=placement,
+                chunks=chunks,
+                recompute=tuple(bool(flag) for flag in data["recompute"]),
+                schedule_name=name,
+                schedule=schedule,
+                runtime=str(data["runtime"]),
+                memory=tuple(inf if cap is None else float(cap) for cap in data["memory"]),
+                objective=data.get("objective", "makespan"),
+                alternatives=tuple(Alternative(**row) for row in data.get("alternatives", ())),
+                certificate=Certificate(**certificate) if certificate else None,
+            )
+        except (ArgumentError, InvalidScheduleError, FormatError):
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArgumentError(
+                f"this plan is damaged: {type(error).__name__} {error}. Write it again with "
+                "Plan.save."
+            ) from error
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a JSON file, which can be read, compared and edited."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read a plan from a file that `save` has written, and check it as if it were new.
+
+        Raises:
+            ArgumentError: The file is not a plan, or the plan does not fit in memory.
+            InvalidScheduleError: Its schedule deadlocks or is incomplete.
+        """
+        return cls.from_json(read_json(path))
+
+    def with_profile(self, profile: Profile) -> Plan:
+        """Return the same choices with other measurements, and without a certificate."""
+        return replace(self, profile=profile, alternatives=(), certificate=None)
+
+    # ---- text ------------------------------------------------------------------------------
+
+    def describe_choice(self) -> str:
+        """Return the choice in one line."""
+        return describe_choice(
+            self.schedule_name, self.placement, self.chunks, self.recompute, self.runtime
+        )
+
+    def __repr__(self) -> str:
+        return f"Plan({self.describe_choice()}, {format_seconds(self.seconds)})"
+
+    def __str__(self) -> str:
+        return "\n".join(_describe_plan(self))
+
+
+def describe_choice(
+    schedule: str,
+    placement: Sequence[int],
+    chunks: int,
+    recompute: Sequence[bool],
+    runtime: str,
+) -> str:
+    """Return the choices of a plan in one line.
+
+    >>> describe_choice("zb-v", (0, 1, 1, 0), 8, (True, False, False, True), "threads")
+    'zb-v, 4 stages on 2 ranks, 8 micro-batches, recompute 2 of 4 stages, threads'
+    """
+    ranks, stages = max(placement) + 1, len(placement)
+    redone = sum(recompute)
+    how_much = {0: "recompute nothing", stages: "recompute everything"}.get(
+        redone, f"recompute {redone} of {stages} stages"
+    )
+    placed = f"{stages} stages on {ranks} ranks"
+    return f"{schedule}, {placed}, {chunks} micro-batches, {how_much}, {runtime}"
+
+
+def split_bubble(timeline: Timeline) -> dict[str, float]:
+    """Return the idle share of all ranks' time, by cause: fill, drain, messages and waits."""
+    causes = dict.fromkeys(("fill", "drain", "messages", "waits"), 0.0)
+    whole = timeline.ranks * timeline.makespan
+    schedule, graph = timeline.program.schedule, timeline.program.graph
+    ends = {
+        (action.stage, action.microbatch, action.op.value in "FR"): span.end
+        for lane in timeline.computes
+        for span in lane
+        if isinstance(action := span.action, Compute) and action.op.value in "FBI"
+    }
+    last = timeline.start + timeline.makespan
+    for lane in timeline.computes:
+        if not lane:
+            causes["fill"] += timeline.makespan
+            continue
+        causes["fill"] += lane[0].start - timeline.start
+        causes["drain"] += last - lane[-1].end
+        for before, span in pairwise(lane):
+            gap = span.start - before.end
+            assert isinstance(span.action, Compute)
+            if gap <= 0:
+                continue
+            # The wait for the message that arrives last: computed elsewhere first, then sent.
+            in_flight = 0.0
+            for message in consumes(span.action, graph):
+                if schedule.crosses(message):
+                    made = ends[message.src, message.microbatch, message.src < message.dst]
+                    arrives = made + timeline.cost.send_seconds(message.src, message.dst)
+                    if arrives >= span.start - 1e-9 * timeline.makespan:
+                        in_flight = max(in_flight, min(gap, span.start - made))
+            causes["messages"] += in_flight
+            causes["waits"] += gap - in_flight
+    return {cause: seconds / whole if whole else 0.0 for cause, seconds in causes.items()}
+
+
+def _describe_plan(plan: Plan) -> list[str]:
+    forecast, seconds = plan.forecast, plan.costs.cost
+    lines = [f"plan for {plan.profile.model}: {plan.describe_choice()}", ""]
+    rows: list[Sequence[str]] = [("stage", "rank", "units", "F", "I", "W", "recompute")]
+    for stage, names in enumerate(plan.stage_units):
+        shown = ", ".join(collapse_name_ranges(list(names)))
+        columns = (seconds.F[stage], seconds.I[stage], seconds.W[stage])
+        rows.append(
+            (
+                str(stage),
+                str(plan.placement[stage]),
+                shown if len(shown) <= 40 else f"{shown[:37]}...",
+                *map(format_seconds, columns),
+                "yes" if plan.recompute[stage] else "no",
+            )
+        )
+    lines += [*_format_table(rows), ""]
+    bubble = sum(forecast.bubble.values())
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in forecast.bubble.items())
+    lines.append(
+        f"step {format_seconds(forecast.step)}, period {format_seconds(forecast.period)}, "
+        f"{bubble:.1%} idle ({causes})"
+    )
+    for rank, (peak, cap) in enumerate(zip(forecast.peak, plan.memory, strict=True)):
+        limit = "no cap" if isinf(cap) else f"of {format_bytes(cap)}, {peak / cap:.0%}"
+        static = format_bytes(forecast.resident[rank])
+        lines.append(f"rank {rank}: {format_bytes(peak)} {limit} ({static} without activations)")
+    if plan.alternatives:
+        lines += ["", "next best:"]
+        for other in plan.alternatives:
+            slower = other.seconds / plan.seconds - 1
+            lines.append(
+                f"  {format_seconds(other.seconds)} (+{slower:.1%}), {format_bytes(other.peak)}: "
+                f"{other.choice}"
+            )
+    if certificate := plan.certificate:
+        gap, schedule_gap = (
+            max(0.0, plan.seconds / bound - 1) if bound else 0.0
+            for bound in (certificate.bound, certificate.schedule_bound)
+        )
+        lines += [
+            "",
+            f"certificate: no plan in the searched space ({certificate.space}) is faster than "
+            f"{format_seconds(certificate.bound)}; this one is within {gap:.1%}.",
+            f"This schedule is within {schedule_gap:.1%} of the best for its cut and memory. "
+            f"({certificate.method})",
+        ]
+    return lines
+
+
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

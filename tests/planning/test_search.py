@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.errors import ArgumentError
+from penstock.planning import DeviceProfile, Profile, search_plan
+from penstock.planning.bound import schedule_bound, space_bound
+from penstock.planning.search import choose_chunks
+from penstock.planning.stage_costs import CostTable
+from tests.planning.brute_force import brute_force, make_problem, solve
+from tests.planning.problems import even_profile, random_profile, with_memory
+
+# Small ones; `python -m tests.planning.brute_force` tries 200.
+SEEDS = (22, 23, 58, 64, 73, 109, 115, 117)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_plan_equals_brute_force(seed: int) -> None:
+    profile = make_problem(seed)
+    plan = solve(profile)
+    best = brute_force(profile)
+    if plan is None:
+        assert best == float("inf")
+    else:
+        assert plan.seconds <= best * (1 + 1e-9)
+        assert plan.certificate
+        assert plan.certificate.bound <= best * (1 + 1e-9)
+        assert all(peak <= profile.devices[0].memory * (1 + 1e-9) for peak in plan.forecast.peak)
+
+
+@pytest.mark.parametrize("seed", [20, 21, 22, 23])
+@pytest.mark.parametrize("objective", ["makespan", "period"])
+def test_no_schedule_beats_the_bounds(seed: int, objective: str) -> None:
+    profile = random_profile(seed)
+    tight = with_memory(profile, max(search_plan(profile, solver_seconds=0).forecast.peak) * 0.9)
+    for problem in (profile, tight):
+        plan = solve(problem) if objective == "makespan" else None
+        if objective == "period" and problem is profile:
+            plan = search_plan(problem, objective="period", solver_seconds=0)
+        if plan is None:
+            continue
+        free = plan.costs.free_bytes(plan.memory)
+        args = plan.costs, plan.placement, plan.chunks, plan.recompute, free
+        assert schedule_bound(*args, plan.objective) <= plan.seconds * (1 + 1e-9)
+        table = CostTable(problem, plan.chunks, plan.runtime)
+        limit = space_bound(table, plan.placement, plan.memory, plan.objective)
+        assert limit <= plan.seconds * (1 + 1e-9)
+
+
+def test_faster_device_gets_more_units() -> None:
+    profile = even_profile(units=9, ranks=2, rows=32)
+    devices = [DeviceProfile("cpu", speed=2.0), DeviceProfile("cpu")]
+    plan = search_plan(
+        profile.with_devices(devices), stages_per_rank=[1], chunks=[32], solver_seconds=0
+    )
+    assert plan.cut == (6, 3)
+
+
+def test_recomputation_is_chosen_only_where_memory_needs_it() -> None:
+    profile = even_profile(units=4, ranks=2, rows=8)
+    # 1f1b keeps two micro-batches on rank 0 and one on rank 1.
+    options: dict[str, Any] = {
+        "schedules": ["1f1b"],
+        "stages_per_rank": [1],
+        "chunks": [8],
+        "cut": [2, 2],
+    }
+    free = search_plan(profile, solver_seconds=0, **options)
+    assert free.recompute == (False, False)
+    assert free.forecast.peak == (842.0, 822.0)
+    tight = search_plan(profile, memory=830, solver_seconds=0, **options)
+    assert tight.recompute == (True, False)
+    assert max(tight.forecast.peak) <= 830
+
+
+def test_what_the_caller_gives_is_kept() -> None:
+    plan = search_plan(
+        even_profile(units=8, ranks=2),
+        cut=[1, 7],
+        chunks=[2],
+        schedules=["gpipe"],
+        recompute=[True, False],
+        solver_seconds=0,
+    )
+    assert (plan.cut, plan.chunks, plan.schedule_name) == ((1, 7), 2, "gpipe")
+    assert plan.recompute == (True, False)
+
+
+def test_runtime_with_less_overhead_is_chosen() -> None:
+    profile = random_profile(3)
+    assert dict(profile.runtimes) == {"threads": 0.1, "graph": 0.02}
+    assert search_plan(profile, solver_seconds=0).runtime == "graph"
+    assert search_plan(profile, runtimes=["threads"], solver_seconds=0).runtime == "threads"
+
+
+def test_cap_below_one_layer_says_what_is_missing_and_what_would_fit() -> None:
+    with pytest.raises(ArgumentError) as error:
+        search_plan(even_profile(units=8, ranks=2), memory=300)
+    assert str(error.value).startswith("no plan fits: the plan that needs least takes 1.62 KB on")
+    assert "1.32 KB more than its cap of 300 B" in str(error.value)
+    assert "a cap of 1.62 KB" in str(error.value)
+
+
+def test_more_devices_are_proposed_if_they_would_fit() -> None:
+    with pytest.raises(ArgumentError, match=r"What would fit: 4 devices, or a cap of 1.62 KB"):
+        search_plan(even_profile(units=8, ranks=2), memory=900)
+
+
+def test_smaller_batch_is_proposed_if_it_would_fit() -> None:
+    profile = even_profile(units=2, ranks=2, rows=64)
+    with pytest.raises(ArgumentError, match=r"What would fit: a batch of 32 rows"):
+        search_plan(profile, memory=440)
+
+
+def _bad(profile: Profile, **options: object) -> str:
+    with pytest.raises(ArgumentError) as error:
+        search_plan(profile, **options)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_invalid_options_are_refused() -> None:
+    profile = even_profile(units=8, ranks=2)
+    assert "chunks is 5" in _bad(profile, chunks=[5])
+    assert "no schedule 'zb'" in _bad(profile, schedules=["zb"])
+    wrong = _bad(profile, schedules=["zb-v"], stages_per_rank=[1])
+    assert wrong.startswith("zb-v cannot run with these stages and ranks.")
+    assert "forward-only has no backwards" in _bad(profile, schedules=["forward-only"])
+    assert "no runtime 'rocket'" in _bad(profile, runtimes=["rocket"])
+    assert "'24 zebras' is not a number of bytes" in _bad(profile, memory="24 zebras")
+    assert "is not a cut of 8 units" in _bad(profile, cut=[1, 1])
+    assert "must name each of the 2 ranks" in _bad(profile, placement=[0, 0])
+    assert "4 units cannot be planned on 8 devices" in _bad(even_profile(units=4, ranks=8))
+
+
+def test_progress_is_told() -> None:
+    calls: list[tuple[str, float]] = []
+    search_plan(
+        even_profile(), solver_seconds=0, progress=lambda what, done: calls.append((what, done))
+    )
+    fractions = [fraction for _, fraction in calls]
+    assert fractions == sorted(fractions)
+    assert calls[-1] == ("done", 1.0)
+
+
+def test_chunks_to_try() -> None:
+    assert choose_chunks(rows=1, ranks=4) == [1]
+    assert choose_chunks(rows=64, ranks=8)[-1] == 64
