@@ -451,11 +451,11 @@ class StateWatch:
 
         BatchNorm in training writes its running statistics, and does not compute with them.
         """
-        names = [
+        names = sorted(
             f"{self._names[module]}.{name}".lstrip(".")
             for module, name in changed_buffers
             if not (has_write_only_buffers(module) and name in _RUNNING_STATISTICS)
-        ]
+        )
         written = self._write_log.find_written()
         names += [
             f"{prefix}.{name}".lstrip(".")
