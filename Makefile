@@ -74,6 +74,7 @@ surroundings: export PENSTOCK_SURROUNDINGS := 1
 surroundings: $(READY)
 	$(BIN)/pytest -v tests/test_surroundings.py
 
+docs: export NO_MKDOCS_2_WARNING := 1  # an advertisement of mkdocs-material
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 

@@ -105,11 +105,13 @@ def written(lines: Mapping[str, Line]) -> str:
 
 def _models(lines: Mapping[str, Line]) -> Iterator[str]:
     yield f"## {len(lines)} models\n\n"
+    yield '<details markdown="1">\n<summary>The whole table</summary>\n\n'
     yield "| model | from | units | between stages | differs by at most |\n|---|---|---|---|---|\n"
     for name, line in lines.items():
         exhibit = ZOO[name]
         cells = [exhibit.name, exhibit.source, str(line.units), line.between, size(line.worst)]
         yield f"| {' | '.join(cells)} |\n"
+    yield "\n</details>\n"
 
 
 def _refusals() -> Iterator[str]:

@@ -394,23 +394,20 @@ class InFlightPayload:
     Args:
         payload: The payload, in memory that the receiver can read.
         ready_event: The event on the sender's stream, or None if the payload is ready.
-        is_borrowed: Whether the sender keeps the memory alive until the receiver has read it.
+        borrowed: Whether the sender keeps the memory alive until the receiver has read it.
             Otherwise `record_stream` tells the allocator that the receiver's stream uses it.
     """
 
     def __init__(
-        self, payload: Payload, ready_event: torch.Event | None = None, is_borrowed: bool = False
+        self, payload: Payload, ready_event: torch.Event | None = None, borrowed: bool = False
     ) -> None:
-        self._payload, self._ready_event, self.is_borrowed = payload, ready_event, is_borrowed
+        self._payload, self._ready_event, self._borrowed = payload, ready_event, borrowed
 
-    def receive_on(self, receiver: Device, is_ordered: bool = False) -> Payload:
-        """Return the payload, and order the receiver's next work after its arrival.
-
-        With `is_ordered`, that work is in order already, and no event is waited for.
-        """
-        if self._ready_event is not None and isinstance(receiver, Gpu) and not is_ordered:
+    def receive_on(self, receiver: Device) -> Payload:
+        """Return the payload, and order the receiver's next work after its arrival."""
+        if self._ready_event is not None and isinstance(receiver, Gpu):
             receiver.compute_stream.wait_event(self._ready_event)
-            if not self.is_borrowed:
+            if not self._borrowed:
                 record_stream(receiver.compute_stream, self._payload.tensors)
         if receiver.copies_received:
             return self._payload.map_tensors(Tensor.clone)

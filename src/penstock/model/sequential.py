@@ -97,7 +97,11 @@ class PipeSequential(nn.Sequential):
         return value
 
     def side_names(self, first: bool) -> frozenset[str]:
-        """Return the side inputs that the layers take; `first` says whether nothing runs before."""
+        """Return the side inputs that the layers take.
+
+        Args:
+            first: Whether no layer runs before these.
+        """
         return frozenset().union(*find_side_names_per_layer(self, first))
 
 
@@ -129,7 +133,11 @@ class WithDevice(nn.Module):
         return self.module(*args, **kwargs)
 
     def side_names(self, first: bool) -> frozenset[str]:
-        """Return the side inputs that the layer takes."""
+        """Return the side inputs that the layer takes.
+
+        Args:
+            first: Whether the layer is the first one, which takes positional inputs, too.
+        """
         return find_side_names(self.module, first)
 
 

@@ -218,7 +218,11 @@ class Plan:
         return [names[start:end] for start, end in pairwise(accumulate(self.cut, initial=0))]
 
     def check_model(self, unit_names: Sequence[str]) -> None:
-        """Raise if the model has other units than the one that was planned."""
+        """Raise if the model has other units than the one that was planned.
+
+        Args:
+            unit_names: The names of the model's units, in order.
+        """
         if tuple(unit_names) == self.profile.unit_names:
             return
         planned = len(self.profile.units)
@@ -265,6 +269,9 @@ class Plan:
     def from_json(cls, data: Any) -> Self:
         """Return the plan that `to_json` has written, or that was edited since.
 
+        Args:
+            data: What `to_json` has returned.
+
         Raises:
             ArgumentError: A field is missing or wrong, or the plan does not fit in memory.
             InvalidScheduleError: The schedule deadlocks or is incomplete.
@@ -306,12 +313,19 @@ class Plan:
             ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to a JSON file, which can be read, compared and edited."""
+        """Write the plan to a JSON file, which can be read, compared and edited.
+
+        Args:
+            path: The file to write.
+        """
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
         """Read a plan from a file that `save` has written, and check it as if it were new.
+
+        Args:
+            path: The file.
 
         Raises:
             ArgumentError: The file is not a plan, or the plan does not fit in memory.
@@ -320,7 +334,11 @@ class Plan:
         return cls.from_json(read_json(path))
 
     def with_profile(self, profile: Profile) -> Plan:
-        """Return the same choices with other measurements, and without a certificate."""
+        """Return the same choices with other measurements, and without a certificate.
+
+        Args:
+            profile: The other measurements, of the same units.
+        """
         return replace(self, profile=profile, alternatives=(), certificate=None)
 
     # ---- text ------------------------------------------------------------------------------

@@ -192,7 +192,12 @@ class Profile:
         return tuple(unit.name for unit in self.units)
 
     def link_between(self, rank: int, other: int) -> LinkProfile:
-        """Return the link between two ranks."""
+        """Return the link between two ranks.
+
+        Args:
+            rank: The number of a rank.
+            other: The number of another rank.
+        """
         return self.links.get((min(rank, other), max(rank, other)), self.link)
 
     def with_devices(self, devices: int | Sequence[DeviceProfile]) -> Profile:
@@ -251,6 +256,9 @@ class Profile:
     def from_json(cls, data: Any) -> Self:
         """Return the profile that `to_json` has written.
 
+        Args:
+            data: What `to_json` has returned.
+
         Raises:
             ArgumentError: It is not a profile, or a field is missing or wrong.
         """
@@ -293,12 +301,20 @@ class Profile:
             ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the profile to a JSON file."""
+        """Write the profile to a JSON file.
+
+        Args:
+            path: The file to write.
+        """
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """Read a profile from a file that `save` has written."""
+        """Read a profile from a file that `save` has written.
+
+        Args:
+            path: The file.
+        """
         return cls.from_json(read_json(path))
 
 

@@ -109,6 +109,9 @@ class Cost:
     def scaled(self, factors: Sequence[float]) -> Cost:
         """Return this cost with the seconds of each stage multiplied by its factor.
 
+        Args:
+            factors: One factor for each stage.
+
         >>> Cost.even((0, 1)).scaled([1, 1.5]).F
         (1.0, 1.5)
         """
@@ -121,11 +124,20 @@ class Cost:
         )
 
     def seconds(self, action: Compute) -> float:
-        """Return how long the action occupies its rank."""
+        """Return how long the action occupies its rank.
+
+        Args:
+            action: The action.
+        """
         return self._seconds_by_op[action.op][action.stage]
 
     def send_seconds(self, src: int, dst: int) -> float:
-        """Return how long a message takes from one stage to another, on another rank."""
+        """Return how long a message takes from one stage to another, on another rank.
+
+        Args:
+            src: The stage that sends.
+            dst: The stage that receives.
+        """
         return self.links.get((src, dst), self.send) if self.links else self.send
 
     @property

@@ -37,6 +37,11 @@ class Compute(NamedTuple):
 
     Its text form is `2F0`: stage 2, forward, micro-batch 0.
 
+    Args:
+        op: What is computed: forward, backward or a part of it.
+        stage: The stage.
+        microbatch: The micro-batch.
+
     >>> str(Compute(Op.F, stage=2, microbatch=0))
     '2F0'
     """
@@ -53,6 +58,11 @@ class Message(NamedTuple):
     """A message from stage `src` to stage `dst` about one micro-batch. Its text form is `0>1:3`.
 
     A message to a later stage carries activations, one to an earlier stage carries gradients.
+
+    Args:
+        src: The stage that sends.
+        dst: The stage that receives.
+        microbatch: The micro-batch.
     """
 
     src: int
@@ -65,7 +75,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Send:
-    """An action that hands a message to the transport. Its text form is `!0>1:3`."""
+    """An action that hands a message to the transport. Its text form is `!0>1:3`.
+
+    Args:
+        message: The message.
+    """
 
     message: Message
 
@@ -75,7 +89,11 @@ class Send:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Recv:
-    """An action that gets a message from the transport. Its text form is `?0>1:3`."""
+    """An action that gets a message from the transport. Its text form is `?0>1:3`.
+
+    Args:
+        message: The message.
+    """
 
     message: Message
 
@@ -117,7 +135,12 @@ class StageGraph:
 
     @staticmethod
     def chain(stages: int, skips: Iterable[tuple[int, int]] = ()) -> StageGraph:
-        """Return the graph in which each stage feeds the next, with `skips` as further edges."""
+        """Return the graph in which each stage feeds the next, with `skips` as further edges.
+
+        Args:
+            stages: The number of stages.
+            skips: Further edges: pairs (source stage, target stage).
+        """
         skips = tuple(skips)
         wrong = [f"{src}:{dst}" for src, dst in skips if not 0 <= src < dst < stages]
         if wrong:
@@ -128,7 +151,11 @@ class StageGraph:
         return StageGraph(tuple((s, s + 1) for s in range(stages - 1)) + skips)
 
     def strays(self, stages: int) -> list[str]:
-        """Return one message for each edge that leads to a stage that does not exist."""
+        """Return one message for each edge that leads to a stage that does not exist.
+
+        Args:
+            stages: The number of stages that exist.
+        """
         return [
             f"edge {src}>{dst} names stage {dst}, but there are {stages}"
             for src, dst in self.edges
@@ -136,11 +163,19 @@ class StageGraph:
         ]
 
     def before(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that feed this one."""
+        """Return the stages that feed this one.
+
+        Args:
+            stage: The number of a stage.
+        """
         return self._neighbours[0].get(stage, ())
 
     def after(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that this one feeds."""
+        """Return the stages that this one feeds.
+
+        Args:
+            stage: The number of a stage.
+        """
         return self._neighbours[1].get(stage, ())
 
     @cached_property
@@ -291,7 +326,11 @@ class Schedule:
         return len(self.placement)
 
     def crosses(self, message: Message) -> bool:
-        """Return True if the message goes to another rank. Within one rank nothing is sent."""
+        """Return True if the message goes to another rank. Within one rank nothing is sent.
+
+        Args:
+            message: A message between two stages of this schedule.
+        """
         return self.placement[message.src] != self.placement[message.dst]
 
     @cached_property

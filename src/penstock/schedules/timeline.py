@@ -90,7 +90,11 @@ class Timeline:
         return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """Return the memory curve of a rank: (time, size alive from then on), in order of time."""
+        """Return the memory curve of a rank: (time, size alive from then on), in order of time.
+
+        Args:
+            rank: The number of a rank.
+        """
         spans = self.computes[rank]
         lane = [span.action for span in spans if isinstance(span.action, Compute)]
         curve = [(self.start, 0.0)]
@@ -155,7 +159,11 @@ class Timeline:
 
     @staticmethod
     def from_json(text: str) -> Timeline:
-        """Return the timeline in a text that `to_json` wrote."""
+        """Return the timeline in a text that `to_json` wrote.
+
+        Args:
+            text: What `to_json` has returned.
+        """
         try:
             file = json.loads(text)
         except (ValueError, RecursionError):

@@ -36,7 +36,8 @@ class Namespace:
     Two skip connections may have the same name if they are in different namespaces. See the
     `isolate` method of skippable layers.
 
-    Example:
+    Args:
+        id: The identity of the namespace. By default a new one.
 
     >>> Namespace() == Namespace()
     False

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.device.device import Cpu, Gpu
+from penstock.device.device import Cpu
 from penstock.runtime.cuda_graph import graph_cache
 from penstock.runtime.cuda_graph.capture_transport import BorrowedStorage, CaptureTransport
 from penstock.runtime.cuda_graph.recorded_graph import GraphMemoryPools
-from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from tests.runtime.cuda_graph.emulated import EmulatedGraph
 from tests.runtime.cuda_graph.support import (
@@ -200,40 +199,3 @@ def test_replay_has_a_timeline() -> None:
         assert results[-1].timeline.makespan > 0
         assert pair.graph.forecast().makespan > 0
     assert results[2].timeline.makespan > 0
-
-
-def test_message_whose_sender_was_waited_for_adds_no_edge_to_the_graph() -> None:
-    """A mask goes from stage 0 to all others, each of which also waits for the one before it."""
-    waited: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_event(self, event: str) -> None:
-            waited.append(f"{self.name} waits for {event}")
-
-    class Fake(Gpu):
-        def __init__(self, name: str) -> None:
-            self.device, self._name = torch.device("cuda:0"), name
-            self.compute_stream = Stream(name)
-
-        def record_event(self) -> Any:
-            return self._name
-
-    transport = CaptureTransport([Fake(name) for name in "abc"], [0, 1, 2])
-    first, second, third = map(transport.endpoint, range(3))
-    payload = Payload((torch.ones(2),))
-    for microbatch in range(2):
-        first.send(Message(0, 1, microbatch), payload)
-        first.send(Message(0, 2, microbatch), payload)
-        second.recv(Message(0, 1, microbatch))()
-        second.send(Message(1, 2, microbatch), payload)
-        take_mask = third.recv(Message(0, 2, microbatch))
-        take_input = third.recv(Message(1, 2, microbatch))
-        assert take_mask() is payload
-        assert take_input() is payload
-    assert waited == ["b waits for a", "c waits for b"] * 2
-    first.send(Message(0, 2, 2), payload)  # nobody has waited for this one
-    third.recv(Message(0, 2, 2))()
-    assert waited[4:] == ["c waits for a"]

@@ -60,16 +60,18 @@ __all__ = [
 class Family:
     """A named schedule: the function that makes it from sizes, and what to know about it.
 
-    build            the function of (ranks, chunks) or, if `free`, (ranks, chunks, stages_per_rank)
-    peak             a function of (ranks, chunks, stages_per_rank): the largest amount of live
-                     activations on any rank, where 1 is one micro-batch of a rank's whole share;
-                     with enough micro-batches this bound is reached
-    use              when to use it, in one or two sentences
-    source           the paper or library that it comes from
-    stages_per_rank  the number of stages per rank: a default if `free`, else the only possible one
-    free             whether the caller may choose the number of stages per rank
-    trains           whether it has backwards
-    placement        a function of (ranks, stages_per_rank): the rank of each stage
+    Attributes:
+        build: The function of (ranks, chunks) or, if `free`, (ranks, chunks, stages_per_rank).
+        peak: A function of (ranks, chunks, stages_per_rank): the largest amount of live activations
+            on any rank, where 1 is one micro-batch of a rank's whole share. With enough
+            micro-batches this bound is reached.
+        use: When to use it, in one or two sentences.
+        source: The paper or library that it comes from.
+        stages_per_rank: The number of stages per rank: a default if `free`, else the only possible
+            one.
+        free: Whether the caller may choose the number of stages per rank.
+        trains: Whether it has backwards.
+        placement: A function of (ranks, stages_per_rank): the rank of each stage.
     """
 
     build: Callable[..., Schedule]
@@ -230,7 +232,11 @@ def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None)
 
 
 def family_of(name: str) -> Family:
-    """Return the family of that name. The error for an unknown name suggests a similar one."""
+    """Return the family of that name. The error for an unknown name suggests a similar one.
+
+    Args:
+        name: A name, such as "1f1b".
+    """
     if name in FAMILIES:
         return FAMILIES[name]
     close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)

@@ -11,7 +11,13 @@ Placement = tuple[int, ...]
 
 
 def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
-    """Raise unless all sizes are at least 1."""
+    """Raise unless all sizes are at least 1.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages of each rank.
+    """
     sizes = {"ranks": ranks, "chunks": chunks, "stages_per_rank": stages_per_rank}
     wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
     if wrong:
@@ -19,12 +25,21 @@ def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
 
 
 def loop(ranks: int, stages_per_rank: int) -> Placement:
-    """Return the placement whose stages go round the ranks: 0 1 2 0 1 2."""
+    """Return the placement whose stages go round the ranks: 0 1 2 0 1 2.
+
+    Args:
+        ranks: The number of ranks.
+        stages_per_rank: The number of stages of each rank.
+    """
     return tuple(range(ranks)) * stages_per_rank
 
 
 def vee(ranks: int) -> Placement:
-    """Return the placement of two stages per rank, down and up again: 0 1 2 2 1 0."""
+    """Return the placement of two stages per rank, down and up again: 0 1 2 2 1 0.
+
+    Args:
+        ranks: The number of ranks.
+    """
     return (*range(ranks), *reversed(range(ranks)))
 
 

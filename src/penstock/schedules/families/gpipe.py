@@ -15,7 +15,13 @@ from penstock.schedules.ir import Compute, Op, Schedule
 
 
 def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
-    """Return the schedule of one micro-batch at a time: one rank works, the others wait."""
+    """Return the schedule of one micro-batch at a time: one rank works, the others wait.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages of each rank.
+    """
     check_sizes(ranks, chunks, stages_per_rank)
     placement = loop(ranks, stages_per_rank)
     lanes: list[list[Compute]] = [[] for _ in range(ranks)]
@@ -28,12 +34,23 @@ def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
 
 
 def gpipe(ranks: int, chunks: int) -> Schedule:
-    """Return GPipe: all forwards, then all backwards, last micro-batch first."""
+    """Return GPipe: all forwards, then all backwards, last micro-batch first.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     return looped_bfs(ranks, chunks, 1)
 
 
 def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
-    """Return GPipe with several stages per rank: all micro-batches pass a stage, then the next."""
+    """Return GPipe with several stages per rank: all micro-batches pass a stage, then the next.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages of each rank.
+    """
     forward = forward_only(ranks, chunks, stages_per_rank)
     lanes = []
     for lane in forward.lanes:
@@ -44,6 +61,10 @@ def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
 
 def clocked(placement: Sequence[int], chunks: int) -> Schedule:
     """Return GPipe over any placement: at tick t stage s computes micro-batch t - s, then back.
+
+    Args:
+        placement: The rank of each stage.
+        chunks: The number of micro-batches.
 
     >>> for lane in clocked((0, 1, 0), chunks=2).lanes:
     ...     print(*lane)
@@ -67,7 +88,13 @@ def clocked(placement: Sequence[int], chunks: int) -> Schedule:
 
 
 def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
-    """Return the schedule for inference, without backwards."""
+    """Return the schedule for inference, without backwards.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages of each rank.
+    """
     check_sizes(ranks, chunks, stages_per_rank)
     placement = loop(ranks, stages_per_rank)
     lanes = [

@@ -28,12 +28,22 @@ Cell = tuple[int, int]  # a stage and a micro-batch
 
 
 def one_f_one_b(ranks: int, chunks: int) -> Schedule:
-    """Return 1F1B: GPipe's bubble with the activations of at most `ranks` micro-batches."""
+    """Return 1F1B: GPipe's bubble with the activations of at most `ranks` micro-batches.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     return _run_ahead(ranks, chunks, 1, hops=1)
 
 
 def eager_one_f_one_b(ranks: int, chunks: int) -> Schedule:
-    """Return 1F1B that runs further ahead, so that messages have a whole turn to travel."""
+    """Return 1F1B that runs further ahead, so that messages have a whole turn to travel.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     return _run_ahead(ranks, chunks, 1, hops=2)
 
 
@@ -41,23 +51,44 @@ def interleaved(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
     """Return 1F1B with several stages per rank, so that the pipeline fills in shorter steps.
 
     Micro-batches go in rounds of `ranks`: each round visits a rank's stages one after another.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages of each rank.
     """
     return _run_ahead(ranks, chunks, stages_per_rank, hops=1 if stages_per_rank == 1 else 2)
 
 
 def zb_h1(ranks: int, chunks: int) -> Schedule:
-    """Return ZB-H1: 1F1B's memory, a third of its bubble."""
+    """Return ZB-H1: 1F1B's memory, a third of its bubble.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     return interleaved_zb(ranks, chunks, 1)
 
 
 def zb_h2(ranks: int, chunks: int) -> Schedule:
-    """Return ZB-H2: nearly twice the memory, for no bubble but the skew between ranks."""
+    """Return ZB-H2: nearly twice the memory, for no bubble but the skew between ranks.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     order = _run_ahead(ranks, chunks, 1, hops=2, backward=Op.I)
     return insert_weight_grads(order, when_lagging(lambda rank: 2 * rank))
 
 
 def interleaved_zb(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
-    """Return interleaved with the Ws in the holes, running less far ahead: 1F1B's memory."""
+    """Return interleaved with the Ws in the holes, running less far ahead: 1F1B's memory.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages of each rank.
+    """
     order = _run_ahead(ranks, chunks, stages_per_rank, hops=1, backward=Op.I)
     return insert_weight_grads(order, when_lagging(lambda rank: rank))
 

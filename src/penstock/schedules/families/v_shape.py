@@ -34,6 +34,10 @@ def zb_v(ranks: int, chunks: int) -> Schedule:
 
     f i are a rank's first stage, F I its second. The first rank alone starts 2 p - 1 micro-batches
     before one comes back, so a schedule with fewer is cut from one with as many.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
     """
     check_sizes(ranks, chunks)
     whole = max(chunks, 2 * ranks - 1)
@@ -55,6 +59,10 @@ def dualpipe_v(ranks: int, chunks: int) -> Schedule:
     f b are a rank's first stage, F B its second. In the middle each rank pairs a forward of one
     with a backward of the other. The first backwards and the last are split, to fill holes. Filling
     both directions takes two micro-batches per rank, so a shorter schedule is cut from that one.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
     """
     check_sizes(ranks, chunks)
     whole = max(chunks, 2 * ranks)
@@ -105,12 +113,22 @@ def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
 
 
 def v_half(ranks: int, chunks: int) -> Schedule:
-    """Return V-Half: half of 1F1B's memory, less than half of its bubble (if chunks >= ranks)."""
+    """Return V-Half: half of 1F1B's memory, less than half of its bubble (if chunks >= ranks).
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     return _repeat(ranks, chunks, hops=(1, 2, 1, 2), memory=(ranks + 2) // 2)
 
 
 def v_min(ranks: int, chunks: int) -> Schedule:
-    """Return V-Min: a third of 1F1B's memory, two thirds of its bubble."""
+    """Return V-Min: a third of 1F1B's memory, two thirds of its bubble.
+
+    Args:
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+    """
     return _repeat(ranks, chunks, hops=(1, 1, 1, 1), memory=(ranks + 4) // 3)
 
 
