@@ -324,6 +324,7 @@ def test_gather_keeps_the_structure(shape: Any) -> None:
     [
         ([3, 2, 2, 1], "a list of 4 plain values"),
         ({"names": ["a", "b", "c", None]}, "a list of 4 plain values"),
+        (("a", "b", "c", "d"), "a tuple of 4 plain values"),
         (numpy.ones((4, 2)), r"a NumPy array of shape \(4, 2\)"),
     ],
 )
@@ -334,7 +335,14 @@ def test_scatter_refuses_a_value_for_each_row_that_is_no_tensor(value: Any, text
     scatter((torch.zeros(4, 1), value), chunks=1)
 
 
-@pytest.mark.parametrize("value", [(3, 2, 2, 1), [3, 2], numpy.ones(3), [[1, 2], [3, 4]]])
+def test_scatter_refuses_a_tuple_with_a_number_for_each_row() -> None:
+    with pytest.raises(ArgumentError, match="a tuple of 6 plain values"):
+        scatter((torch.zeros(6, 1), (3, 3, 2, 2, 1, 1)), chunks=2)
+
+
+@pytest.mark.parametrize(
+    "value", [(3, 2, 2, 1), [3, 2], dict(enumerate("abcd")), numpy.ones(3), [[1, 2], [3, 4]]]
+)
 def test_scatter_passes_other_values_whole(value: Any) -> None:
     microbatches, _ = scatter((torch.zeros(4, 1), value), chunks=2)
     assert all(given is value or given == value for _, given in microbatches)

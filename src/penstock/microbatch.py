@@ -301,19 +301,25 @@ def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:
 
 
 def _check_no_row_lists(values: Any, row_count: int) -> None:
-    """Raise if a list has a plain value for each row, as a list of lengths or of captions has."""
+    """Raise if a list has a plain value for each row, as a list of lengths or of captions has.
+
+    A tuple of a few numbers is a size, and one of names is a column of a DataLoader's batch.
+    """
     parts: Iterable[Any] = ()
     if isinstance(values, Mapping):
         parts = values.values()
     elif isinstance(values, list | tuple):
         parts = values
+    is_list = isinstance(values, list) or (
+        type(values) is tuple and (len(values) > 4 or any(isinstance(v, str) for v in values))
+    )
     plain = str | int | float | None
-    is_row_list = isinstance(values, list) and len(values) == row_count > 1
-    if is_row_list and all(isinstance(value, plain) for value in values):
+    if is_list and len(values) == row_count > 1 and all(isinstance(v, plain) for v in values):
         raise ArgumentError(
-            f"an input is a list of {row_count} plain values, as many as the batch has rows. Every "
-            "micro-batch would get all of them, and take the first ones for its rows. Pass a "
-            "tensor, which is split; or a tuple, if every micro-batch needs all of them."
+            f"an input is a {type(values).__name__} of {row_count} plain values, as many as the "
+            "batch has rows. Every micro-batch would get all of them, and take the first ones for "
+            "its rows. Pass a tensor, which is split; or a dict, if every micro-batch needs all of "
+            "them."
         )
     for part in parts:
         _check_no_row_lists(part, row_count)

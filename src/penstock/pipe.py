@@ -94,7 +94,7 @@ from penstock.schedules.registry import (
 )
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import require_sound
-from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm, SharedSettings
 from penstock.stage.loss import LossFn
 from penstock.torch_compat import (
     DDP_IGNORED_NAMES,
@@ -253,8 +253,11 @@ class Pipe(nn.Module):
             self.reduction, self.runtime, self.audit = reduction, runtime, audit
             # `nn.Module.__setattr__` would register a loss that is a module as a child.
             self.__dict__["loss_fn"] = loss_fn
+            self._shared_settings = SharedSettings()
             if deferred_batch_norm:
-                module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
+                converted = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
+                self._shared_settings = SharedSettings(module, converted)
+                module = converted
             split_request = SplitRequest(
                 stages,
                 devices,
@@ -398,6 +401,7 @@ class Pipe(nn.Module):
         self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any
     ) -> Request:
         """Return a request with the arguments of a call and the options of the pipe."""
+        self._shared_settings.sync()
         return Request(
             inputs,
             keyword_inputs,
@@ -985,7 +989,9 @@ class Pipe(nn.Module):
         Returns:
             The pipe.
         """
+        self._shared_settings.sync()  # the model may have been set to another mode before
         super().train(mode)
+        self._shared_settings.sync()
         for module in self._placed_partition.partition.wrapper_modules:
             module.training = mode
         return self

@@ -49,6 +49,9 @@ _COPYABLE_ITERATORS: tuple[type, ...] = (
 )
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
+# The attributes that every module has: training, hooks, tables of members.
+MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
 
 def get_package(kind: Any) -> str:
     """Return the package that defines a class or a function."""
@@ -159,6 +162,10 @@ class StructureCopier:
                 object.__setattr__(new, name, self(entry))
         return new
 
+    def list_originals(self) -> list[Any]:
+        """Return the values that were copied, with everything in them."""
+        return [original for original, _ in self._copies.values()]
+
     # ---- comparison with what was copied --------------------------------------------------------
 
     def is_unchanged(self, value: Any) -> bool:
@@ -257,7 +264,7 @@ _MAX_ITEMS = 1_000
 class Variable(NamedTuple):
     """A variable that code can change: in a closure, of a class or function, or a global one."""
 
-    namespace: Any  # a closure cell, a class, or a dict
+    namespace: Any  # a closure cell, a class, or a dict; None if the value is not exchanged
     name: str
     value: Any
 
@@ -270,15 +277,21 @@ class Variable(NamedTuple):
         else:
             self.namespace[self.name] = value
 
+    def read(self) -> Any:
+        """Return the value that the variable has now; None if it has none."""
+        if self.namespace is None:
+            return self.value
+        if isinstance(self.namespace, CellType):
+            try:
+                return self.namespace.cell_contents
+            except ValueError:  # a cell that was emptied
+                return None
+        table = vars(self.namespace) if isinstance(self.namespace, type) else self.namespace
+        return table.get(self.name)
+
     def is_set(self) -> bool:
         """Return whether the variable still has its value."""
-        try:
-            if isinstance(self.namespace, CellType):
-                return self.namespace.cell_contents is self.value
-            table = vars(self.namespace) if isinstance(self.namespace, type) else self.namespace
-            return table.get(self.name) is self.value
-        except ValueError:  # a cell that was emptied
-            return False
+        return self.read() is self.value
 
 
 @dataclass

@@ -629,6 +629,14 @@ def get_global_hook_ids() -> list[tuple[int, ...]]:
     return [tuple(table) for table in _GLOBAL_HOOK_TABLES]
 
 
+def is_forward_ad_enabled() -> bool:
+    """Return whether the caller is in a level of forward-mode AD, or in `torch.func.jvp`.
+
+    Nothing public tells. Where PyTorch has no such level, the answer is no.
+    """
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 # ---- modes ---------------------------------------------------------------------------------------
 
 _count_function_modes, _get_function_mode, _push_function_mode, _pop_function_mode = (

@@ -198,3 +198,9 @@ def test_options_that_do_not_apply_to_a_sequential_are_refused(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ArgumentError, match=message):
         Pipe(model, 2, stages=2, devices=["cpu"] * 2, **option)
+
+
+def test_lazy_layers_cannot_be_balanced_by_parameters() -> None:
+    layers = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3))
+    with pytest.raises(ArgumentError, match=r"'0\.weight' has no shape yet"):
+        Pipe(layers, stages=2, devices=["cpu"] * 2)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -208,6 +209,15 @@ def test_call_inside_the_cache_of_parametrizations_is_refused() -> None:
     with parametrize.cached(), pytest.raises(RunError, match=r"inside .*parametrize\.cached\(\)"):
         pipe.step(x, loss_fn=lambda y: y.square().mean())
     assert pipe.step(x, loss_fn=lambda y: y.square().mean()).loss > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which PyTorch imports
+def test_forward_mode_derivatives_are_refused() -> None:
+    """The tangent was lost between the stages, and the output had none."""
+    pipe, x = Pipe(nn.Sequential(nn.Linear(4, 4)), chunks=2), torch.ones(4, 4)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(RunError, match="forward-mode AD"):
+        pipe(forward_ad.make_dual(x, x))
+    pipe(x)
 
 
 # ---- what is added to the Sequential or to the pipe later ----------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import ArgumentError, AuditError, Pipe
+from penstock import ArgumentError, AuditError, NoChunk, Pipe
 from penstock.runtime.audit import Audit
 from penstock.runtime.digest import Digester
 from penstock.stage.stage_runner import StageRunner
@@ -201,6 +201,37 @@ def follows(layer: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def centres(layer: nn.Module, x: Tensor) -> Tensor:
+    """Subtract a running mean, as DINO does."""
+    x = x - layer.get_buffer("state")
+    layer.get_buffer("state").mul_(0.9).add_(0.1 * x.detach().mean())
+    return x
+
+
+def enqueues(layer: nn.Module, x: Tensor) -> Tensor:
+    """Compare with earlier keys, as MoCo does. The list is changed in place."""
+    keys: list[Tensor] = vars(layer).setdefault("_keys", [torch.zeros(WIDTH, dtype=x.dtype)])
+    x = x + keys[-1]
+    keys[-1] = x.detach().mean(0)
+    return x
+
+
+def starts_from_the_first_rows(layer: nn.Module, x: Tensor) -> Tensor:
+    """Set a parameter from the first rows that are seen, as Glow does."""
+    teacher = layer.get_parameter("teacher")
+    if not bool(teacher):
+        with torch.no_grad():
+            teacher.copy_(x.mean())
+    return x - teacher
+
+
+def reverses_more_and_more(layer: nn.Module, x: Tensor) -> Tensor:
+    """Scale the gradient by a number that grows with each call. The output stays the same."""
+    layer.calls = vars(layer).get("calls", 0) + 1
+    scaled = x * layer.calls  # type: ignore[operator]
+    return x.detach() + scaled - scaled.detach()
+
+
 @pytest.mark.parametrize("door", ["step", "call"])
 @pytest.mark.parametrize(
     "build",
@@ -208,9 +239,16 @@ def follows(layer: nn.Module, x: Tensor) -> Tensor:
         lambda: Does(goes_on),
         lambda: Does(warms_up),
         lambda: Does(follows),
+        lambda: Does(centres),
+        lambda: Does(enqueues),
+        lambda: Does(starts_from_the_first_rows),
+        lambda: Does(reverses_more_and_more),
         lambda: nn.utils.spectral_norm(linear()),
     ],
-    ids=["hidden", "calls", "parameter", "spectral norm"],
+    ids=[
+        *("hidden", "calls", "parameter", "buffer", "queue", "first rows", "gradient"),
+        "spectral norm",
+    ],
 )
 def test_layer_that_computes_with_what_the_micro_batch_before_has_left_is_found(
     build: Callable[[], nn.Module], door: str
@@ -220,6 +258,111 @@ def test_layer_that_computes_with_what_the_micro_batch_before_has_left_is_found(
     with pytest.raises(AuditError, match="and that of the next one computes with it"):
         (pipe.step if door == "step" else pipe)(rows())
     piped(build(), checkpoint="never", chunks=1).step(rows())
+
+
+class CentredLoss(nn.Module):
+    """A loss that subtracts a running mean of the outputs, as that of DINO does."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor) -> Tensor:
+        loss = (output - self.centre).square().mean()
+        self.centre.mul_(0.9).add_(0.1 * output.detach().mean())
+        return loss
+
+
+def test_loss_that_computes_with_what_the_micro_batch_before_has_left_is_found() -> None:
+    with pytest.raises(AuditError, match=r"changes CentredLoss\.centre, and that of the next one"):
+        piped(linear(), loss_fn=CentredLoss()).step(rows())
+    piped(linear(), loss_fn=CentredLoss(), chunks=1).step(rows())
+
+
+class DrawsAlone(nn.Module):
+    """A layer with random generators of its own, which also counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = linear(), 0
+        self.generator, self.python = torch.Generator(), random.Random(0)
+        self.numpy = numpy.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return self.linear(x + noise) * (self.python.random() + self.numpy.random())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_state_that_no_later_micro_batch_computes_with_is_accepted(
+    door: str, deferred: bool
+) -> None:
+    """Counters, caches and running statistics are changed by each micro-batch."""
+    norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+    layer = nn.Sequential(norm, DrawsAlone(), Does(caches))
+    pipe = piped(layer, checkpoint="never", deferred_batch_norm=deferred)
+    (pipe.step if door == "step" else pipe)(rows())
+
+
+def caches(layer: nn.Module, x: Tensor) -> Tensor:
+    mask: Tensor = vars(layer).setdefault("mask", torch.linspace(0, 1, WIDTH, dtype=x.dtype))
+    return x * mask
+
+
+class Positions(nn.Module):
+    """A model whose second input is a table for the words of a row, not for the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), linear())
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        output: Tensor = self.layers((x * table).mean(1))
+        return output
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_table_with_as_many_rows_as_the_batch_is_found(door: str) -> None:
+    """Micro-batches of one row got one row of the table, which the multiplication repeated."""
+    x, table = torch.randn(4, 4, WIDTH, dtype=torch.float64), rows(4)
+    options: Any = {"stages": 2, "devices": ["cpu"] * 2, "loss_fn": mean_square}
+    pipe = Pipe(Positions(), chunks=4, example=(x, table), **options)
+    with pytest.raises(AuditError, match=r"Wrap it in penstock\.NoChunk"):
+        (pipe.step if door == "step" else pipe)(x, table)
+    pipe = Pipe(Positions(), chunks=4, example=(x, NoChunk(table)), **options)
+    (pipe.step if door == "step" else pipe)(x, NoChunk(table))
+
+
+def double_containers(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2 if isinstance(module, nn.Sequential) else None
+
+
+def test_hook_for_all_modules_that_is_registered_later_is_found() -> None:
+    """A pipe does not call the Sequential itself, so the hook did not see its output."""
+    pipe = piped(linear())
+    pipe.step(rows())
+    hook = nn.modules.module.register_module_forward_hook(double_containers)
+    try:
+        with pytest.raises(AuditError, match="the loss differs"):
+            pipe.step(rows())
+    finally:
+        hook.remove()
+    pipe.step(rows())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_random_numbers_of_a_loss_are_those_of_the_reference(checkpoint: str) -> None:
+    """The loss runs in the recomputation, after a forward that had drawn nothing."""
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return functional.dropout(output).square().mean()
+
+    for _ in range(2):
+        piped(linear(), checkpoint=checkpoint, loss_fn=loss_fn, audit=1).step(rows())
 
 
 class Switch:
@@ -538,11 +681,21 @@ def test_audit_does_not_advance_state_outside_of_modules(
         torch.manual_seed(0)
         counter = make()
         layer = counter if isinstance(counter, nn.Module) else Does(counter)
-        pipe = piped(layer, checkpoint="never", runtime="inline", audit=audit)
+        pipe = piped(layer, chunks=1, checkpoint="never", runtime="inline", audit=audit)
         for _ in range(2):
             loss = pipe.step(rows()).loss if door == "step" else pipe(rows()).sum().detach()
             losses.append(float(loss))
     assert losses[:2] == losses[2:]
+
+
+@pytest.mark.parametrize("make", COUNTERS)
+def test_state_outside_of_modules_that_a_later_micro_batch_computes_with_is_found(
+    make: Callable[[], Any],
+) -> None:
+    counter = make()
+    layer = counter if isinstance(counter, nn.Module) else Does(counter)
+    with pytest.raises(AuditError, match="and that of the next one computes with it"):
+        piped(layer, checkpoint="never", runtime="inline").step(rows())
 
 
 @pytest.mark.parametrize(

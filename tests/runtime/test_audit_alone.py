@@ -708,7 +708,7 @@ CAUSES = [
         lambda: around(linear()),
         losses_that_run_twice,
         build_loss=GrowingLoss,
-        options={"checkpoint": "always"},
+        options={"checkpoint": "always", "chunks": 1},
     ),
     Cause("S9", lambda: around(MovesCode()), parameters_written_twice, options=RECOMPUTED),
     Cause(

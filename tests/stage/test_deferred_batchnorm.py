@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe
+from penstock import ArgumentError, Pipe
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.recompute import mark_recomputing
 from tests.support import closely, each_checkpoint, each_runtime
@@ -160,3 +160,67 @@ def test_deferred_batch_norm_in_a_pipe_counts_mini_batches(
     pipe(x)
     norm(x)
     assert same_statistics(pipe[1], norm)
+
+
+class NormedBlock(nn.Module):
+    """A block with a BatchNorm in it, which the pipe replaces together with the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(x), training=self.training)
+
+
+def normed_pipe() -> tuple[nn.Sequential, Pipe]:
+    linear = nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
+    model = nn.Sequential(NormedBlock(), linear)
+    return model, Pipe(model, chunks=2, stages=2, devices=["cpu"] * 2, deferred_batch_norm=True)
+
+
+def test_mode_and_momentum_of_the_model_reach_a_pipe_with_deferred_batch_norm() -> None:
+    """`model.eval()` left the pipe's own BatchNorm and block in training mode."""
+    model, pipe = normed_pipe()
+    x = torch.randn(4, FEATURES, dtype=torch.float64)
+    block = model[0]
+    assert isinstance(block, NormedBlock)
+    pipe(x)
+    model.eval()
+    assert torch.equal(pipe(x), model(x))
+    model.train()
+    block.norm.momentum = 1.0
+    pipe(x)
+    torch.testing.assert_close(block.norm.running_mean, x.mean(0))
+
+
+def test_last_mode_counts_with_deferred_batch_norm_whoever_set_it() -> None:
+    model, pipe = normed_pipe()
+    block, x = model[0], torch.randn(4, FEATURES, dtype=torch.float64)
+    for modules in (pipe, model), (model, pipe):
+        modules[0].eval()
+        modules[1].train()
+        pipe(x)
+        assert block.training
+        assert all(module.training for module in pipe[0].modules())
+    pipe[0].eval()  # freezes the statistics
+    pipe(x)
+    assert not block.training
+    assert pipe[1].training
+
+
+def test_hooks_of_a_batch_norm_run_when_it_is_deferred() -> None:
+    model, pipe = normed_pipe()
+    calls: list[int] = []
+    block = model[0]
+    assert isinstance(block, NormedBlock)
+    block.norm.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        pipe(torch.randn(4, FEATURES, dtype=torch.float64))
+    assert len(calls) == 2
+
+
+def test_deferred_batch_norm_refuses_statistics_of_instance_norm() -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(FEATURES, track_running_stats=True), nn.Identity())
+    with pytest.raises(ArgumentError, match="InstanceNorm1d has track_running_stats=True"):
+        Pipe(model, chunks=2, stages=2, devices=["cpu"] * 2, deferred_batch_norm=True)

@@ -374,6 +374,11 @@ def _check_traceable(model: nn.Module) -> None:
             f"the model is compiled as a whole ({type(model).__name__}), so its forward cannot be "
             "traced. Pass the model itself, and compile its blocks."
         )
+    check_not_lazy(model)
+
+
+def check_not_lazy(model: nn.Module) -> None:
+    """Raise if a parameter or buffer has no shape yet."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ArgumentError(

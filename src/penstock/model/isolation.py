@@ -38,7 +38,13 @@ from torch.nn.parameter import is_lazy
 from penstock.model.traced.containers import has_same_contents, is_state_object, set_contents
 from penstock.nested_values import find_referred_values
 from penstock.stage.host_rng import HostRngState
-from penstock.state_copy import StructureCopier, TensorMap, Variable, is_of_numpy
+from penstock.state_copy import (
+    MODULE_INTERNALS,
+    StructureCopier,
+    TensorMap,
+    Variable,
+    is_of_numpy,
+)
 
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
 
@@ -256,8 +262,6 @@ def preserve_gradients(parameters: Iterable[Tensor | None]) -> Iterator[None]:
 
 InputT = TypeVar("InputT")
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))  # training, hooks, tables of members
-
 
 @contextmanager
 def isolated(
@@ -311,7 +315,7 @@ def _replace_state(modules: Sequence[nn.Module], copier: StructureCopier) -> Non
             table.update({name: copier(tensor) for name, tensor in table.items()})
         scripted = {k: copier(m) for k, m in module._modules.items() if not _has_tables(m)}
         module._modules.update(scripted)
-        attributes = [name for name in vars(module) if name not in _MODULE_INTERNALS]
+        attributes = [name for name in vars(module) if name not in MODULE_INTERNALS]
         vars(module).update({name: copier(vars(module)[name]) for name in attributes})
 
 

@@ -33,6 +33,7 @@ from penstock.model.cut import (
     ExampleMicrobatch,
     ResourceLimits,
     build_process_share,
+    check_not_lazy,
     cut_model,
     decide_cut,
     find_cut_within,
@@ -528,6 +529,7 @@ def _choose_layer_counts(
     if stages == 1:
         return (len(module),)
     if balance == "parameters":
+        check_not_lazy(module)
         return balance_costs([parameter_bytes(layer) for layer in module], stages)
     if request.example is None:
         raise ArgumentError(

@@ -437,16 +437,28 @@ class SequentialPartition(Partition):
 
     def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run all layers one after the other."""
+        return _UnsplitSequential(self.stages)(*args, **kwargs)
+
+    def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Return None: a layer that computes a loss does not show how it counts."""
+
+
+class _UnsplitSequential(nn.Sequential):
+    """All layers as one module, so that hooks for all modules see it as they see the model."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self._stages = stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layers."""
         value: Any = None
         with use_skips(Skips()):
-            for stage in self.stages:
+            for stage in self._stages:
                 compute: Any = stage.compute  # a `SequentialStage`
                 values = (value,) if stage.index else args
                 value = compute.module.run_layers(*values, **kwargs)
         return value
-
-    def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Return None: a layer that computes a loss does not show how it counts."""
 
 
 def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPartition:

@@ -66,6 +66,7 @@ from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
     get_eager_function,
+    get_global_hook_ids,
     get_saved_tensor_hooks,
     pytree,
     unwrap_compiled,
@@ -133,6 +134,8 @@ class Auditor:
             # takes another path for a shape has another digest.
             tuple([(type(v), getattr(v, "dtype", None), getattr(v, "ndim", 0)) for v in batch]),
             inputs.assignment_digest,
+            # A pipe does not call the containers of its layers, so hooks do not see them.
+            tuple(get_global_hook_ids()),
         )
 
     def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
@@ -226,6 +229,7 @@ class Audit:
         for action in forwards:
             orders.setdefault(action.stage, []).append(action.microbatch)
         self.microbatch, *later = orders[0]
+        self._later_microbatch = later[0] if later else None
         # Where another micro-batch comes first, it has changed the state.
         self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
         is_common = all(order[:2] == orders[0][:2] for order in orders.values())
@@ -249,6 +253,7 @@ class Audit:
         self._reference_loss: Digest | None = None
         self._reference_outputs: dict[str, Digest] = {}
         self._split_problem: str | None = None
+        self._state_problem: str | None = None  # one micro-batch depends on another's state
         self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
         self._failure: Exception | None = None  # an error of the unsplit model
         self._term_sizes: TermSizes = {}
@@ -265,13 +270,15 @@ class Audit:
                 batch = self._reference.take_batch(self._find_rows(self.microbatch))
                 counted = self._get_counted_targets(self.microbatch)
                 state = self._reference.digest_loss_state() if self._reorders_losses else {}
+                watch = self._reference.watch_state()
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
+                changes = watch.find_changes(forward.changed_buffers)
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
-                next_outputs: dict[str, Digest] = {}
-                has_next = self.next_microbatch is not None
-                if has_next and (forward.changed_state or forward.left_state):
-                    next_outputs = self._run_next_microbatch()
+                if forward.changed_state and self.next_microbatch is not None:
+                    self._run_next_microbatch()
+            if changes and self._later_microbatch is not None:
+                self._compare_states(changes, self._later_microbatch)
             if forward.changed_state and not self._is_first_everywhere:
                 self._auditor.note_audited(self._kind, self._term_sizes)
                 self._auditor.tell_once(
@@ -279,20 +286,75 @@ class Audit:
                     "orders"
                 )
                 return
-            if forward.changed_state:
-                self._next_outputs = next_outputs
             self._compare_parts(forward)
-            if next_outputs and forward.left_state:
-                self._check_left_state(forward, next_outputs)
             if keeps_state:
                 self._compare_loss_orders()
             self._forward = forward
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
             self._failure = error
+        if self._state_problem is not None and self._forward is None:
+            self._fail(self._state_problem)
 
-    def _run_next_microbatch(self) -> dict[str, Digest]:
-        """Return the outputs of the next micro-batch, in the state that the modules have now."""
+    def _compare_states(self, changes: Sequence[str], microbatch: int) -> None:
+        """Find out whether a later micro-batch computes with the state that this one changes.
+
+        The unsplit model computes every row with the state from before the batch. So the later
+        micro-batch runs with that state and with the changed one, and the results must agree.
+        """
+        results = []
+        for is_first in (True, False):
+            with self._reference.isolate():
+                if not is_first:
+                    watch = self._reference.watch_state()
+                    self._run_microbatch(self.microbatch)
+                    watch.rewind_generators()
+                try:
+                    results.append(self._digest_results(self._run_microbatch(microbatch)))
+                except Exception as error:  # the pipe shows whether it is an error of the model
+                    close_failed_checkpoints(error)
+                    return
+        expected, actual = results
+        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
+        largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
+        zero = Digest(0.0, 0.0)
+        if any(
+            actual.get(key, zero).find_difference(
+                expected.get(key, zero),
+                self._rounding,
+                least_size=self._rounding * largest if key in parameters else 0.0,
+            )
+            for key in {**expected, **actual}
+            if key in parameters or isinstance(key, str)
+        ):
+            self._state_problem = (
+                f"the forward of a micro-batch changes {', '.join(changes[:4])}, and that of the "
+                "next one computes with it. The unsplit model changes it once for the whole batch, "
+                "after all rows have been computed. Change such state outside of the forward, "
+                "after each step, or use chunks=1."
+            )
+
+    def _run_microbatch(self, microbatch: int) -> ReferenceForward:
+        batch = self._reference.take_batch(self._find_rows(microbatch))
+        counted = self._get_counted_targets(microbatch)
+        return self._reference.run_forward(batch, microbatch, counted)
+
+    def _digest_results(self, forward: ReferenceForward) -> dict[Any, Digest]:
+        """Return the digests of the loss or the outputs, and of all gradients by parameter."""
+        tensors, _ = flatten_values(forward.values)
+        compared = tensors[:1] if self._reduction is not None else tensors
+        digests: dict[Any, Digest] = {
+            f"output {index}": digest
+            for index, digest in self._digester.digest_all(dict(enumerate(compared))).items()
+        }
+        roots = [tensor for tensor in tensors if tensor.requires_grad]
+        if roots:
+            ones = [torch.ones_like(root) for root in roots]
+            digests.update(self._reference.run_backward(roots, ones))
+        return digests
+
+    def _run_next_microbatch(self) -> None:
+        """Run the forward of the next micro-batch, with the state that the first one has left."""
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
@@ -301,22 +363,7 @@ class Audit:
                 self._get_counted_targets(self.next_microbatch),
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
-        return self._digest_by_path(value)
-
-    def _check_left_state(self, forward: ReferenceForward, outputs: Mapping[str, Digest]) -> None:
-        """Find out whether the next micro-batch computes with what the first one has left."""
-        with self._reference.isolate():
-            expected = self._run_next_microbatch()
-        if any(
-            digest.find_difference(expected.get(path, digest), self._rounding)
-            for path, digest in outputs.items()
-        ):
-            self._split_problem = (
-                f"the forward of a micro-batch changes {', '.join(forward.left_state[:4])}, and "
-                "that of the next one computes with it. The unsplit model changes it once for the "
-                "whole batch, after all rows have been computed. Change such state outside of the "
-                "forward, after each step, or use chunks=1."
-            )
+        self._next_outputs = self._digest_by_path(value)
 
     def _compare_loss_orders(self) -> None:
         """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""
@@ -668,6 +715,13 @@ class Audit:
                 return
             except Exception as error:
                 close_failed_checkpoints(error)
+        # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
+        every_microbatch = [self._find_rows(index) for index in range(self._inputs.chunks)]
+        try:
+            if self._try_split(every_microbatch, None, needs_eval) is not None:
+                self._split_problem = _SPLIT_INPUT_PROBLEM
+        except Exception as error:
+            close_failed_checkpoints(error)
 
     def _find_two_microbatches(self) -> list[tuple[int, int]]:
         """Return the rows of the audited micro-batch and of one beside it, in order."""
@@ -781,8 +835,9 @@ class Audit:
 
         After an error, the next call of the kind is audited again.
         """
-        if self._split_problem is not None:
-            self._fail(self._split_problem)
+        problem = self._state_problem or self._split_problem
+        if problem is not None:
+            self._fail(problem)
         self._auditor.note_audited(self._kind, self._term_sizes)
 
 
@@ -803,6 +858,13 @@ _SPLIT_CURE = (
     "divides by a number that is given, or does not count all targets. Return "
     "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
     "if it is a sum. A loss that mixes rows needs chunks=1."
+)
+
+_SPLIT_INPUT_PROBLEM = (
+    "the results of the micro-batches are not those of the whole batch, and the model does not run "
+    "on two micro-batches together. An input with as many rows as the batch by chance, such as a "
+    "table or a mask, was split with it. Wrap it in penstock.NoChunk, or in penstock.Chunk if its "
+    "rows are on another dim."
 )
 
 # Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.

@@ -8,6 +8,7 @@ something is about to write to it.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,10 +33,20 @@ from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves
+from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.loss import LossReduction, LossStageFunction
 from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.stage import OUTSIDE
-from penstock.state_copy import ReachedState, StructureCopier, find_reachable
+from penstock.state_copy import (
+    MODULE_INTERNALS,
+    SCALARS,
+    ReachedState,
+    StructureCopier,
+    Variable,
+    clone_state,
+    find_reachable,
+    is_of_numpy,
+)
 from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,
@@ -66,20 +77,22 @@ class ReferenceForward(NamedTuple):
         values: The output of the model; in a step the loss, with its extras and auxiliary losses.
         has_drawn: Whether it drew random numbers.
         buffers: The digests of the buffers after it.
-        changed_state: Whether it changed a buffer.
+        changed_buffers: The buffers that it changed.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
-        left_state: The names of buffers, attributes and parameters that it changed, except for the
-            running statistics of norms, which training does not read.
         adds_losses: Whether layers added auxiliary losses.
     """
 
     values: tuple[Any, ...]
     has_drawn: bool
     buffers: dict[BufferKey, Digest]
-    changed_state: bool
+    changed_buffers: frozenset[BufferKey]
     changed_attributes: frozenset[AttributeKey]
-    left_state: tuple[str, ...]
     adds_losses: bool
+
+    @property
+    def changed_state(self) -> bool:
+        """Whether it changed a buffer."""
+        return bool(self.changed_buffers)
 
 
 class Reference:
@@ -145,6 +158,14 @@ class Reference:
             kwargs,
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
+
+    def watch_state(self) -> StateWatch:
+        """Return an object that finds what a forward changes, inside an isolation."""
+        reached, other_modules, containers = self._outside_state
+        names = self._partition.names()
+        names.update({module: type(module).__name__ for module in other_modules})
+        outside = [*reached.variables, *(Variable(None, _UNNAMED, c) for c in containers)]
+        return StateWatch(names, set(other_modules), outside, self._write_log)
 
     def take_snapshot(self) -> StateSnapshot:
         """Return a record of the modules as they are, in which a backward can run later."""
@@ -228,24 +249,14 @@ class Reference:
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
         before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
-        values_before = _read_attributes(self._model_modules)
         with cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target)
         buffers = self._digest_buffers()
-        changed = any(before.get(key) != digest for key, digest in buffers.items())
+        changed = frozenset([k for k, digest in buffers.items() if before.get(k) != digest])
         now = read_plain_attributes(self._model_modules)
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        left = [key for key, digest in buffers.items() if before.get(key) != digest]
-        left = [key for key in left if not has_write_only_buffers(key[0])]
-        values_after = _read_attributes(self._model_modules).items()
-        left += [key for key, value in values_after if not _is_same(values_before.get(key), value)]
-        names = self._partition.names()
-        left_state = [f"{names.get(module, '')}.{name}".lstrip(".") for module, name in left]
-        left_state += ["a parameter"] * self._write_log.has_written
-        return ReferenceForward(
-            values, has_drawn, buffers, changed, counted, tuple(left_state), self._adds_losses
-        )
+        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -385,28 +396,92 @@ def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, An
     }
 
 
-def _read_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
-    """Return the attributes of modules that are not PyTorch's own."""
-    return {
-        (module, name): (value, _measure(value))
-        for module in modules
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-    }
+class StateWatch:
+    """Finds the state that a forward changes, so that the next one may compute with it.
+
+    Args:
+        names: The modules, and their names.
+        other_modules: Those that are not part of the model: of its loss.
+        variables: Variables outside of modules.
+        write_log: Tells which parameters were written to.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        other_modules: set[nn.Module],
+        variables: Sequence[Variable],
+        write_log: _WriteLog,
+    ) -> None:
+        self._names, self._other_modules = names, other_modules
+        self._variables, self._write_log = variables, write_log
+        self._copier = StructureCopier(clone_state)
+        self._before = self._read()
+        for _, value in self._before.values():
+            self._copier(value)
+        self._host_generators = StateSnapshot(())
+        for value in self._copier.list_originals():
+            if _is_host_generator(value):
+                self._host_generators.record(value)
+
+    def _read(self) -> dict[Any, tuple[str, Any]]:
+        """Return the name and value of each attribute and variable."""
+        values: dict[Any, tuple[str, Any]] = {}
+        for module, prefix in self._names.items():
+            if isinstance(module, DeferredStatsBatchNorm):
+                continue  # its attributes are the sums of the micro-batches so far
+            tables = [vars(module)]
+            if module in self._other_modules:  # those of the model have digests
+                tables.append(module._buffers)
+            for name, value in ((n, v) for table in tables for n, v in table.items()):
+                if name not in MODULE_INTERNALS:
+                    values[module, name] = f"{prefix}.{name}".lstrip("."), value
+        for index, variable in enumerate(self._variables):
+            values[index] = variable.name, variable.read()
+        return values
+
+    def rewind_generators(self) -> None:
+        """Set the random generators of the model back, so that the next forward draws the same."""
+        self._host_generators.restore()
+        for generator, state in self._write_log.generators.items():
+            generator.set_state(state)
+
+    def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
+        """Return the names of the state that has changed, if a later forward may compute with it.
+
+        BatchNorm in training writes its running statistics, and does not compute with them.
+        """
+        names = sorted(
+            f"{self._names[module]}.{name}".lstrip(".")
+            for module, name in changed_buffers
+            if not (has_write_only_buffers(module) and name in _RUNNING_STATISTICS)
+        )
+        written = self._write_log.find_written()
+        names += [
+            f"{prefix}.{name}".lstrip(".")
+            for module, prefix in self._names.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and _get_storage_address(parameter) in written
+        ]
+        now = self._read()
+        for key in {**self._before, **now}:
+            name, value = now.get(key, ("", None))
+            old_name, old = self._before.get(key, ("", None))
+            is_same = value is old or (type(value) in SCALARS and value == old)
+            if isinstance(value, torch.Generator) or _is_host_generator(value):
+                continue
+            if not is_same or self._copier.has_changed(value):
+                names.append(name or old_name)
+        return list(dict.fromkeys(name for name in names if name != _UNNAMED)) or names[:1]
 
 
-def _measure(value: Any) -> Any:
-    """Return a number that shows whether a value is changed in place: its version, or length."""
-    if isinstance(value, Tensor):
-        return 0 if value.is_inference() else value._version
-    return len(value) if isinstance(value, list | dict | set | deque) else 0
+_UNNAMED = "a variable outside of the modules"
+_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
-def _is_same(before: Any, after: Any) -> bool:
-    if before is None or before[1] != after[1]:
-        return False
-    is_plain = isinstance(after[0], int | float | str)
-    return before[0] is after[0] or (is_plain and bool(before[0] == after[0]))
+def _is_host_generator(value: Any) -> bool:
+    is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
+    return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
 
 
 class _WriteLog(CompileFriendlyDispatchMode):
@@ -437,17 +512,20 @@ class _WriteLog(CompileFriendlyDispatchMode):
                 self._copy_before_write(tensor)
         return func(*args, **kwargs)
 
-    @property
-    def has_written(self) -> bool:
-        """Whether an operation has written to a parameter."""
-        return bool(self._copies)
-
     def _copy_before_write(self, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):
             return
         address = _get_storage_address(tensor)
         if address in self._by_storage and address not in self._copies:
             self._copies[address] = self._by_storage[address].detach().clone()
+
+    def find_written(self) -> set[int]:
+        """Return the addresses of the parameters that hold other numbers now."""
+        return {
+            address
+            for address, copy in self._copies.items()
+            if not torch.equal(self._by_storage[address], copy)
+        }
 
     # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
     # threads share.

@@ -65,7 +65,7 @@ from penstock.stage.loss import (
 )
 from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage
-from penstock.torch_compat import is_parametrization_cached
+from penstock.torch_compat import is_forward_ad_enabled, is_parametrization_cached
 
 # ---- results -------------------------------------------------------------------------------------
 
@@ -163,6 +163,11 @@ class PreparedPipe:
                 "a pipe was called inside torch.nn.utils.parametrize.cached(). Its cache holds one "
                 "tensor for all threads, micro-batches and recomputations, and most of them need "
                 "one with a graph of their own. Call the pipe outside of the context."
+            )
+        if is_forward_ad_enabled():
+            raise RunError(
+                "a pipe was called in forward-mode AD (torch.autograd.forward_ad, torch.func.jvp), "
+                "whose tangents do not pass from stage to stage. Call the model itself for them."
             )
         model = self.partial_model() if torch.is_grad_enabled() else None
         if model is not None and vars(model).get("forward") is not refuse_forward:

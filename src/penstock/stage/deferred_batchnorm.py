@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from typing import Any, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.errors import ArgumentError
 from penstock.stage.recompute import is_recomputing
 from penstock.stage.stage import Stage
-from penstock.torch_compat import BatchNormBase
+from penstock.state_copy import MODULE_INTERNALS
+from penstock.torch_compat import BatchNormBase, NormBase
 
 
 class DeferredStatsBatchNorm(BatchNormBase):
@@ -62,7 +65,8 @@ class DeferredStatsBatchNorm(BatchNormBase):
                 input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
             )
         self._check_input_dim(input)
-        if not is_recomputing():  # its forward has counted this micro-batch
+        # The forward of a recomputation has counted this micro-batch.
+        if self.track_running_stats and not is_recomputing():
             self._accumulate_microbatch(input)
         return functional.batch_norm(
             input, None, None, self.weight, self.bias, training=True, eps=self.eps
@@ -129,6 +133,12 @@ class DeferredStatsBatchNorm(BatchNormBase):
             return module
         if isinstance(module, BatchNormBase) and module.track_running_stats:
             return cls._from_batch_norm(module, chunks)
+        if isinstance(module, NormBase) and module.track_running_stats:
+            raise ArgumentError(
+                f"deferred_batch_norm=True is for BatchNorm, and {type(module).__name__} has "
+                "track_running_stats=True, too: its statistics would advance once for each "
+                "micro-batch. Leave one of the two options out."
+            )
         children = {
             name: child and cls.convert_deferred_batch_norm(child, chunks)
             for name, child in module._modules.items()
@@ -146,7 +156,54 @@ class DeferredStatsBatchNorm(BatchNormBase):
             new.weight, new.bias = module.weight, module.bias
         for name, buffer in module._buffers.items():
             new.register_buffer(name, cast(Any, buffer))
+        tables = vars(module).items()
+        vars(new).update({name: table for name, table in tables if name.endswith("_hooks")})
         return new.train(module.training)
+
+
+class SharedSettings:
+    """The settings of modules and of the copies that a conversion has made of them.
+
+    Settings are attributes such as `training` and `momentum`. Users set them on the model that they
+    passed or on the pipe, and both must see them, as they do without a conversion.
+
+    Args:
+        module: The module that was converted.
+        converted: The module with copies in it.
+    """
+
+    def __init__(self, module: nn.Module | None = None, converted: nn.Module | None = None) -> None:
+        # Weak references: on a rank, a pipe keeps the layers of its own stages only.
+        self._pairs: list[tuple[ReferenceType[nn.Module], ReferenceType[nn.Module]]] = []
+        if module is not None and converted is not None:
+            copies = dict(converted.named_modules(remove_duplicate=False))
+            self._pairs = [
+                (ref(original), ref(copies[name]))
+                for name, original in module.named_modules()
+                if copies[name] is not original
+            ]
+        self._last = [self._read(original) for original, _ in self._pairs]
+
+    def __reduce__(self) -> tuple[type[SharedSettings], tuple[()]]:
+        return SharedSettings, ()  # a copy of a pipe does not follow the model
+
+    def sync(self) -> None:
+        """Give both sides the settings that were changed on one of them since the last time."""
+        for index, (original, copied) in enumerate(self._pairs):
+            ours, theirs = self._read(original), self._read(copied)
+            last, model, pipe_module = self._last[index], original(), copied()
+            if model is None or pipe_module is None:
+                continue
+            for name, value in ours.items():
+                if name not in theirs or value is not last.get(name):
+                    vars(pipe_module)[name] = value
+                elif theirs[name] is not value:
+                    vars(model)[name] = theirs[name]
+            self._last[index] = self._read(original)
+
+    def _read(self, module: ReferenceType[nn.Module]) -> dict[str, Any]:
+        attributes = getattr(module(), "__dict__", {}).items()  # None has no attributes
+        return {k: v for k, v in attributes if k == "training" or k not in MODULE_INTERNALS}
 
 
 def find_deferred_batch_norms(stages: Iterable[Stage]) -> list[DeferredStatsBatchNorm]:

@@ -75,6 +75,7 @@ from penstock.stage.recompute import (
     exclude_written,
     find_changed,
     find_written,
+    is_checkpointing,
     mark_checkpointing,
     mark_recomputing,
     restore_attributes,
@@ -205,6 +206,7 @@ class StageRunner:
         self._is_observed = False
         # The outputs of the model that the loss of the last stage has taken.
         self._model_outputs: list[Any] = getattr(stage.compute, "model_outputs", [])
+        self._has_loss = hasattr(stage.compute, "model_outputs")
 
     @property
     def has_drawn(self) -> bool:
@@ -679,7 +681,10 @@ class StageRunner:
             outputs = self.stage.compute(values)
         # A layer that draws from its own generator is refused in a forward that will be recomputed,
         # so the mode has to stay: it is not known whether this stage draws.
-        if rng_mode is not None and (rng_mode.has_drawn or not rng_mode.used_own_generator):
+        is_known = rng_mode is not None and not rng_mode.used_own_generator
+        # Neither is it known before a loss has run, which runs in the recomputation.
+        is_known &= not (self._has_loss and is_checkpointing())
+        if rng_mode is not None and (rng_mode.has_drawn or is_known):
             behavior.draws_random = rng_mode.has_drawn or bool(behavior.draws_random)
         if rng_mode is not None and self._is_observed:
             behavior.uses_empty = rng_mode.used_empty
@@ -700,7 +705,9 @@ class StageRunner:
                 "take turns. Draw with torch, whose random numbers are repeated."
             )
         self.used_host_generators |= host_rng.used
-        self._behavior.draws_host_random = bool(host_rng.used or self._behavior.draws_host_random)
+        if host_rng.used or not (self._has_loss and is_checkpointing()):
+            has_drawn = bool(host_rng.used or self._behavior.draws_host_random)
+            self._behavior.draws_host_random = has_drawn
         if not self._behavior.draws_host_random:
             self._host_rng = None
 
