@@ -32,6 +32,7 @@ from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
 from penstock.errors import RunError
+from penstock.microbatch import move_to_device
 from penstock.model.framework_attributes import (
     MODEL_ATTRIBUTES,
     ModelForward,
@@ -386,6 +387,8 @@ class Pipe(nn.Module):
         loss_fn = build_example_loss(self.loss_fn, target is not None)
         named = dict(example) if isinstance(example, Mapping) else {}
         inputs = () if named else example if isinstance(example, tuple) else (example,)
+        # An example may be where the model was. A batch has to be on the device of the first stage.
+        inputs = move_to_device(inputs, placed_partition.stage_devices[0])
         prepared = self._prepare(placed_partition, request.schedule, None, request.chunks)
         prepared = replace(prepared, layers=placed_partition.partition.children())
         step = replace(
