@@ -85,7 +85,7 @@ from penstock.runtime.request import Request
 from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
-from penstock.schedules.lowering import Recomputation, resolve_recomputation
+from penstock.schedules.lowering import CHECKPOINT_MODES, Recomputation, resolve_recomputation
 from penstock.schedules.notation import dumps
 from penstock.schedules.registry import (
     ScheduleLike,
@@ -254,7 +254,7 @@ class Pipe(nn.Module):
             self.reduction, self.runtime, self.audit = reduction, runtime, audit
             # `nn.Module.__setattr__` would register a loss that is a module as a child.
             self.__dict__["loss_fn"] = loss_fn
-            self._shared_settings = SharedSettings()
+            self._shared_settings: SharedSettings | None = None
             if deferred_batch_norm:
                 converted = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
                 self._shared_settings = SharedSettings(module, converted)
@@ -404,14 +404,17 @@ class Pipe(nn.Module):
         self, inputs: tuple[Any, ...] = (), keyword_inputs: Mapping[str, Any] = {}, **arguments: Any
     ) -> Request:
         """Return a request with the arguments of a call and the options of the pipe."""
-        self._shared_settings.sync()
+        if self._shared_settings is not None:
+            self._shared_settings.sync()
+        checkpoint = self.checkpoint
+        if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINT_MODES:
+            stages = len(self._placed_partition.placement)
+            checkpoint = resolve_recomputation(checkpoint, stages, self.chunks)
         return Request(
             inputs,
             keyword_inputs,
             chunks=self.chunks,
-            checkpoint=resolve_recomputation(
-                self.checkpoint, len(self._placed_partition.placement), self.chunks
-            ),
+            checkpoint=checkpoint,
             training=self.training,
             runtime=self.runtime,
             reduction=self.reduction,
@@ -510,8 +513,8 @@ class Pipe(nn.Module):
             self._enclosing_ddp.check_step_allowed()
         if scale is not None and self._placed_partition.partition.has_input("scale"):
             keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
-        scale = 1.0 if scale is None else scale
-        check_scale(scale)
+        if scale is not None:
+            check_scale(scale)
         request = self._build_step_request(
             inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
         )
@@ -528,7 +531,7 @@ class Pipe(nn.Module):
         outputs: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
     ) -> Request:
         if loss_fn is None:
             loss_fn = self.loss_fn
@@ -547,7 +550,7 @@ class Pipe(nn.Module):
             return_outputs=outputs,
             scaler=scaler,
             optimizer=optimizer,
-            scale=scale,
+            scale=1.0 if scale is None else scale,
             uses_model_loss=loss_fn is None,
         )
 
@@ -992,9 +995,13 @@ class Pipe(nn.Module):
         Returns:
             The pipe.
         """
-        self._shared_settings.sync()  # the model may have been set to another mode before
-        super().train(mode)
-        self._shared_settings.sync()
+        settings = self._shared_settings
+        if settings is None:
+            super().train(mode)
+        else:
+            settings.sync()  # the model may have been set to another mode before
+            super().train(mode)
+            settings.sync()
         for module in self._placed_partition.partition.wrapper_modules:
             module.training = mode
         return self

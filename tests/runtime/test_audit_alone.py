@@ -35,7 +35,7 @@ from penstock.runtime import autograd_call, step
 from penstock.stage import loss as loss_module
 from penstock.stage import recompute, stage_runner, weight_grad
 from penstock.stage.caller_context import CallerContext
-from penstock.stage.repeat_check import RepeatCheck
+from penstock.stage.recompute import RepeatCheck
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.stage_runner import StageRunner
 from penstock.torch_compat import NormBase

@@ -35,7 +35,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan is expected to do.
+    """The forecast of a plan: what it is expected to do.
 
     Attributes:
         step: The seconds of one step by itself.
@@ -66,7 +66,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is proved about a plan.
+    """The certificate of a plan: what is proved about it.
 
     Attributes:
         bound: No plan in the searched space takes fewer seconds.

@@ -65,6 +65,7 @@ from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
+    get_dispatch_modes,
     get_eager_function,
     get_global_hook_ids,
     get_saved_tensor_hooks,
@@ -947,8 +948,10 @@ def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReductio
     is_compiled = unwrap_compiled(request.loss_fn) is not request.loss_fn
     if reduction.target_counter is not None or is_compiled or get_eager_function(request.loss_fn):
         return False
-    is_capturing = any(map(is_captured, pipe.placed_partition.stage_devices.values()))
-    return call.is_local and not (running.is_running or is_inside_cell() or is_capturing)
+    devices = pipe.placed_partition.stage_devices.values()
+    is_capturing = any(device.type != "cpu" and is_captured(device) for device in devices)
+    is_layer = bool(get_dispatch_modes()) and is_inside_cell()  # of another pipe
+    return call.is_local and not (running.is_running or is_layer or is_capturing)
 
 
 def check_whole_loss(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.data_parallel.dtensor import to_local
 from penstock.device.accelerator import has_double_precision
-from penstock.stage.repeat_check import multiply_by_fixed_vector
+from penstock.stage.recompute import multiply_by_fixed_vector
 
 K = TypeVar("K", bound=Hashable)
 

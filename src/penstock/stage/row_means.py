@@ -36,7 +36,7 @@ def _split_names(text: str) -> frozenset[str]:
 
 
 class Kind(Enum):
-    """How a tensor depends on the rows of the batch."""
+    """A description of how a tensor depends on the rows of the batch."""
 
     CONSTANT = auto()
     ROWS = auto()

@@ -71,7 +71,10 @@ from penstock.stage.recompute import (
     AttributeSnapshot,
     AttributeWatch,
     BufferSnapshot,
+    Product,
+    RepeatCheck,
     checksum,
+    compute_product,
     exclude_written,
     find_changed,
     find_written,
@@ -83,7 +86,6 @@ from penstock.stage.recompute import (
     snapshot_attributes,
     snapshot_buffers,
 )
-from penstock.stage.repeat_check import Product, RepeatCheck, compute_product
 from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, RunError
-from penstock.stage.repeat_check import RepeatCheck, compute_product
+from penstock.stage.recompute import RepeatCheck, compute_product
 from penstock.stage.stage import Stage
 from tests.support import Do, each_door, each_runtime
 
@@ -170,7 +170,7 @@ def test_numbers_on_a_device_are_read_at_the_end(monkeypatch: pytest.MonkeyPatch
     check = RepeatCheck(Stage(3, ("0",), (), lambda _: {}, ("Linear",)), has_low_precision=False)
     original: Any = compute_product
     monkeypatch.setattr(
-        "penstock.stage.repeat_check.compute_product", lambda t: torch.tensor(original(t))
+        "penstock.stage.recompute.compute_product", lambda t: torch.tensor(original(t))
     )
     for factor in (1.0, 3.0):
         check.compare(2, [torch.tensor(original(torch.ones(4)))], [torch.ones(4) * factor])
