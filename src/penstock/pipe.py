@@ -49,6 +49,7 @@ from penstock.model.placement import (
     place_model,
 )
 from penstock.model.planner import build_process_request, replan, wants_plan
+from penstock.model.report import format_summary
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
@@ -665,7 +666,9 @@ class Pipe(nn.Module):
         >>> "2 stages" in pipe.summary()
         True
         """
-        lines = [str(self._placed_partition.partition)]
+        # The cut of a plan follows from measurements that the report does not have.
+        outline = self._placed_partition.partition.outline
+        lines = [format_summary(outline, with_advice=self._plan is None)]
         if self._memory_forecast is not None:
             caps = self._placed_partition.memory
             lines.append(f"memory   {self._memory_forecast.describe(caps)}")

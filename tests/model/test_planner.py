@@ -93,6 +93,7 @@ def test_pipe_with_only_an_example_makes_a_plan(monkeypatch: pytest.MonkeyPatch)
     pipe = Pipe(stack(), 4, example=X, schedule="1f1b", loss_fn=mse_loss)
     assert (len(pipe._placed_partition.devices), pipe.chunks) == (2, 4)
     assert "plan     1f1b, 2 stages on 2 ranks, 4 micro-batches" in pipe.summary()
+    assert "advice" not in pipe.summary()  # it said that nothing was measured
     with pytest.raises(ArgumentError, match="a plan decides what to recompute"):
         Pipe(stack(), 4, "always", example=X)
 

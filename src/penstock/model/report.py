@@ -26,8 +26,8 @@ IMBALANCE_THRESHOLD = 1.25  # advise another cut if a stage takes this many time
 LARGE_SKIP_RATIO = 3.0  # advise on a skip that is this many times the usual transfer
 
 
-def format_summary(summary: ModelSummary) -> str:
-    """Return the whole report."""
+def format_summary(summary: ModelSummary, with_advice: bool = True) -> str:
+    """Return the whole report, or all of it but the advice."""
     lines = [_format_title(summary), "", *_format_table(summary), ""]
     sends = [
         f"stage {transfer.src} to {transfer.dst}: {_format_value(transfer)}"
@@ -39,7 +39,7 @@ def format_summary(summary: ModelSummary) -> str:
         ("skips", _merge_duplicates(list(_format_skips(summary)))),
         ("shared", list(_format_shared_parameters(summary))),
         ("slowest" if summary.is_measured else "largest", [_format_slowest_stage(summary)]),
-        ("advice", [suggest_improvement(summary)]),
+        ("advice", [suggest_improvement(summary)] if with_advice else []),
     ):
         lines += _format_section(heading, entries)
     return "\n".join(lines)
