@@ -24,10 +24,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import MicrobatchRows, gather
+from penstock.microbatch import gather
 from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -50,12 +50,13 @@ from penstock.runtime.audit_reference import (
     read_plain_attributes,
     running,
 )
+from penstock.runtime.audit_rows import SPLIT_CURE, SPLIT_ROUNDING, RowsCheck
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
-from penstock.stage.loss import LossExtras, LossFn, LossReduction, identify_loss
+from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
@@ -81,27 +82,51 @@ _log = logging.getLogger("penstock")
 # ---- which calls are audited ---------------------------------------------------------------------
 
 
+class AuditChoice(NamedTuple):
+    """What is audited in a call.
+
+    Attributes:
+        kind: The kind of the call.
+        compares_model: Whether it is compared with the unsplit model.
+        compares_groups: Whether groups of rows are compared together and apart.
+    """
+
+    kind: Any
+    compares_model: bool
+    compares_groups: bool
+
+
 @dataclass
 class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
     _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
+    _calls_by_kind: Counter[Any] = field(default_factory=Counter)
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
 
-    def select(self, request: Request, inputs: StageInputs) -> Any:
-        """Return the kind of the call if it should be audited, or else None."""
+    def select(self, request: Request, inputs: StageInputs) -> AuditChoice | None:
+        """Return what should be audited in a call, or None."""
         if request.audit == "off" or running.is_running:
             return None
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
         kind = self.identify(request, inputs)
+        self._calls_by_kind[kind] += 1
+        calls = self._calls_by_kind[kind]
+        if kind not in self._audited_kinds:
+            return AuditChoice(kind, compares_model=True, compares_groups=False)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        return kind if kind not in self._audited_kinds or is_due else None
+        # In calls 2, 8, 32, ...: what rows have in common may change, and costs little then.
+        is_power_of_two = not calls & (calls - 1)
+        has_grown = is_power_of_two and calls.bit_length() % 2 == 0
+        if is_due or has_grown:
+            return AuditChoice(kind, compares_model=is_due, compares_groups=True)
+        return None
 
     def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
@@ -239,11 +264,19 @@ class Audit:
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
-            placed.partition, devices, request, inputs.rows, peek_seed(), reduction, self._digester
+            placed.partition, devices, request, inputs, peek_seed(), reduction, self._digester
         )
         autocast = execution.context.autocast_dtypes
         self._rounding = find_rounding(
             [dtype for _, dtype in autocast] + self._reference.list_dtypes()
+        )
+        self._rows_check = RowsCheck(
+            self._reference,
+            inputs,
+            reduction,
+            self.microbatch,
+            self._rounding,
+            self._name_parameters(),
         )
         self._forward: ReferenceForward | None = None
         self._reference_grads: dict[int, Digest] = {}
@@ -268,8 +301,8 @@ class Audit:
         """
         try:
             with self._reference.isolate():
-                batch = self._reference.take_batch(self._find_rows(self.microbatch))
-                counted = self._get_counted_targets(self.microbatch)
+                batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
+                counted = self._reference.get_counted_targets(self.microbatch)
                 state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 watch = self._reference.watch_state()
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
@@ -287,7 +320,9 @@ class Audit:
                     "orders"
                 )
                 return
-            self._compare_parts(forward)
+            self._split_problem = self._split_problem or self._rows_check.compare_two_rows(forward)
+            if forward.has_own_gradients and self._split_problem is None:
+                self._split_problem = self._rows_check.compare_groups()
             if keeps_state:
                 self._compare_loss_orders()
             self._forward = forward
@@ -336,8 +371,8 @@ class Audit:
             )
 
     def _run_microbatch(self, microbatch: int) -> ReferenceForward:
-        batch = self._reference.take_batch(self._find_rows(microbatch))
-        counted = self._get_counted_targets(microbatch)
+        batch = self._reference.take_batch(self._reference.find_rows(microbatch))
+        counted = self._reference.get_counted_targets(microbatch)
         return self._reference.run_forward(batch, microbatch, counted)
 
     def _digest_results(self, forward: ReferenceForward) -> dict[Any, Digest]:
@@ -359,9 +394,9 @@ class Audit:
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
-                self._reference.take_batch(self._find_rows(self.next_microbatch)),
+                self._reference.take_batch(self._reference.find_rows(self.next_microbatch)),
                 self.next_microbatch,
-                self._get_counted_targets(self.next_microbatch),
+                self._reference.get_counted_targets(self.next_microbatch),
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
         self._next_outputs = self._digest_by_path(value)
@@ -373,8 +408,8 @@ class Audit:
         for order in ((first, second), (second, first)):
             with self._reference.isolate(), torch.no_grad():
                 for microbatch in order:
-                    batch = self._reference.take_batch(self._find_rows(microbatch))
-                    counted = self._get_counted_targets(microbatch)
+                    batch = self._reference.take_batch(self._reference.find_rows(microbatch))
+                    counted = self._reference.get_counted_targets(microbatch)
                     self._reference.run_forward(batch, microbatch, counted)
                 states.append(self._reference.digest_loss_state())
         if any(
@@ -388,17 +423,6 @@ class Audit:
                 "the last stage. Use a schedule such as '1f1b', or checkpoint='never', which take "
                 "them in order."
             )
-
-    def _find_rows(self, microbatch: int) -> tuple[int, int]:
-        counts = self._inputs.rows.counts
-        start = sum(counts[:microbatch])
-        return start, start + (counts[microbatch] if counts else 0)
-
-    def _get_counted_targets(self, microbatch: int) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts, if it is known how it does."""
-        if self._reduction is None or self._request.target or not self._inputs.has_target:
-            return None
-        return self._inputs.targets[microbatch]
 
     def _note_outputs(self, values: tuple[Any, ...], loss: LossAccumulator | None) -> None:
         tensors, layout = flatten_values(values)
@@ -650,14 +674,19 @@ class Audit:
         try:
             with torch.no_grad():
                 with self._reference.isolate():
-                    batch = self._reference.take_batch(self._find_rows(self.microbatch))
-                    counted = self._get_counted_targets(self.microbatch)
+                    batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
+                    counted = self._reference.get_counted_targets(self.microbatch)
                     forward = self._reference.run_forward(batch, self.microbatch, counted)
-                self._compare_parts(forward)
+                self._split_problem = self._rows_check.compare_two_rows(forward)
         except Exception as error:
             close_failed_checkpoints(error)
             self._failure = error
         self._has_reference()
+        self._finish()
+
+    def check_groups(self) -> None:
+        """Find out whether groups of rows depend on each other, before a call that is not new."""
+        self._split_problem = self._rows_check.compare_groups()
         self._finish()
 
     def check_whole_loss(
@@ -678,158 +707,13 @@ class Audit:
         numbers = [float(item.loss) for item in losses.microbatch_losses]
         size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
         distance = abs(float(total) - float(whole))
-        if distance <= _SPLIT_ROUNDING.get(total.dtype, 1e-8) * size or not math.isfinite(distance):
+        if distance <= SPLIT_ROUNDING.get(total.dtype, 1e-8) * size or not math.isfinite(distance):
             return
         self._auditor.forget(self._kind)
         self._fail(
             f"the losses of the micro-batches combine to {float(total):.6g}, but the loss of the "
-            f"whole batch is {float(whole):.6g}. {_SPLIT_CURE}"
+            f"whole batch is {float(whole):.6g}. {SPLIT_CURE}"
         )
-
-    # ---- parts of the micro-batch --------------------------------------------------------------
-
-    def _compare_parts(self, whole: ReferenceForward) -> None:
-        """Find out whether the results of two parts combine to that of both together."""
-        start, stop = self._find_rows(self.microbatch)
-        if self._inputs.chunks < 2 or sum(self._inputs.rows.counts) < 2:
-            return
-        # Random numbers and statistics of the batch differ between whole and parts on purpose.
-        needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
-        # Two rows show as much as all, and take less time: those of which a loss may count most
-        # differently, wherever they are. The forward of all has run already.
-        pair = self._reference.find_unlike_rows()
-        if stop - start < 2:
-            pair = pair or (0, 1)
-        is_small = pair is not None or needs_eval or stop - start >= 8
-        if pair is not None:
-            ranges = [(row, row + 1) for row in pair]
-        else:
-            stop = start + 2 if is_small else stop
-            middle = (start + stop) // 2
-            ranges = [(start, middle), (middle, stop)]
-        # Not every model runs on so few rows, and a row by itself has no deviation, say. The
-        # micro-batches of the pipe are large enough.
-        attempts = (ranges, None if is_small else whole), (self._find_two_microbatches(), None)
-        for parts, together in attempts:
-            try:
-                self._split_problem = self._try_split(parts, together, needs_eval)
-                return
-            except Exception as error:
-                close_failed_checkpoints(error)
-        # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
-        every_microbatch = [self._find_rows(index) for index in range(self._inputs.chunks)]
-        try:
-            if self._try_split(every_microbatch, None, needs_eval) is not None:
-                self._split_problem = _SPLIT_INPUT_PROBLEM
-        except Exception as error:
-            close_failed_checkpoints(error)
-
-    def _find_two_microbatches(self) -> list[tuple[int, int]]:
-        """Return the rows of the audited micro-batch and of one beside it, in order."""
-        first = min(self.microbatch, self._inputs.chunks - 2)
-        return [self._find_rows(first), self._find_rows(first + 1)]
-
-    def _try_split(
-        self, ranges: Sequence[tuple[int, int]], whole: ReferenceForward | None, in_eval_mode: bool
-    ) -> str | None:
-        """Return how the results of some parts differ from that of all together, or None.
-
-        `whole` is the forward of all, if it has run already.
-        """
-        # In the mode of the forward that they are compared with: x.requires_grad depends on it.
-        with torch.set_grad_enabled(whole is not None and torch.is_grad_enabled()):
-            forwards = [self._run_rows([rows], in_eval_mode) for rows in ranges]
-            together = whole or self._run_rows(ranges, in_eval_mode)
-            if any(forward.has_drawn for forward in (*forwards, together)):
-                return None
-            counts = tuple([stop - start for start, stop in ranges])
-            part_rows = self._inputs.rows._replace(counts=counts)
-            return self._find_split_problem(forwards, together, part_rows)
-
-    def _run_rows(self, ranges: Sequence[tuple[int, int]], in_eval_mode: bool) -> ReferenceForward:
-        with self._reference.isolate():  # each forward begins with the same state
-            if in_eval_mode:
-                for module in self._reference.modules:
-                    module.training = False
-            return self._reference.run_forward(
-                self._reference.take_batch(*ranges), self.microbatch, self._split_targets(ranges)
-            )
-
-    def _split_targets(self, ranges: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts, of some rows."""
-        pieces = []
-        for start, stop in ranges:
-            ends = accumulate(self._inputs.rows.counts)
-            microbatch = next(index for index, end in enumerate(ends) if start < end)
-            counted = self._get_counted_targets(microbatch)
-            if counted is None:
-                return None
-            begin, end = self._find_rows(microbatch)
-            (target,) = counted
-            times = len(target) // (end - begin)
-            pieces.append(target[(start - begin) * times : (stop - begin) * times])
-        return (torch.cat(pieces),)
-
-    def _find_split_problem(
-        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
-    ) -> str | None:
-        """Return how the combined results of the parts differ from that of both together.
-
-        Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
-        """
-        if self._reduction is not None:
-            if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
-                return None  # auxiliary losses share the weight of the loss, and not the rows
-            losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
-            total = self._combine_losses([whole], MicrobatchRows((1,)))
-            combined = self._combine_losses(parts, rows)
-            distance = abs(float(combined - total))
-            size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-            tolerance = _SPLIT_ROUNDING.get(total.dtype, 1e-8)
-            if math.isfinite(total) and not math.isfinite(distance):
-                raise _NotFiniteError
-            if not math.isfinite(total) or distance <= tolerance * size:
-                return None
-            return (
-                "the losses of two parts of the batch, "
-                f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
-                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
-                f"{_SPLIT_CURE}"
-            )
-        shares: Sequence[float] = rows.fractions() if self._inputs.loss_shares else ()
-        if all(share == 1 for share in self._inputs.loss_shares):  # the losses are added
-            shares = [1.0] * len(shares)
-        merged = replace(self._inputs, rows=rows, loss_shares=shares).merge_outputs(
-            [part.values[0] for part in parts]
-        )
-        expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
-        is_counted = any(isinstance(share, Tensor) for share in self._inputs.loss_shares)
-        for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
-            other = expected.get(path)
-            if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
-                continue  # the pipe returns a list, with an entry for each micro-batch
-            if not leaf.dim() and is_counted:
-                continue  # weighted by labels; not by the rows of the parts
-            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
-                if not torch.equal(leaf.isnan(), other.isnan()):
-                    raise _NotFiniteError
-                continue
-            return (
-                f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
-                f"two parts, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
-                f"a whole, which has shape {tuple(other.shape)}. So the output depends on how the "
-                "batch is split: it has no rows on dim 0, is a number other than a mean over "
-                "rows, or mixes rows. Return what has rows, or use chunks=1."
-            )
-        return None
-
-    def _combine_losses(self, parts: Sequence[ReferenceForward], rows: MicrobatchRows) -> Tensor:
-        assert self._reduction is not None
-        accumulator = LossAccumulator(self._reduction, rows.fractions(), [()] * len(parts))
-        for index, part in enumerate(parts):
-            tensors, layout = flatten_values(part.values)
-            accumulator.compute_output_gradients(index, Payload(tuple(tensors), layout))
-        return accumulator.compute_total_loss()
 
     def _finish(self) -> None:
         """Raise if the parts do not combine. Otherwise calls of this kind are found right.
@@ -850,28 +734,6 @@ def _describe_hidden_output(leaf: Any) -> str:
     )
 
 
-class _NotFiniteError(Exception):
-    """Parts of a batch have results that are not finite, and together they have."""
-
-
-_SPLIT_CURE = (
-    "So the loss of a batch depends on how it is split. It is not a mean over rows: it mixes rows, "
-    "divides by a number that is given, or does not count all targets. Return "
-    "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
-    "if it is a sum. A loss that mixes rows needs chunks=1."
-)
-
-_SPLIT_INPUT_PROBLEM = (
-    "the results of the micro-batches are not those of the whole batch, and the model does not run "
-    "on two micro-batches together. An input with as many rows as the batch by chance, such as a "
-    "table or a mask, was split with it. Wrap it in penstock.NoChunk, or in penstock.Chunk if its "
-    "rows are on another dim."
-)
-
-# Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
-_SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-
-
 def _find_loss_order(program: Program, last_stage: int) -> list[int]:
     """Return the micro-batches in the order of their losses: in F, or in R if there is one."""
     actions = [
@@ -888,16 +750,6 @@ def _find_loss_order(program: Program, last_stage: int) -> list[int]:
     ]
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
-        return True  # an index of a maximum may differ by rounding
-    actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
-    size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
-    distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
-    tolerance = _SPLIT_ROUNDING.get(expected.dtype, 1e-8)
-    return not expected.numel() or float(distance.max()) <= tolerance * size
-
-
 def start_audit(
     pipe: PreparedPipe,
     call: Call,
@@ -909,15 +761,20 @@ def start_audit(
 
     `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
     """
-    kind = pipe.auditor.select(call.request, call.inputs)
-    audit = _build_audit(pipe, call, execution, program, reduction, kind)
-    if audit is not None:
+    choice = pipe.auditor.select(call.request, call.inputs)
+    if choice is None:
+        return None
+    audit = _build_audit(pipe, call, execution, program, reduction, choice.kind)
+    if audit is not None and choice.compares_groups:
+        audit.check_groups()
+    if audit is not None and choice.compares_model:
         loss = None if reduction is None else call.build_loss(execution, reduction)
         assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
         audit.run_reference(loss)
         for worker in execution.workers:
             worker.observer = audit
-    return audit
+        return audit
+    return None
 
 
 def audit_new_terms(

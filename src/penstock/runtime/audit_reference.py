@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from penstock.microbatch import MicrobatchRows, find_unlike_rows, list_tensors, take_rows
+from penstock.microbatch import find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
     isolated,
@@ -27,12 +28,13 @@ from penstock.model.isolation import (
     preserve_gradients,
 )
 from penstock.model.partition import Partition, StageMap
+from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
 from penstock.runtime.digest import Digest, Digester
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
-from penstock.stage.cell_graph import find_graph_leaves
+from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.loss import LossReduction, LossStageFunction
 from penstock.stage.recompute import has_write_only_buffers
@@ -80,6 +82,8 @@ class ReferenceForward(NamedTuple):
         changed_buffers: The buffers that it changed.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
         adds_losses: Whether layers added auxiliary losses.
+        has_own_gradients: Whether its backward is more than the derivatives of its operations: it
+            has hooks or an `autograd.Function`, or leaves something out with `detach`.
     """
 
     values: tuple[Any, ...]
@@ -88,6 +92,7 @@ class ReferenceForward(NamedTuple):
     changed_buffers: frozenset[BufferKey]
     changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
+    has_own_gradients: bool
 
     @property
     def changed_state(self) -> bool:
@@ -102,7 +107,7 @@ class Reference:
         partition: The model, cut.
         devices: The devices of the stages.
         request: The call.
-        rows: How its batch is split.
+        inputs: Its batch, split.
         seed: The seed of its random numbers.
         reduction: How the losses are combined; None for `pipe(x)`.
         digester: Makes the digests.
@@ -113,13 +118,14 @@ class Reference:
         partition: Partition,
         devices: Sequence[torch.device],
         request: Request,
-        rows: MicrobatchRows,
+        inputs: StageInputs,
         seed: int,
         reduction: LossReduction | None,
         digester: Digester,
     ) -> None:
         self._partition, self._devices = partition, devices
-        self._request, self._rows, self._seed = request, rows, seed
+        self._request, self._rows, self._seed = request, inputs.rows, seed
+        self._inputs = inputs
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
         self._adds_losses = False
@@ -135,6 +141,18 @@ class Reference:
         self.hooked_parameters = {
             id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
         }
+
+    def find_rows(self, microbatch: int) -> tuple[int, int]:
+        """Return the first row of a micro-batch, and the one after its last."""
+        counts = self._rows.counts
+        start = sum(counts[:microbatch])
+        return start, start + (counts[microbatch] if counts else 0)
+
+    def get_counted_targets(self, microbatch: int) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts, if it is known how it does."""
+        if self._reduction is None or self._request.target or not self._inputs.has_target:
+            return None
+        return self._inputs.targets[microbatch]
 
     def find_unlike_rows(self) -> tuple[int, int] | None:
         """Return the two rows of the batch of which a loss may count most differently, if any."""
@@ -236,27 +254,33 @@ class Reference:
         batch: tuple[Any, Any, tuple[Any, ...]],
         microbatch: int,
         counted_targets: tuple[Any, ...] | None = None,
+        fixes_draws: bool = False,
     ) -> ReferenceForward:
         """Run the model, and in a step the loss, on a batch that `take_batch` returned.
 
         `counted_targets` are the targets by which the loss is weighted, if those are not the target
-        of the batch.
+        of the batch. With `fixes_draws`, random operations return fixed numbers.
         """
         args, kwargs, target = batch
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
-        cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
+        cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
         before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
-        with cells.emulate(microbatch):
+        with cells.emulate(microbatch), _GradientWatch() as gradient_watch:
             values = self._compute(args, kwargs, counted_targets or target)
+        has_own_gradients = gradient_watch.has_found or has_python_nodes(
+            tensor.grad_fn for tensor in list_tensors(values) if tensor.grad_fn is not None
+        )
         buffers = self._digest_buffers()
         changed = frozenset([k for k, digest in buffers.items() if before.get(k) != digest])
         now = read_plain_attributes(self._model_modules)
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
+        return ReferenceForward(
+            values, has_drawn, buffers, changed, counted, self._adds_losses, has_own_gradients
+        )
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -482,6 +506,23 @@ _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tra
 def _is_host_generator(value: Any) -> bool:
     is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
     return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
+
+
+class _GradientWatch(TorchFunctionMode):
+    """Notes whether a forward says by itself what its gradient is."""
+
+    has_found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and look whether it is one of a few."""
+        if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
+            self.has_found |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+_GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.detach))
 
 
 class _WriteLog(CompileFriendlyDispatchMode):
