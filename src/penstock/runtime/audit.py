@@ -6,7 +6,7 @@ behind (audit_reference.py). While the pipe runs, the audit watches the cells of
 Then it compares:
 
     the loss         of the micro-batch, or the outputs of `pipe(x)`
-    the gradients    that the micro-batch adds to each parameter
+    the gradients    that the micro-batch adds to each parameter, and those of its inputs
     the buffers      after the forward of the micro-batch
     Python numbers   that the forward changes, before and after a recomputation
     the split        the loss, or the outputs, of some rows with those of two parts of them; and
@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import gather
+from penstock.microbatch import gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -221,6 +221,7 @@ class CellRecord:
     gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
     buffers: dict[BufferKey, Digest] = field(default_factory=dict)
     outputs: dict[int, dict[str, Digest]] = field(default_factory=dict)  # of `pipe(x)`, by path
+    output_paths: list[str | None] = field(default_factory=list)  # of the tensors in the output
     recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
 
@@ -280,7 +281,8 @@ class Audit:
         )
         self._forward: ReferenceForward | None = None
         self._reference_grads: dict[int, Digest] = {}
-        self._roots: list[Tensor] = []
+        self._roots: dict[str, Tensor] = {}  # the outputs of the reference, by path
+        self._input_copies: list[Tensor] = []  # the inputs of the reference that need gradients
         # The modules after the forward of the reference: a backward may read their attributes.
         self._state: StateSnapshot | None = None
         self._reference_seed = 1.0
@@ -302,6 +304,9 @@ class Audit:
         try:
             with self._reference.isolate():
                 batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
+                self._input_copies = list(
+                    {id(t): t for t in list_tensors(batch) if t.requires_grad}.values()
+                )
                 counted = self._reference.get_counted_targets(self.microbatch)
                 state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 watch = self._reference.watch_state()
@@ -428,7 +433,7 @@ class Audit:
         tensors, layout = flatten_values(values)
         if loss is None:
             self._reference_outputs = self._digest_by_path(values[0])
-            self._roots, self._state = tensors, self._reference.take_snapshot()
+            self._roots, self._state = _list_by_path(values[0]), self._reference.take_snapshot()
             for leaf in () if layout is None else layout.leaves:
                 if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
                     self._split_problem = _describe_hidden_output(leaf)
@@ -448,10 +453,7 @@ class Audit:
             self._reference_grads = self._reference.run_backward(*zip(*pairs, strict=True))
 
     def _digest_by_path(self, value: Any) -> dict[str, Digest]:
-        leaves = pytree.tree_flatten_with_path(value)[0]
-        return self._digester.digest_all(
-            {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-        )
+        return self._digester.digest_all(_list_by_path(value))
 
     # ---- while the pipe runs -------------------------------------------------------------------
 
@@ -479,6 +481,9 @@ class Audit:
             payload = payloads[OUTSIDE]
             values = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
             record.outputs[action.microbatch] = self._digest_by_path(values[0])
+            if action.microbatch == self.microbatch:
+                paths = {id(tensor): path for path, tensor in _list_by_path(values[0]).items()}
+                record.output_paths = [paths.get(id(tensor)) for tensor in payload.tensors]
         if action.microbatch != self.microbatch:
             return
         if action.op is Op.F:
@@ -564,14 +569,16 @@ class Audit:
             output_gradients: The gradients of the outputs of the micro-batch.
         """
         roots, state = self._roots, self._state
-        self._roots, self._state = [], None
-        if len(roots) != len(output_gradients):
-            return  # it has run before, or the unsplit model returns more than a stage does
-        pairs = [
-            (root, gradient.to(root.device))
-            for root, gradient in zip(roots, output_gradients, strict=True)
-            if gradient is not None and root.requires_grad
-        ]
+        self._roots, self._state = {}, None
+        pairs = []
+        for path, gradient in zip(self._record.output_paths, output_gradients, strict=True):
+            if gradient is None:
+                continue
+            root = roots.get(path or "")
+            if root is None:
+                return  # it has run before, or is an output that the unsplit model does not have
+            if root.requires_grad:
+                pairs.append((root, gradient.to(root.device)))
         if not pairs:
             return
         self._auditor.forget(self._kind)
@@ -598,6 +605,33 @@ class Audit:
             if pair[0] is not zero or pair[1] is not zero:
                 what = f"the gradient of '{name}'"
                 self._compare(what, *pair, is_forward=False, scale=scale, least_size=least_size)
+        self._check_input_gradients(expected, scale)
+
+    def _check_input_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
+        """Compare the gradients of the inputs. Several stages may take one and the same input."""
+        sums: dict[torch.Size, list[Digest]] = {}  # of the pipe, and of the reference
+        copies, self._input_copies = self._input_copies, []
+        zero = Digest(0.0, 0.0)
+        for copy in copies:
+            pair = sums.setdefault(copy.shape, [zero, zero])
+            pair[1] = pair[1].plus(expected.get(id(copy), zero))
+        gradients = {
+            (cell, index): gradient
+            for cell, payload in self._cell_io.input_gradients.items()
+            if cell[1] == self.microbatch
+            for index, gradient in enumerate(payload.tensors)
+            if gradient is not None
+        }
+        for key, digest in self._digester.digest_all(gradients).items():
+            pair = sums.setdefault(gradients[key].shape, [zero, zero])
+            pair[0] = pair[0].plus(digest)
+        largest = max((pair[1].norm for pair in sums.values()), default=0.0)
+        least_size = self._rounding * abs(scale) * largest
+        for shape, (actual, wanted) in sums.items():
+            what = f"the gradient of an input of shape {tuple(shape)}"
+            self._compare(
+                what, actual, wanted, is_forward=False, scale=scale, least_size=least_size
+            )
 
     def _name_parameters(self) -> dict[int, str]:
         return {
@@ -724,6 +758,12 @@ class Audit:
         if problem is not None:
             self._fail(problem)
         self._auditor.note_audited(self._kind, self._term_sizes)
+
+
+def _list_by_path(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of an output by where they are in it."""
+    leaves = pytree.tree_flatten_with_path(value)[0]
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _describe_hidden_output(leaf: Any) -> str:

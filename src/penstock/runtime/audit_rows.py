@@ -339,10 +339,10 @@ class RowsCheck:
             if key in self.reference.hooked_parameters:
                 continue
             digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
-            if digest.find_difference(expected, tolerance, 1 / scale, least_size):
+            if digest.find_difference(expected, tolerance, scale, least_size):
                 return _describe_gradient(f"the gradient of '{name}'")
         # Those of the inputs have other places in the whole, so only their sizes are compared.
-        size = whole.measure_input_gradients() / scale
+        size = whole.measure_input_gradients() * scale
         part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
         if abs(size - part_size) > tolerance * max(size, part_size):
             return _describe_gradient("the gradient of the inputs")
