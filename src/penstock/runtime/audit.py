@@ -343,37 +343,36 @@ class Audit:
         The unsplit model computes every row with the state from before the batch. So the later
         micro-batch runs with that state and with the changed one, and the results must agree.
         """
-        results = []
-        for is_first in (True, False):
+        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
+        expected: dict[Any, Digest] = {}
+        for runs_first, is_ahead in ((False, False), (True, False), (True, True)):
             with self._reference.isolate():
-                if not is_first:
+                if runs_first:
                     watch = self._reference.watch_state()
                     self._run_microbatch(self.microbatch)
                     watch.rewind_generators()
+                    # A layer may go by the number of its calls only when there were many.
+                    if is_ahead and not watch.advance_counters():
+                        return
                 try:
-                    results.append(self._digest_results(self._run_microbatch(microbatch)))
+                    actual = self._digest_results(self._run_microbatch(microbatch))
                 except Exception as error:  # the pipe shows whether it is an error of the model
                     close_failed_checkpoints(error)
                     return
-        expected, actual = results
-        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
-        largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
-        zero = Digest(0.0, 0.0)
-        if any(
-            actual.get(key, zero).find_difference(
-                expected.get(key, zero),
-                self._rounding,
-                least_size=self._rounding * largest if key in parameters else 0.0,
-            )
-            for key in {**expected, **actual}
-            if key in parameters or isinstance(key, str)
-        ):
-            self._state_problem = (
-                f"the forward of a micro-batch changes {', '.join(changes[:4])}, and that of the "
-                "next one computes with it. The unsplit model changes it once for the whole batch, "
-                "after all rows have been computed. Change such state outside of the forward, "
-                "after each step, or use chunks=1."
-            )
+            expected = expected or actual
+            largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
+            zero = Digest(0.0, 0.0)
+            if any(
+                actual.get(key, zero).find_difference(
+                    expected.get(key, zero),
+                    self._rounding,
+                    least_size=self._rounding * largest if key in parameters else 0.0,
+                )
+                for key in {**expected, **actual}
+                if key in parameters or isinstance(key, str)
+            ):
+                self._state_problem = _describe_state(changes, is_ahead)
+                return
 
     def _run_microbatch(self, microbatch: int) -> ReferenceForward:
         batch = self._reference.take_batch(self._reference.find_rows(microbatch))
@@ -390,8 +389,8 @@ class Audit:
         }
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         if roots:
-            ones = [torch.ones_like(root) for root in roots]
-            digests.update(self._reference.run_backward(roots, ones))
+            pairs = [(root, torch.ones_like(root)) for root in roots]
+            digests.update(self._reference.run_backward(pairs))
         return digests
 
     def _run_next_microbatch(self) -> None:
@@ -450,7 +449,7 @@ class Audit:
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
-            self._reference_grads = self._reference.run_backward(*zip(*pairs, strict=True))
+            self._reference_grads = self._reference.run_backward(pairs)
 
     def _digest_by_path(self, value: Any) -> dict[str, Digest]:
         return self._digester.digest_all(_list_by_path(value))
@@ -584,7 +583,7 @@ class Audit:
         self._auditor.forget(self._kind)
         try:
             with self._reference.isolate(state):
-                gradients = self._reference.run_backward(*zip(*pairs, strict=True))
+                gradients = self._reference.run_backward(pairs)
         except Exception as error:
             self._failure = error
             self._has_reference()
@@ -723,6 +722,11 @@ class Audit:
         self._split_problem = self._rows_check.compare_groups()
         self._finish()
 
+    def note_terms(self, sizes: TermSizes) -> None:
+        """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
+        self._term_sizes = sizes
+        self._auditor.note_audited(self._kind, sizes)
+
     def check_whole_loss(
         self, outputs: Mapping[int, tuple[Any, ...]], losses: LossAccumulator
     ) -> None:
@@ -758,6 +762,20 @@ class Audit:
         if problem is not None:
             self._fail(problem)
         self._auditor.note_audited(self._kind, self._term_sizes)
+
+
+def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
+    names = ", ".join(changes[:4])
+    use = (
+        "computes something else once it has grown"
+        if is_ahead
+        else "that of the next one computes with it"
+    )
+    return (
+        f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
+        "it once for the whole batch, after all rows have been computed. Change such state outside "
+        "of the forward, after each step, or use chunks=1."
+    )
 
 
 def _list_by_path(value: Any) -> dict[str, Tensor]:
@@ -822,12 +840,13 @@ def audit_new_terms(
     call: Call,
     execution: Execution,
     program: Program,
-    reduction: LossReduction,
+    reduction: LossReduction | None,
     sizes: TermSizes,
 ) -> None:
-    """Audit the loss of a step that has run, if it has terms that no audited step had.
+    """Audit the loss of a call that has run, if it has terms that no audited call had.
 
-    Parameters do not change before the optimizer, so it is not too late.
+    Parameters do not change before the optimizer, so it is not too late. `reduction` is None for
+    the model's own loss in `pipe(x)`.
     """
     kind = pipe.auditor.find_new_terms(call.request, call.inputs, sizes)
     audit = _build_audit(pipe, call, execution, program, reduction, kind)

@@ -141,6 +141,9 @@ class Reference:
         self.hooked_parameters = {
             id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
         }
+        self._parameter_hooks = [
+            hook for p in parameters if p._backward_hooks for hook in p._backward_hooks.values()
+        ]
 
     def find_rows(self, microbatch: int) -> tuple[int, int]:
         """Return the first row of a micro-batch, and the one after its last."""
@@ -196,7 +199,8 @@ class Reference:
         Looking for it takes as long as the rest of an isolation. Each of the four isolations of an
         audit leaves it as it was, so it is looked for once.
         """
-        reached = find_reachable([*self.modules, self._request.loss_fn])
+        roots = [*self.modules, self._request.loss_fn, *self._parameter_hooks]
+        reached = find_reachable(roots)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
         return reached, other_modules, reached.list_containers()
@@ -270,7 +274,8 @@ class Reference:
         attributes = read_plain_attributes(self._model_modules).items()
         with cells.emulate(microbatch), _GradientWatch() as gradient_watch:
             values = self._compute(args, kwargs, counted_targets or target)
-        has_own_gradients = gradient_watch.has_found or has_python_nodes(
+        has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
+        has_own_gradients = has_own_gradients or has_python_nodes(
             tensor.grad_fn for tensor in list_tensors(values) if tensor.grad_fn is not None
         )
         buffers = self._digest_buffers()
@@ -366,9 +371,14 @@ class Reference:
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
 
     def run_backward(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
     ) -> dict[int, Digest]:
-        """Run the backward, and return the digests of the gradients by id of their parameter."""
+        """Run the backward, and return the digests of the gradients by id of their parameter.
+
+        `pairs` are tensors with their gradients. With `calls_hooks`, the hooks of a parameter
+        change its gradient, as in a real backward.
+        """
+        tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
 
         def note_gradient(leaf: Tensor) -> None:
@@ -386,6 +396,9 @@ class Reference:
         )
         with preserve_gradients(leaves), ExitStack() as hooks:
             for leaf in leaves:
+                own_hooks = self._aliases.get(leaf, leaf)._backward_hooks if calls_hooks else None
+                for hook in (own_hooks or {}).values() if leaf in self._aliases else ():
+                    hooks.callback(leaf.register_hook(hook).remove)
                 hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
             # As in a worker: gradients do not depend on the caller's autocast.
             with no_autocast():
@@ -441,6 +454,12 @@ class StateWatch:
         self._variables, self._write_log = variables, write_log
         self._copier = StructureCopier(clone_state)
         self._before = self._read()
+        self._buffers = {
+            (module, name): float(buffer)
+            for module in names
+            for name, buffer in module._buffers.items()
+            if buffer is not None and _is_counter(buffer)
+        }
         for _, value in self._before.values():
             self._copier(value)
         self._host_generators = StateSnapshot(())
@@ -470,6 +489,38 @@ class StateWatch:
         for generator, state in self._write_log.generators.items():
             generator.set_state(state)
 
+    def advance_counters(self) -> bool:
+        """Let the counters that a forward has changed be far ahead. Return whether there are any.
+
+        A counter is a whole number, in an attribute or a buffer.
+        """
+        has_counters = False
+        for module in self._names:
+            if has_write_only_buffers(module):
+                continue
+            tables: tuple[dict[str, Any], ...] = vars(module), module._buffers
+            for table in tables:
+                for name, value in list(table.items()):
+                    _, old = self._before.get(
+                        (module, name), ("", self._buffers.get((module, name)))
+                    )
+                    if type(value) is int and type(old) is int and value != old:
+                        table[name] = value + _FAR_AHEAD
+                    elif (
+                        _is_counter(value) and isinstance(old, int | float) and float(value) != old
+                    ):
+                        value.add_(_FAR_AHEAD)
+                    else:
+                        continue
+                    has_counters = True
+        for index, variable in enumerate(self._variables):
+            value, (_, old) = variable.read(), self._before.get(index, ("", None))
+            is_counter = type(value) is int and type(old) is int and value != old
+            if variable.namespace is not None and is_counter:
+                variable.set(value + _FAR_AHEAD)
+                has_counters = True
+        return has_counters
+
     def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
         """Return the names of the state that has changed, if a later forward may compute with it.
 
@@ -497,6 +548,16 @@ class StateWatch:
             if not is_same or self._copier.has_changed(value):
                 names.append(name or old_name)
         return list(dict.fromkeys(name for name in names if name != _UNNAMED)) or names[:1]
+
+
+_FAR_AHEAD = 1_000_000
+
+
+def _is_counter(value: Any) -> bool:
+    """Return whether a tensor is a whole number."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
+        return False
+    return value.dtype is not torch.bool and float(value) == int(float(value))
 
 
 _UNNAMED = "a variable outside of the modules"

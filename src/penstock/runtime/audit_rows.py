@@ -108,6 +108,8 @@ class RowsCheck:
         start, stop = self.reference.find_rows(self.microbatch)
         if not self._has_parts():
             return None
+        if self._is_counted():
+            return self._try_modes(self._find_two_microbatches())
         can_reuse = not (whole.has_drawn or whole.changed_state or self.reference.uses_batch_norm())
         # Two rows show as much as all, and take less time: those of which a loss may count most
         # differently, wherever they are. The forward of all has run already.
@@ -203,7 +205,9 @@ class RowsCheck:
             results = *parts, together
             if any(result.forward.has_drawn for result in results):
                 raise _RandomResultsError
-            problem = self._find_problem([p.forward for p in parts], together.forward, part_rows)
+            shares = self._find_shares(ranges, part_rows)
+            forwards = [part.forward for part in parts]
+            problem = self._find_problem(forwards, together.forward, part_rows, shares)
         if problem is not None or part_seeds is None or whole_seeds is None:
             return problem
         scale = whole_seeds.read_scale() / part_seeds.read_scale()
@@ -221,7 +225,9 @@ class RowsCheck:
                 batch, self.microbatch, self._split_targets(ranges), fixes_draws=in_training
             )
             pairs = seeds(forward.values) if seeds is not None else ()
-            gradients = self.reference.run_backward(*zip(*pairs, strict=True)) if pairs else {}
+            # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
+            calls_hooks = self.reduction is not None
+            gradients = self.reference.run_backward(pairs, calls_hooks) if pairs else {}
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
 
@@ -242,8 +248,31 @@ class RowsCheck:
 
     # ---- losses and outputs --------------------------------------------------------------------
 
+    def _is_counted(self) -> bool:
+        """Return whether `pipe(x)` weighs the model's own losses by the labels that they count."""
+        return any(isinstance(share, Tensor) for share in self.inputs.loss_shares)
+
+    def _find_shares(
+        self, ranges: Sequence[Rows], rows: MicrobatchRows
+    ) -> Sequence[float | Tensor] | None:
+        """Return the weights of parts in the model's own loss. None: they are not known."""
+        all_shares = self.inputs.loss_shares
+        if not all_shares:
+            return ()
+        if not self._is_counted():
+            return [1.0] * len(ranges) if self._adds_losses() else rows.fractions()
+        microbatches = [self.reference.find_rows(i) for i in range(self.inputs.chunks)]
+        if not set(ranges) <= set(microbatches):
+            return None
+        shares = [torch.as_tensor(all_shares[microbatches.index(part)]) for part in ranges]
+        return list(torch.stack(shares).div(torch.stack(shares).sum()).unbind())
+
     def _find_problem(
-        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
+        self,
+        parts: Sequence[ReferenceForward],
+        whole: ReferenceForward,
+        rows: MicrobatchRows,
+        shares: Sequence[float | Tensor] | None,
     ) -> str | None:
         """Return how the combined results of the parts differ from that of both together.
 
@@ -251,20 +280,17 @@ class RowsCheck:
         """
         if self.reduction is not None:
             return self._compare_losses(parts, whole, rows)
-        shares: Sequence[float] = rows.fractions() if self.inputs.loss_shares else ()
-        if self._adds_losses():
-            shares = [1.0] * len(shares)
-        merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(
+        loss_shares = rows.fractions() if shares is None else shares
+        merged = replace(self.inputs, rows=rows, loss_shares=loss_shares).merge_outputs(
             [part.values[0] for part in parts]
         )
         expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
-        is_counted = any(isinstance(share, Tensor) for share in self.inputs.loss_shares)
         for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            if not leaf.dim() and is_counted:
-                continue  # weighted by labels; not by the rows of the parts
+            if not leaf.dim() and shares is None:
+                continue  # weighted by labels, which are not known of the parts
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -316,7 +342,7 @@ class RowsCheck:
 
     def _build_seeds(self, shares: Sequence[float]) -> _LossSeeds | _OutputSeeds:
         if self.reduction is None:
-            is_counted = any(isinstance(share, Tensor) for share in self.inputs.loss_shares)
+            is_counted = self._is_counted()
             return _OutputSeeds([1.0] * len(shares) if self._adds_losses() else shares, is_counted)
         return _LossSeeds(LossAccumulator(self.reduction, shares, [()] * len(shares)))
 
@@ -336,8 +362,6 @@ class RowsCheck:
         norms = [digest.norm for key, digest in sums.items() if key in names]
         least_size = tolerance * max(filter(math.isfinite, norms), default=0.0)
         for key, name in names.items():
-            if key in self.reference.hooked_parameters:
-                continue
             digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
             if digest.find_difference(expected, tolerance, scale, least_size):
                 return _describe_gradient(f"the gradient of '{name}'")
@@ -353,8 +377,9 @@ def _describe_gradient(what: str) -> str:
     return (
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
-        "in a hook, in the backward of an autograd.Function, or by a value that is detached. Let "
-        "each row have its own gradient, or use chunks=1."
+        "in a hook of a tensor or a parameter, in the backward of an autograd.Function, or by a "
+        "value that is detached. Let each row have its own gradient, change the gradients after "
+        "the step, or use chunks=1."
     )
 
 
