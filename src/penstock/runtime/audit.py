@@ -53,6 +53,7 @@ from penstock.runtime.audit_reference import (
 from penstock.runtime.audit_rows import SPLIT_CURE, SPLIT_ROUNDING, RowsCheck
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
+from penstock.runtime.kept_tensors import KeptPlace
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
@@ -104,6 +105,7 @@ class Auditor:
     _calls_by_kind: Counter[Any] = field(default_factory=Counter)
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
+    kept_places: list[KeptPlace] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
@@ -174,6 +176,11 @@ class Auditor:
     def _add_age(self, sizes: TermSizes) -> None:
         if OTHER_TERMS in sizes:
             sizes[OTHER_TERMS] = float(self._call_count)
+
+    def note_kept(self, places: Sequence[KeptPlace]) -> None:
+        """Remember where forwards leave tensors with a graph."""
+        known = {(id(place.owner), place.key) for place in self.kept_places}
+        self.kept_places += [p for p in places if (id(p.owner), p.key) not in known]
 
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""
@@ -312,6 +319,7 @@ class Audit:
                 watch = self._reference.watch_state()
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
                 changes = watch.find_changes(forward.changed_buffers)
+                self._auditor.note_kept(self._reference.find_kept_places())
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:

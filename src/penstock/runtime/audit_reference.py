@@ -31,6 +31,7 @@ from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
 from penstock.runtime.digest import Digest, Digester
+from penstock.runtime.kept_tensors import KeptPlace, find_kept_places
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
@@ -187,6 +188,13 @@ class Reference:
         names.update({module: type(module).__name__ for module in other_modules})
         outside = [*reached.variables, *(Variable(None, _UNNAMED, c) for c in containers)]
         return StateWatch(names, set(other_modules), outside, self._write_log)
+
+    def find_kept_places(self) -> list[KeptPlace]:
+        """Return where a forward has left tensors with a graph, inside an isolation."""
+        reached, _, containers = self._outside_state
+        own_tables = {id(value) for module in self.modules for value in vars(module).values()}
+        others = [c for c in containers if id(c) not in own_tables]
+        return find_kept_places(self._partition.names(), reached.variables, others)
 
     def take_snapshot(self) -> StateSnapshot:
         """Return a record of the modules as they are, in which a backward can run later."""

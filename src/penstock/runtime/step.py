@@ -49,6 +49,7 @@ from penstock.runtime.audit import (
     start_audit,
 )
 from penstock.runtime.execution import Execution
+from penstock.runtime.kept_tensors import guard_kept_tensors
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request
@@ -414,6 +415,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         if cell in cell_io.inputs:  # otherwise it is a cell of another process
             propagate_version_bumps(tensors, cell_io.inputs[cell].tensors)
     backpropagate_to_inputs(tensors_by_cell, execution, totals.input_gradient_factor)
+    if pipe.auditor.kept_places:
+        guard_kept_tensors(pipe.auditor.kept_places)
     return call.build_result(execution, program, totals)
 
 
@@ -443,6 +446,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
                 audit.note_terms(sizes)
             else:
                 audit_new_terms(pipe, call, execution, program, None, sizes)
+        if pipe.auditor.kept_places and in_caller_graph:
+            guard_kept_tensors(pipe.auditor.kept_places)
         return output
 
 
