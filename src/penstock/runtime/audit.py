@@ -326,12 +326,17 @@ class Audit:
                     self._run_next_microbatch()
             if changes and self._later_microbatch is not None:
                 self._compare_states(changes, self._later_microbatch)
+            obstacle = None
             if forward.changed_state and not self._is_first_everywhere:
-                self._auditor.note_audited(self._kind, self._term_sizes)
-                self._auditor.tell_once(
+                obstacle = (
                     "the forward changes buffers, and the stages take micro-batches in different "
                     "orders"
                 )
+            elif forward.draws_in_loss:
+                obstacle = "loss_fn draws from random or numpy.random, which all threads share"
+            if obstacle is not None:
+                self._auditor.note_audited(self._kind, self._term_sizes)
+                self._auditor.tell_once(obstacle)
                 return
             self._split_problem = self._split_problem or self._rows_check.compare_two_rows(forward)
             if forward.has_own_gradients and self._split_problem is None:

@@ -37,6 +37,7 @@ from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossReduction, LossStageFunction
 from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.stage import OUTSIDE
@@ -85,6 +86,7 @@ class ReferenceForward(NamedTuple):
         adds_losses: Whether layers added auxiliary losses.
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
+        draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
     """
 
     values: tuple[Any, ...]
@@ -94,6 +96,7 @@ class ReferenceForward(NamedTuple):
     changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
     has_own_gradients: bool
+    draws_in_loss: bool
 
     @property
     def changed_state(self) -> bool:
@@ -129,7 +132,7 @@ class Reference:
         self._inputs = inputs
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
-        self._adds_losses = False
+        self._adds_losses = self._draws_in_loss = False
         self._write_log = _WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         # Stages of a traced model have copies of the modules around its units. The unsplit forward
@@ -292,7 +295,14 @@ class Reference:
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
         return ReferenceForward(
-            values, has_drawn, buffers, changed, counted, self._adds_losses, has_own_gradients
+            values,
+            has_drawn,
+            buffers,
+            changed,
+            counted,
+            self._adds_losses,
+            has_own_gradients,
+            self._draws_in_loss,
         )
 
     def _compute(
@@ -303,9 +313,18 @@ class Reference:
 
         if self._reduction is None:
             return run_model(None)[OUTSIDE]
+        loss_fn = self._request.loss_fn
+
+        def compute_loss(*arguments: Any) -> Any:
+            assert loss_fn is not None
+            host_state = HostRngState()
+            result = loss_fn(*arguments)
+            self._draws_in_loss = bool(host_state.find_used())
+            return result
+
         compute = LossStageFunction(
             run_model,
-            self._request.loss_fn,
+            None if loss_fn is None else compute_loss,
             self._reduction,
             bool(targets),
             return_outputs=False,

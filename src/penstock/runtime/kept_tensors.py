@@ -113,12 +113,12 @@ def _has_graph(value: Any) -> bool:
 
 def _is_unguarded(value: Any) -> TypeGuard[Tensor]:
     is_plain = type(value) is Tensor and value.is_floating_point()
-    return is_plain and not isinstance(value.grad_fn, KeptTensorFunction._backward_cls)  # type: ignore[attr-defined]
+    return is_plain and not isinstance(value.grad_fn, KeptTensorFunction._backward_cls)
 
 
 def _guard(tensor: Tensor, name: str) -> Tensor:
     anchor = torch.zeros((), device=tensor.device, requires_grad=True)
-    guarded: Tensor = KeptTensorFunction.apply(anchor, tensor.detach(), name)
+    guarded: Tensor = KeptTensorFunction.apply(anchor, tensor.detach(), name)  # type: ignore[no-untyped-call]
     return guarded
 
 
