@@ -732,7 +732,9 @@ class Audit:
 
     def check_groups(self) -> None:
         """Find out whether groups of rows depend on each other, before a call that is not new."""
-        self._split_problem = self._rows_check.compare_groups()
+        self._split_problem = (
+            self._rows_check.compare_groups() or self._rows_check.compare_two_microbatches()
+        )
         self._finish()
 
     def note_terms(self, sizes: TermSizes) -> None:
@@ -758,7 +760,10 @@ class Audit:
         numbers = [float(item.loss) for item in losses.microbatch_losses]
         size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
         distance = abs(float(total) - float(whole))
-        if distance <= SPLIT_ROUNDING.get(total.dtype, 1e-8) * size or not math.isfinite(distance):
+        if distance <= SPLIT_ROUNDING.get(total.dtype, 1e-8) * size:
+            return
+        # A micro-batch without targets that count has a mean of nan.
+        if not math.isfinite(distance) and not math.isfinite(whole):
             return
         self._auditor.forget(self._kind)
         self._fail(

@@ -1,7 +1,7 @@
 """Whether rows depend on each other: some rows run together and apart, and results must combine.
 
 A pipe computes a batch in parts, so the loss, the outputs and the gradients of two parts must
-combine to those of both together. Two tests have different powers:
+combine to those of both together. Three tests have different powers:
 
     two rows         in the first step. They show what depends on the number of rows (a mean over
                      rows, a sum over a given number) and what counts unlike rows differently.
@@ -9,7 +9,10 @@ combine to those of both together. Two tests have different powers:
                      group has half the rows of a micro-batch. They show what few rows do not: a
                      row that is the largest of many, an expert that is full, rows that are sorted.
                      Their gradients are compared as well: a backward may depend on more rows than
-                     the forward, by a hook, a custom backward, or a value that is detached.
+                     the forward, by a hook, a custom backward, or a value that is detached. If the
+                     forward has any of these, groups are compared in the first step, too.
+    two              with the groups. They show what needs more rows than a micro-batch has, such as
+    micro-batches    a term for batches of more than four rows. There is no backward.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
@@ -133,6 +136,14 @@ class RowsCheck:
         for start, stop in self._find_two_microbatches():
             ranges.append((start, start + max(1, (stop - start) // 2)))
         return self._try_modes(ranges, with_gradients=torch.is_grad_enabled())
+
+    @torch.no_grad()
+    def compare_two_microbatches(self) -> str | None:
+        """Return how the results of two micro-batches do not combine to those of both, or None.
+
+        A layer may mix rows only if there are more of them than a micro-batch has.
+        """
+        return self._try_modes(self._find_two_microbatches()) if self._has_parts() else None
 
     def _has_parts(self) -> bool:
         return self.inputs.chunks >= 2 and sum(self.inputs.rows.counts) >= 2

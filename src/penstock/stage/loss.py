@@ -283,7 +283,9 @@ class LossStageFunction:
                 result = self.loss_fn(output, *targets)
             if prover is not None and self.comparison is not None:
                 value = result.get("loss") if isinstance(result, Mapping) else result
-                self.comparison.keeps_outputs = not prover.proves(value)
+                # Without a graph, nothing else shows that a number is a mean, and not a count.
+                is_mean = torch.is_grad_enabled() and prover.proves(value)
+                self.comparison.keeps_outputs = not is_mean
         loss, extras = parse_loss(result, self.origin)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:
