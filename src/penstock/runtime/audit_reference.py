@@ -285,12 +285,13 @@ class Reference:
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
         before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
-        with cells.emulate(microbatch), _GradientWatch() as gradient_watch:
+        gradient_watch = _GradientWatch()
+        with cells.emulate(microbatch), nullcontext() if fixes_draws else gradient_watch:
             values = self._compute(args, kwargs, counted_targets or target)
         has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
-        has_own_gradients = has_own_gradients or has_python_nodes(
-            tensor.grad_fn for tensor in list_tensors(values) if tensor.grad_fn is not None
-        )
+        if not has_own_gradients and not fixes_draws:
+            nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
+            has_own_gradients = has_python_nodes(nodes)
         buffers = self._digest_buffers()
         changed = frozenset([k for k, digest in buffers.items() if before.get(k) != digest])
         now = read_plain_attributes(self._model_modules)
