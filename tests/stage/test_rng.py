@@ -62,7 +62,7 @@ def multi_headed(x: Tensor) -> Tensor:
 
 def scripted_dropout(x: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # a DeprecationWarning, and since 2.14 a FutureWarning
         script = torch.jit.script(dropout_in_c)
     dropped: Tensor = script(x)
     return dropped
