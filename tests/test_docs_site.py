@@ -8,8 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import docs_hooks
 import pytest
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.pages import Page
 
 from tests.test_docs import DOCS, blocks_of
 
@@ -149,6 +154,26 @@ def test_docs_search_finds_a_page_for_words_that_users_type(words: str) -> None:
 
 def test_docs_search_words_are_forty_or_more() -> None:
     assert len(SEARCHED) >= 40
+
+
+# ---- the studio in a page ----------------------------------------------------------------
+
+
+def test_docs_show_the_studio_where_it_is_built_and_its_picture_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PAGES["which-schedule.md"]
+    page = cast(Page, SimpleNamespace(url="which-schedule/"))
+    monkeypatch.setattr(docs_hooks, "BUILT", tmp_path / "built")
+    assert docs_hooks.on_page_markdown(source, page=page) == source
+    (tmp_path / "built" / "pyodide").mkdir(parents=True)
+    (tmp_path / "built" / "index.html").write_text("the studio")
+    with_studio = docs_hooks.on_page_markdown(source, page=page)
+    assert '<iframe src="../studio/app/?embed"' in with_studio
+    assert "studio/light.png" not in with_studio
+    site = cast(MkDocsConfig, SimpleNamespace(site_dir=str(tmp_path / "site")))
+    docs_hooks.on_post_build(config=site)
+    assert (tmp_path / "site" / "studio" / "app" / "index.html").read_text() == "the studio"
 
 
 # ---- code on the pages --------------------------------------------------------------------

@@ -309,6 +309,9 @@ def _curve(timeline: Timeline, rank: int) -> dict[str, list[float]]:
 
 # ---- tables -------------------------------------------------------------------------------
 
+# The rows of the table of all schedules: "fit, v" is `fit` with stages placed like a V.
+COMPARED = [name for name, family in FAMILIES.items() if family.trains] + ["fit", "fit, v"]
+
 
 def _handle_catalog(request: Mapping[str, Any]) -> dict[str, Any]:
     families = [
@@ -323,7 +326,13 @@ def _handle_catalog(request: Mapping[str, Any]) -> dict[str, Any]:
         for name, family in FAMILIES.items()
     ]
     ops = [{"op": op.value, "name": OP_RULES[op].name, "shades": SHADES[op]} for op in Op]
-    return {"families": families, "ops": ops, "idle_causes": IDLE_CAUSES, "defaults": DEFAULTS}
+    return {
+        "families": families,
+        "compared": COMPARED,
+        "ops": ops,
+        "idle_causes": IDLE_CAUSES,
+        "defaults": DEFAULTS,
+    }
 
 
 def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:

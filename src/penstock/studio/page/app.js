@@ -11,7 +11,9 @@ const $ = (id) => document.getElementById(id);
 const MAX_FILE = 32 * 2 ** 20, MAX_BARS = 48, AUTO_COMPARE = 640, AUTO_FIT = 64;
 const CAUSE_NAMES = { fill: "fill", drain: "drain", wait: "waits for a message", order: "held back by the order", memory: "memory cap" };
 
-const engine = new Engine();
+// In a frame of another page (`?embed`), Python waits until somebody uses the studio.
+const embedded = new URLSearchParams(location.search).has("embed");
+const engine = new Engine({ wait: embedded });
 const lanes = new LaneView($("lanes"));
 const memory = new MemoryPlot($("memory-plot"), lanes);
 const bars = new CostBars($("bars"), (profile, done) => change({ profile }, { coalesce: !done }));
@@ -180,11 +182,15 @@ function showBars(result) {
   }));
 }
 
-async function compare(now = false) {
+/** The part of the setting that all schedules are compared for. */
+function comparedSetting() {
   const { schedule, placement, text, ...rest } = setting;
   if (schedule === "text" && answer) Object.assign(rest, { ranks: answer.ranks, chunks: answer.chunks, stages_per_rank: null });
-  const key = JSON.stringify(rest), size = rest.ranks * rest.chunks;
-  const names = [...catalog.families.filter((f) => f.trains).map((f) => f.name), "fit", "fit, v"];
+  return rest;
+}
+
+async function compare(now = false) {
+  const rest = comparedSetting(), key = JSON.stringify(rest), size = rest.ranks * rest.chunks, names = catalog.compared;
   const render = () => {
     const own = setting.schedule === "text" && answer?.facts ? [{ ...answer.facts, schedule: "your own" }] : [];
     comparison.show([...rows, ...own], scheduleName(), { lower: answer?.bound ?? null, cap: setting.memory });
@@ -376,13 +382,14 @@ lanes.canvas.addEventListener("pointerup", endGesture);
 lanes.canvas.addEventListener("pointercancel", (event) => { pointers.delete(event.pointerId); gesture = null; if (lanes.dragged) { lanes.dragged = null; refresh(); } });
 lanes.canvas.addEventListener("pointerleave", () => { lanes.hover = null; showTooltip(null); lanes.links = null; lanes.draw(); if (lanes.selected && lessonOff()) showDetail(lanes.selected); });
 lanes.canvas.addEventListener("wheel", (event) => {
-  event.preventDefault();
   const [x, y] = position(event), pixels = event.deltaMode === 1 ? 30 : 1;
+  const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  const fits = lanes.rows * lanes.view.row <= lanes.plotHeight + 1;
+  if (fits && !sideways && !event.ctrlKey && !event.metaKey) return;  // the page itself scrolls
+  event.preventDefault();
   if (event.ctrlKey || event.metaKey) lanes.zoom(Math.exp(-event.deltaY * pixels * 0.0025), x, y, true);
   else if (event.shiftKey) lanes.pan(-event.deltaY * pixels, 0);
-  else if (lanes.rows * lanes.view.row > lanes.plotHeight + 1) lanes.pan(-event.deltaX * pixels, -event.deltaY * pixels);
-  else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) lanes.pan(-event.deltaX * pixels, 0);
-  else window.scrollBy(0, event.deltaY * pixels);
+  else lanes.pan(-event.deltaX * pixels, fits ? 0 : -event.deltaY * pixels);
 }, { passive: false });
 
 // ---- editing -------------------------------------------------------------------------------
@@ -605,14 +612,17 @@ async function readFragment() {
   }
 }
 
+/** The address of this view in a window of its own. */
+function wholeAddress() { return `${location.origin}${location.pathname}${location.hash}`; }
+
 async function share() {
   if (!await writeFragment()) {
     showError("This schedule is too large for a link. Export it as text, and send the file.");
     return;
   }
   let copied = true;
-  try { await navigator.clipboard.writeText(location.href); } catch { copied = false; }
-  const button = $("share"), words = copied ? "Link copied" : "Link is in the address bar";
+  try { await navigator.clipboard.writeText(wholeAddress()); } catch { copied = false; }
+  const button = $("share"), words = copied ? "Link copied" : embedded ? "Not copied" : "Link is in the address bar";
   button.textContent = words;
   $("announce").textContent = words;
   setTimeout(() => { button.textContent = "Share"; }, 1800);
@@ -738,7 +748,7 @@ function setTheme(theme) {
   lanes.draw();
 }
 setTheme(dark.matches ? "dark" : "light");
-dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+dark.addEventListener("change", () => { if (!embedded) setTheme(dark.matches ? "dark" : "light"); });
 $("theme").addEventListener("click", () => setTheme(lanes.theme === "dark" ? "light" : "dark"));
 
 document.addEventListener("keydown", (event) => {
@@ -750,6 +760,21 @@ document.addEventListener("keydown", (event) => {
   if (click) { event.preventDefault(); $(click).click(); }
   if (event.key.toLowerCase() === "l") setMode(!lesson.active);
 });
+if (embedded) {
+  document.documentElement.dataset.embedded = "";
+  $("state").dataset.state = "waiting";
+  $("state-text").textContent = "starts when you use it";
+  for (const type of ["pointerenter", "pointerdown", "focusin"]) {
+    document.documentElement.addEventListener(type, () => engine.start(), { once: true });
+  }
+  $("whole").addEventListener("click", () => { $("whole").href = wholeAddress(); });
+  // The page around the frame says which theme it has.
+  window.addEventListener("message", ({ origin, data }) => {
+    if (origin === location.origin && ["light", "dark"].includes(data?.theme)) setTheme(data.theme);
+  });
+  window.parent.postMessage({ studio: "loaded" }, location.origin);
+}
+
 document.querySelector(".skip-link").addEventListener("click", (event) => { event.preventDefault(); lanes.canvas.focus(); });
 window.addEventListener("hashchange", () => { if (catalog) readFragment(); });
 
@@ -778,6 +803,8 @@ async function start() {
     if (await readFragment()) return;
   }
   showControls();
+  rows = first.compare.rows;
+  compared = JSON.stringify(comparedSetting());
   showAnswer(first.timeline);
   performance.mark("first-picture");
   compare();

@@ -284,6 +284,7 @@ export class Comparison {
     // Labels go where they cover neither a point nor another label; the table has those left out.
     const points = rows.map((row, i) => ({ row, peak: peaks[i], cx: x(peaks[i]), cy: y(row.bubble) }));
     points.sort((a, b) => (b.row.schedule === current) - (a.row.schedule === current) || a.row.bubble - b.row.bubble);
+    let chosen = null;
     const taken = points.map(({ cx, cy }) => [cx - 5, cx + 5, cy - 5, cy + 5]);
     for (const { row, peak, cx, cy } of points) {
       const wide = row.schedule.length * 5.7, spots = [[cx + 8, cy + 3.5], [cx - 8 - wide, cy + 3.5], [cx - wide / 2, cy - 8], [cx - wide / 2, cy + 15]];
@@ -297,8 +298,9 @@ export class Comparison {
       const dot = make("circle", { cx, cy, r: row.schedule === current ? 5.5 : 4, class: name });
       dot.append(make("title", {}, `${row.schedule}: idle ${formatShare(row.bubble)}, peak ${formatNumber(peak)}`));
       dot.addEventListener("click", () => this.onChoose(row.schedule));
-      svg.append(dot);
+      if (name === "current") chosen = dot; else svg.append(dot);
     }
+    if (chosen) svg.append(chosen);  // above those that it shares its place with
     this.scatter.replaceChildren(svg);
   }
 }
