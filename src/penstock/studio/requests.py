@@ -57,7 +57,7 @@ from penstock.studio.settings import (
     schedule_request,
     simulate_setting,
 )
-from penstock.text_format import choose_time_unit, make_printable
+from penstock.text_format import choose_time_unit, format_bytes, make_printable
 
 # ---- the entry point ----------------------------------------------------------------------
 
@@ -476,11 +476,13 @@ def _open_plan(plan: Plan) -> dict[str, Any]:
         for cap, resident in zip(plan.memory, plan.forecast.resident, strict=True)
     ]
     timeline = _describe_timeline(plan.schedule_name, plan.timeline, None)
+    timeline["caption"] = format_caption(plan.timeline, format_bytes)
     return {
         "file": "plan",
         "title": plan.describe_choice(),
         "report": make_printable(str(plan)),
         "caps": caps,
+        "peaks": [format_bytes(peak) for peak in plan.timeline.peak],
         "ranks": plan.ranks,
         "chunks": plan.chunks,
         "profile": _profile_of(plan.timeline.cost),

@@ -9,6 +9,7 @@ import { decode, download, encode } from "./share.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_FILE = 32 * 2 ** 20, MAX_BARS = 48, AUTO_COMPARE = 640, AUTO_FIT = 64;
+const HINT = "Each row is a rank, with one device. Time runs from left to right, and the number in a box is its micro-batch. Point at a box to see what it needs and gives.";
 const CAUSE_NAMES = { fill: "fill", drain: "drain", wait: "waits for a message", order: "held back by the order", memory: "memory cap" };
 
 // In a frame of another page (`?embed`), Python waits until somebody uses the studio.
@@ -90,6 +91,7 @@ function showControls() {
   $("undo").disabled = !history_.length;
   $("redo").disabled = !future.length;
   $("title").textContent = own ? "your own schedule" : scheduleName();
+  $("edit").disabled = measured !== null || lesson.active;
 }
 
 // ---- asking --------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ function showAnswer(result, { preview = false } = {}) {
   showVerdict(result);
   showLegend(result);
   if (preview) return;
-  if (!lanes.selected || lesson.active) $("detail").textContent = "";
+  if (!lanes.selected || lesson.active) $("detail").textContent = lesson.active ? "" : HINT;
   showControls();
   showBars(result);
   const choice = $("microbatch"), chosen = choice.value;
@@ -259,7 +261,7 @@ function describe(place, { announce = false } = {}) {
 
 async function showDetail(place) {
   const box = $("detail");
-  if (!place) { box.textContent = ""; lanes.links = null; lanes.draw(); return; }
+  if (!place) { box.textContent = HINT; lanes.links = null; lanes.draw(); return; }
   if (measured || !answer?.facts || lanes.dragged) {
     box.textContent = describe(place).text;
     return;
@@ -515,6 +517,7 @@ async function showMeasured(run, plan, name, file) {
   if (!result) return;
   if (!result.ok) { showError(result.error); return; }
   measured = { run, plan };
+  showControls();
   lanes.selected = null;
   const flat = Float64Array.from(result.ratios.flat());
   const band = (side, label, ratios) => ({ pack: packLanes(side), idle: packIdle(side), critical: side.critical, waits: [], unit: result.run.unit, label, ratios });
@@ -532,10 +535,11 @@ async function showMeasured(run, plan, name, file) {
 /** A saved plan: its forecast, and its text, which ends with the certificate. */
 function showPlan(plan) {
   measured = { plan };
+  showControls();
   lanes.selected = null;
   const { timeline } = plan;
   lanes.show([{ pack: packLanes(timeline), idle: packIdle(timeline), critical: timeline.critical, waits: [], unit: timeline.unit }]);
-  memory.show(timeline.memory, timeline.facts.peak, plan.caps);
+  memory.show(timeline.memory, timeline.facts.peak, plan.caps, plan.peaks);
   $("title").textContent = plan.title;
   $("caption").textContent = timeline.caption;
   $("verdict").hidden = true;

@@ -20,9 +20,9 @@ export class MemoryPlot {
     lanes.addEventListener("paint", () => this.paint());
   }
 
-  /** Shows the curves of all ranks. The cap is one for all ranks, one for each, or null. */
-  show(curves, peaks, cap) {
-    Object.assign(this, { curves, peaks, caps: cap });
+  /** Shows the curves of all ranks. The cap is one for all ranks, one for each, or null. Peaks in bytes have texts. */
+  show(curves, peaks, cap, texts = null) {
+    Object.assign(this, { curves, peaks, caps: cap, texts });
     this.worst = peaks ? peaks.indexOf(Math.max(...peaks)) : 0;
     this.paint();
   }
@@ -93,12 +93,13 @@ export class MemoryPlot {
     context.stroke();
     context.fillStyle = look.faint;
     context.textAlign = "right";
-    context.fillText(formatNumber(this.peaks[rank]), GUTTER - 9, Math.max(top, y(this.peaks[rank])));
+    const peak = this.texts?.[rank] ?? formatNumber(this.peaks[rank]);
+    if (this.peaks[rank] > 0) context.fillText(peak, GUTTER - 9, Math.max(top, y(this.peaks[rank])));
     context.fillText("0", GUTTER - 9, base - 4);
     context.textAlign = "left";
     context.fillStyle = look.ink;
-    const against = this.cap === null || this.cap === undefined ? "" : ` of ${formatNumber(this.cap)}`;
-    const title = `live activations, rank ${rank}: peak ${formatNumber(this.peaks[rank])}${against}`;
+    const against = this.cap === null || this.cap === undefined ? "" : this.texts ? `, ${formatShare(this.peaks[rank] / this.cap)} of what its cap leaves` : ` of ${formatNumber(this.cap)}`;
+    const title = `live activations, rank ${rank}: peak ${peak}${against}`;
     context.fillText(title, GUTTER, 12);
     this.canvas.setAttribute("aria-label", `Memory: ${title}`);
   }
@@ -217,7 +218,7 @@ export class Comparison {
     this.current = rows.find((row) => row.schedule === current && !row.error) ?? null;
     this.#renderTable(current);
     this.#renderScatter(current);
-    this.bound.textContent = lower === null ? "" : `No schedule with these costs and this placement can take less than ${formatNumber(lower)}.`;
+    this.bound.textContent = lower === null ? "" : `With the stages placed like this, no order takes less than ${formatNumber(lower)}. Schedules that place them differently may.`;
   }
 
   #renderTable(current) {
