@@ -82,6 +82,16 @@ def test_docs_navigation_has_every_page_in_five_groups() -> None:
     assert sorted(re.findall(r"([\w/-]+\.md)", NAVIGATION)) == sorted(PAGES)
 
 
+LONGEST = 150  # lines of a page with error messages: two or three screens
+
+
+def test_docs_pages_of_error_messages_are_short() -> None:
+    pages = {page: text for page, text in PAGES.items() if page.startswith("restrictions/")}
+    assert len(pages) >= 20
+    assert {page: n for page, text in pages.items() if (n := text.count("\n")) > LONGEST} == {}
+    assert set(pages) <= within_clicks("restrictions.md", 1)
+
+
 # ---- search -------------------------------------------------------------------------------
 
 # Words that users type into the search, each with a page that should turn up.
