@@ -180,8 +180,15 @@ const checks = {
 
   async "share by URL"() {
     await reset();
+    await page.hover("#table tbody tr:first-child");  // rows arrive one by one below the pointer
     await page.fill("#ranks", "6");
     await page.press("#ranks", "Enter");
+    await until(() => window.studio.answer?.ranks === 6 && !/…/.test(document.getElementById("table").textContent));
+    await page.fill("#chunks", "1.5");
+    await page.press("#chunks", "Enter");
+    assert(/'1.5' is not a whole number/.test(await page.textContent("#error")), "a bad number is refused in words");
+    await page.fill("#chunks", "8");
+    await page.press("#chunks", "Enter");
     await page.fill("#skips", "0:3, 2:5");
     await page.press("#skips", "Enter");
     await until(() => window.studio.answer?.ranks === 6 && window.studio.setting.skips.length === 2);

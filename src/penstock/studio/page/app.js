@@ -275,12 +275,18 @@ async function showDetail(place) {
   const facts = [
     `runs from ${result.times}`,
     ...(result.earlier.length ? [`comes after ${result.earlier.map(([rank, position]) => lanes.describe({ rank, position })).join(" and ")}`] : []),
-    result.needs.length ? `needs ${result.needs.map((n) => n.message).join(", ")}` : "needs no message",
-    result.gives.length ? `gives ${result.gives.map((g) => g.message).join(", ")}` : "gives no message",
+    result.needs.length ? `needs the output of ${stagesOf(result.needs, "source")}` : "needs no message",
+    result.gives.length ? `gives its output to ${stagesOf(result.gives, "target")}` : "gives no message",
   ];
   const name = Object.assign(document.createElement("strong"), { textContent: result.name });
   const line = Object.assign(document.createElement("div"), { className: "facts", textContent: facts.join(" · ") });
   box.replaceChildren(name, ` ${result.sentence}`, line);
+}
+
+/** The stages at one end of messages, which are written as `source>target:micro-batch`. */
+function stagesOf(messages, end) {
+  const stages = new Set(messages.map(({ message }) => message.match(/(?<source>\d+)>(?<target>\d+)/).groups[end]));
+  return `stage ${[...stages].join(" and ")}`;
 }
 
 function idleText(place) {
@@ -529,7 +535,8 @@ async function showMeasured(run, plan, name, file) {
   const list = result.sentences.map((sentence) => Object.assign(document.createElement("div"), { textContent: sentence }));
   $("run-sentences").replaceChildren(closeButton("Close the run"), ...list, reuseButton(file, "Compare all schedules with the costs of this run"));
   $("run-sentences").hidden = false;
-  setLegend([["#cb372a", "took longer than planned"], [lanes.theme === "dark" ? "#4a5463" : "#bec5d0", "as planned"], ["#2471c4", "took less"], ...catalog.ops.slice(0, 2).map(({ shades, name: op }) => [shades[0], `plan: ${op}`])]);
+  setLegend([["#cb372a", "took longer than planned"], [lanes.theme === "dark" ? "#4a5463" : "#bec5d0", "as planned"], ["#2471c4", "took less"], ...catalog.ops.filter(({ op }) => result.plan.lanes.some((lane) => lane.ops.includes(op))).map(({ shades, name: op }) => [shades[0], `plan: ${op}`])]);
+  $("detail").textContent = "Point at a box of the run to see how long it took against the plan.";
 }
 
 /** A saved plan: its forecast, and its text, which ends with the certificate. */
@@ -544,6 +551,7 @@ function showPlan(plan) {
   $("caption").textContent = timeline.caption;
   $("verdict").hidden = true;
   showLegend(timeline);
+  $("detail").textContent = HINT;
   const report = Object.assign(document.createElement("pre"), { textContent: plan.report });
   $("run-sentences").replaceChildren(closeButton("Close the plan"), report, reuseButton(plan, "Compare all schedules with the costs of this plan"));
   $("run-sentences").hidden = false;
@@ -659,7 +667,8 @@ function wireNumber(id, field, { whole = false, empty = undefined } = {}) {
     const raw = $(id).value.trim(), value = raw === "" ? empty : Number(raw);
     const bad = value === undefined || (value !== empty && (!Number.isFinite(value) || (whole && !Number.isInteger(value))));
     $(id).setAttribute("aria-invalid", String(bad));
-    if (!bad) change({ [field]: value });
+    if (bad) showError(`'${raw.slice(0, 40)}' is not a ${whole ? "whole " : ""}number.`);
+    else change({ [field]: value });
   });
 }
 wireNumber("ranks", "ranks", { whole: true });

@@ -254,7 +254,7 @@ export class Comparison {
   #tell(row) {
     const { current } = this;
     if (row.error) { this.change.textContent = row.error; return; }
-    if (!current || current === row || row.makespan === undefined) { this.change.textContent = ""; return; }
+    if (!current || current === row || row.makespan === undefined || current.makespan === undefined) { this.change.textContent = ""; return; }
     const time = row.makespan / current.makespan - 1, peak = Math.max(...row.peak) - Math.max(...current.peak);
     const parts = [
       Math.abs(time) < 5e-4 ? "the same time" : `${formatShare(Math.abs(time))} ${time < 0 ? "faster" : "slower"}`,
