@@ -369,28 +369,9 @@ def describe_choice(
 
 
 def _describe_plan(plan: Plan) -> list[str]:
-    forecast, seconds = plan.forecast, plan.costs.cost
+    forecast = plan.forecast
     lines = [f"plan for {plan.profile.model}: {plan.describe_choice()}", ""]
-    rows: list[Sequence[str]] = [("stage", "rank", "units", "F", "I", "W", "recompute")]
-    for stage, names in enumerate(plan.stage_units):
-        shown = ", ".join(collapse_name_ranges(list(names)))
-        columns = (seconds.F[stage], seconds.I[stage], seconds.W[stage])
-        rows.append(
-            (
-                str(stage),
-                str(plan.placement[stage]),
-                shown if len(shown) <= 40 else f"{shown[:37]}...",
-                *map(format_seconds, columns),
-                "yes" if plan.recompute[stage] else "no",
-            )
-        )
-    lines += [*_format_table(rows), ""]
-    bubble = sum(forecast.bubble.values())
-    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in forecast.bubble.items())
-    lines.append(
-        f"step {format_seconds(forecast.step)}, period {format_seconds(forecast.period)}, "
-        f"{bubble:.1%} idle ({causes})"
-    )
+    lines += [*_format_table(list_stages(plan)), "", describe_step(plan)]
     for rank, (peak, cap) in enumerate(zip(forecast.peak, plan.memory, strict=True)):
         limit = "no cap" if isinf(cap) else f"of {format_bytes(cap)}, {peak / cap:.0%}"
         static = format_bytes(forecast.resident[rank])
@@ -403,19 +384,54 @@ def _describe_plan(plan: Plan) -> list[str]:
                 f"  {format_seconds(other.seconds)} (+{slower:.1%}), {format_bytes(other.peak)}: "
                 f"{other.choice}"
             )
-    if certificate := plan.certificate:
-        gap, schedule_gap = (
-            max(0.0, plan.seconds / bound - 1) if bound else 0.0
-            for bound in (certificate.bound, certificate.schedule_bound)
-        )
-        lines += [
-            "",
-            f"certificate: no plan in the searched space ({certificate.space}) is faster than "
-            f"{format_seconds(certificate.bound)}; this one is within {gap:.1%}.",
-            f"This schedule is within {schedule_gap:.1%} of the best for its cut and memory. "
-            f"({certificate.method})",
-        ]
+    if plan.certificate:
+        first, second = describe_certificate(plan, plan.certificate)
+        lines += ["", f"certificate: {first}", second]
     return lines
+
+
+def list_stages(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the table of a plan's stages: a header, and a row for each."""
+    seconds = plan.costs.cost
+    rows: list[tuple[str, ...]] = [("stage", "rank", "units", "F", "I", "W", "recompute")]
+    for stage, names in enumerate(plan.stage_units):
+        shown = ", ".join(collapse_name_ranges(list(names)))
+        columns = (seconds.F[stage], seconds.I[stage], seconds.W[stage])
+        rows.append(
+            (
+                str(stage),
+                str(plan.placement[stage]),
+                shown if len(shown) <= 40 else f"{shown[:37]}...",
+                *map(format_seconds, columns),
+                "yes" if plan.recompute[stage] else "no",
+            )
+        )
+    return rows
+
+
+def describe_step(plan: Plan) -> str:
+    """Return a line on the times of a step, and why ranks are idle in it."""
+    forecast = plan.forecast
+    bubble = sum(forecast.bubble.values())
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in forecast.bubble.items())
+    return (
+        f"step {format_seconds(forecast.step)}, period {format_seconds(forecast.period)}, "
+        f"{bubble:.1%} idle ({causes})"
+    )
+
+
+def describe_certificate(plan: Plan, certificate: Certificate) -> tuple[str, str]:
+    """Return two sentences: how far the plan, and its schedule, are from the best."""
+    gap, schedule_gap = (
+        max(0.0, plan.seconds / bound - 1) if bound else 0.0
+        for bound in (certificate.bound, certificate.schedule_bound)
+    )
+    return (
+        f"no plan in the searched space ({certificate.space}) is faster than "
+        f"{format_seconds(certificate.bound)}; this one is within {gap:.1%}.",
+        f"This schedule is within {schedule_gap:.1%} of the best for its cut and memory. "
+        f"({certificate.method})",
+    )
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:

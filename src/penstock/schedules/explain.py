@@ -382,8 +382,9 @@ def _describe_loss(planned: TimelineIndex, measured: TimelineIndex) -> Iterator[
     (op, stage), extra = max(slower.items(), key=lambda item: item[1])
     if extra > 0.01 * run.makespan:
         rank = run.program.schedule.placement[stage]
+        name = "recomputation" if op is Op.R else OP_RULES[op].name
         yield (
-            f"On the critical path, the {OP_RULES[op].name} of stage {stage} took "
+            f"On the critical path, the {name} of stage {stage} took "
             f"{unit.format(extra)} more than planned, on rank {rank}."
         )
     total = sum(gaps.values())
