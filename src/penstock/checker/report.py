@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from penstock.draw.page import HtmlPage
 from penstock.errors import PenstockError
-from penstock.text_format import choose_byte_unit
+from penstock.text_format import choose_byte_unit, make_printable
 
 # The columns of the table. "inputs" are gradients of the inputs, "again" is a second step that adds
 # to the gradients of the first, and "random" compares runs with equal and with different seeds.
@@ -285,6 +286,12 @@ class Report:
         lines += [f"reference  {self.reference}", ""]
         return "\n".join([*lines, *align_columns(self.table()), "", *self.summary()])
 
+    def __repr__(self) -> str:
+        return f"Report({next(self.summary()).removesuffix(':')})"
+
+    def _repr_html_(self) -> str:
+        return report_page(self).fragment()
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report for `json.dumps`. Infinite differences are null."""
         return {
@@ -301,6 +308,17 @@ class Report:
             "left_out": self.left_out,
             "runs": [{**vars(run.case), **_result_as_dict(run.result)} for run in self.rows],
         }
+
+
+def report_page(report: Report) -> HtmlPage:
+    """Return the report as a page, for `penstock check --html` and for notebooks."""
+    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
+    page.paragraph(f"Compared with {make_printable(report.reference)}.")
+    page.paragraph(f"The loss is {make_printable(report.loss)}.")
+    headings, *rows = report.table()
+    page.table(headings, rows)
+    page.preformatted(make_printable("\n".join(report.summary())))
+    return page
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> Iterator[str]:

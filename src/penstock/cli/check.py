@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.checker.check import ProgressCallback, check
-from penstock.checker.report import Report
+from penstock.checker.report import Report, report_page
 from penstock.cli.factory import call_factory, run_user_code
 from penstock.cli.report import show_activity
-from penstock.draw.page import HtmlPage
 from penstock.text_format import make_printable
 
 
@@ -46,7 +45,7 @@ def run(request: CheckRequest) -> bool:
         factory_result = call_factory(request.factory)
         report = _check_model(request, factory_result, progress)
     if request.html:
-        _build_page(report).write(request.html)
+        report_page(report).write(request.html)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -54,16 +53,6 @@ def run(request: CheckRequest) -> bool:
         if request.html:
             print(f"wrote {make_printable(str(request.html))}")
     return report.ok
-
-
-def _build_page(report: Report) -> HtmlPage:
-    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
-    page.paragraph(f"Compared with {make_printable(report.reference)}.")
-    page.paragraph(f"The loss is {make_printable(report.loss)}.")
-    headings, *rows = report.table()
-    page.table(headings, rows)
-    page.preformatted(make_printable("\n".join(report.summary())))
-    return page
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.display import render_html
 from penstock.errors import ArgumentError, FormatError, InvalidScheduleError
 from penstock.planning.profile import Profile, check_format, read_json
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
@@ -355,6 +356,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_describe_plan(self))
 
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
+
 
 def describe_choice(
     schedule: str,
@@ -413,9 +417,9 @@ def split_bubble(timeline: Timeline) -> dict[str, float]:
     return {cause: seconds / whole if whole else 0.0 for cause, seconds in causes.items()}
 
 
-def _describe_plan(plan: Plan) -> list[str]:
-    forecast, seconds = plan.forecast, plan.costs.cost
-    lines = [f"plan for {plan.profile.model}: {plan.describe_choice()}", ""]
+def list_stage_rows(plan: Plan) -> list[Sequence[str]]:
+    """Return the table of a plan: a header, and a row for each stage."""
+    seconds = plan.costs.cost
     rows: list[Sequence[str]] = [("stage", "rank", "units", "F", "I", "W", "recompute")]
     for stage, names in enumerate(plan.stage_units):
         shown = ", ".join(collapse_name_ranges(list(names)))
@@ -429,7 +433,13 @@ def _describe_plan(plan: Plan) -> list[str]:
                 "yes" if plan.recompute[stage] else "no",
             )
         )
-    lines += [*_format_table(rows), ""]
+    return rows
+
+
+def describe_results(plan: Plan) -> list[str]:
+    """Return the lines below the table: seconds, memory, the next best, and the certificate."""
+    forecast = plan.forecast
+    lines = []
     bubble = sum(forecast.bubble.values())
     causes = ", ".join(f"{cause} {share:.1%}" for cause, share in forecast.bubble.items())
     lines.append(
@@ -461,6 +471,11 @@ def _describe_plan(plan: Plan) -> list[str]:
             f"({certificate.method})",
         ]
     return lines
+
+
+def _describe_plan(plan: Plan) -> list[str]:
+    head = f"plan for {plan.profile.model}: {plan.describe_choice()}"
+    return [head, "", *_format_table(list_stage_rows(plan)), "", *describe_results(plan)]
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
