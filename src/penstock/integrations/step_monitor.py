@@ -53,7 +53,7 @@ class StepMonitor:
         prefix: str = "pipe/",
         log_figure: FigureLogger | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if type(every) is not int or every < 1:
             raise ArgumentError(f"every must be a number of steps from 1 up, not {every!r}.")
         if draw_timeline and find_spec("matplotlib") is None:  # now, and not after `every` steps
             raise MissingExtra("matplotlib", "draw", "a picture of the timeline")
