@@ -6,13 +6,18 @@ import copy
 import gc
 import json
 import pickle
+import re
+import sys
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock import Pipe, StepResult
 from penstock.torch_compat import pytree
 
@@ -83,6 +88,37 @@ def test_result_is_freed_without_the_garbage_collector() -> None:
         assert outputs() is None
     finally:
         gc.enable()
+
+
+def test_wandb_block_of_the_docs_runs_with_an_object_like_wandb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """wandb is not among the libraries of the tests, so its two calls are made to an object."""
+    pytest.importorskip("matplotlib", reason="the block draws timelines")
+    logged: list[tuple[int, dict[str, Any]]] = []
+
+    def log(line: dict[str, Any], step: int) -> None:
+        logged.append((step, line))
+
+    def init(project: str, mode: str) -> SimpleNamespace:
+        assert mode == "offline"
+        return SimpleNamespace(log=log, finish=lambda: None)
+
+    wandb = SimpleNamespace(init=init, Image=lambda figure: figure.get_axes())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    page = (Path(__file__).parents[2] / "docs" / "recipes" / "logging.md").read_text()
+    [block] = re.findall(r"```text\n(import wandb\n.*?)```", page, re.DOTALL)
+    pipe = make_pipe()
+    pipe.loss_fn = nn.MSELoss()
+    names = {
+        "pipe": pipe,
+        "penstock": penstock,
+        "optimizer": torch.optim.SGD(pipe.parameters(), lr=0.1),
+        "batches": [(torch.zeros(6, 4), torch.zeros(6, 2))] * 3,
+    }
+    exec(block, names)
+    assert [step for step, line in logged if "pipe/loss" in line] == [0, 1, 2]
+    assert [step for step, line in logged if "pipe/timeline" in line] == [0, 2]
 
 
 # ---- hooks ---------------------------------------------------------------------------------------
