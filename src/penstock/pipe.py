@@ -7,6 +7,7 @@ process, `DistributedEngine` if each rank is a process.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
 from penstock.config import (
@@ -324,6 +326,7 @@ class Pipe(nn.Module):
                 sync_initial_state(groups, self._placed_partition.tied_tensors, self._replicas)
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
+        self._step_hooks: OrderedDict[int, Callable[[StepResult], object]] = OrderedDict()
         self._save_history = SaveHistory()
         self._preemption = PreemptionPlan()
         self.training = module.training
@@ -521,7 +524,31 @@ class Pipe(nn.Module):
         )
         if optimizer is not None:
             request.check_optimizer()
-        return outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
+        result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
+        for hook in tuple(self._step_hooks.values()):
+            hook(result)
+        return result
+
+    def register_step_hook(self, hook: Callable[[StepResult], object]) -> RemovableHandle:
+        """Call a function with the result of every `step` from now on, such as to log it.
+
+        Args:
+            hook: The function. It runs after the step, in the thread that called it; what it
+                returns is ignored. With several processes it runs on every rank.
+
+        Returns:
+            A handle whose `remove()` takes the hook away.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"], loss_fn=nn.MSELoss())
+        >>> handle = pipe.register_step_hook(lambda result: print(result.metrics()["rows"]))
+        >>> _ = pipe.step(torch.ones(6, 4), target=torch.zeros(6, 2))
+        6
+        >>> handle.remove()
+        """
+        handle = RemovableHandle(self._step_hooks)
+        self._step_hooks[handle.id] = hook
+        return handle
 
     def _build_step_request(
         self,
@@ -695,7 +722,7 @@ class Pipe(nn.Module):
         *,
         chunks: int | Sequence[int] | None = None,
         solver_seconds: float = 10.0,
-        progress: Callable[[str, float], None] | None = None,
+        progress: Callable[[str, float], None] | bool | None = None,
     ) -> Plan:
         """Plan again with the costs that the last step has measured in place of the profile.
 
@@ -705,7 +732,8 @@ class Pipe(nn.Module):
         Args:
             chunks: The number of micro-batches, or those to try.
             solver_seconds: How long the exact solver may run, if `ortools` is installed.
-            progress: Called with what is being done and the fraction that is done.
+            progress: True to show a bar; or a function that is called with what is being done and
+                the fraction that is done.
 
         Returns:
             The new plan.

@@ -19,6 +19,7 @@ from torch import nn
 
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
+from penstock.display import Progress
 from penstock.errors import ArgumentError
 from penstock.microbatch import scatter
 from penstock.model.cut import (
@@ -41,9 +42,6 @@ from penstock.planning.profile import (
     UnitSeconds,
     ValueProfile,
 )
-
-# Called with what is measured and the fraction that is done.
-Progress = Callable[[str, float], None]
 
 # The bytes of an optimizer's state, for each byte of gradients.
 OPTIMIZER_FACTORS = {

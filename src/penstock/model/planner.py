@@ -14,8 +14,9 @@ from torch import nn
 
 from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
+from penstock.display import Progress, shown_progress
 from penstock.errors import ArgumentError
-from penstock.model.model_profile import Progress, profile_model, trace_for_plan
+from penstock.model.model_profile import profile_model, trace_for_plan
 from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
@@ -56,7 +57,7 @@ def plan(
     chunks: int | Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
     solver_seconds: float = 10.0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> ModelPlan:
     """Choose cut, placement, schedule, micro-batches, recomputation and runtime for a model.
 
@@ -79,7 +80,8 @@ def plan(
         chunks: The number of micro-batches, or those to try.
         schedules: The names of the schedules to try.
         solver_seconds: How long the exact solver may run, if `ortools` is installed.
-        progress: Called with what is being done and the fraction that is done.
+        progress: True to show a bar, in a notebook or a terminal; or a function that is called with
+            what is being done and the fraction that is done.
 
     Returns:
         The plan, for `Pipe(model, plan=plan)`. Print it to see why.
@@ -100,32 +102,34 @@ def plan(
     if memory is None and list_accelerators():
         memory = _ACCELERATOR_SHARE
 
-    def report(what: str, fraction: float, start: float, share: float) -> None:
-        if progress is not None:
-            progress(what, start + share * fraction)
+    with shown_progress(progress) as shown:
 
-    profile = profile_model(
-        model,
-        example,
-        rank_devices,
-        units=units,
-        optimizer=optimizer,
-        progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
-    )
-    caps = resolve_memory(memory, profile.devices)
-    search = partial(
-        search_plan,
-        profile,
-        objective=objective,
-        chunks=[chunks] if isinstance(chunks, int) else chunks,
-        schedules=schedules,
-        solver_seconds=solver_seconds,
-        progress=lambda what, fraction: report(what, fraction, 0.5, 0.5),
-    )
-    try:
-        chosen_plan = search(memory=[cap * _SEARCH_SHARE for cap in caps])
-    except ArgumentError:
-        chosen_plan = search(memory=caps)
+        def report(what: str, fraction: float, start: float, share: float) -> None:
+            if shown is not None:
+                shown(what, start + share * fraction)
+
+        profile = profile_model(
+            model,
+            example,
+            rank_devices,
+            units=units,
+            optimizer=optimizer,
+            progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
+        )
+        caps = resolve_memory(memory, profile.devices)
+        search = partial(
+            search_plan,
+            profile,
+            objective=objective,
+            chunks=[chunks] if isinstance(chunks, int) else chunks,
+            schedules=schedules,
+            solver_seconds=solver_seconds,
+            progress=lambda what, fraction: report(what, fraction, 0.5, 0.5),
+        )
+        try:
+            chosen_plan = search(memory=[cap * _SEARCH_SHARE for cap in caps])
+        except ArgumentError:
+            chosen_plan = search(memory=caps)
     chosen_plan = replace(chosen_plan, memory=caps)
     return attach_model(chosen_plan, example, target, tuple(rank_devices), units)
 
@@ -135,7 +139,7 @@ def replan(
     measured: Cost,
     chunks: int | Sequence[int] | None,
     solver_seconds: float,
-    progress: Progress | None,
+    progress: Progress | bool | None,
 ) -> tuple[Plan, Plan]:
     """Search again with measured seconds of the stages in place of the profile's.
 
@@ -157,14 +161,15 @@ def replan(
             units[index] = _scale_unit(units[index], forward, backward)
     profile = replace(current.profile, units=tuple(units))
     before = current.with_profile(profile)
-    after = search_plan(
-        profile,
-        memory=current.memory,
-        objective=current.objective,
-        chunks=[chunks] if isinstance(chunks, int) else chunks,
-        solver_seconds=solver_seconds,
-        progress=progress,
-    )
+    with shown_progress(progress) as shown:
+        after = search_plan(
+            profile,
+            memory=current.memory,
+            objective=current.objective,
+            chunks=[chunks] if isinstance(chunks, int) else chunks,
+            solver_seconds=solver_seconds,
+            progress=shown,
+        )
     if before.seconds <= after.seconds:
         after = before
     if isinstance(current, ModelPlan):

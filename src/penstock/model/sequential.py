@@ -296,7 +296,7 @@ def check_children(module: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SequentialPartition(Partition):
     """A Sequential cut between its layers.
 

@@ -15,6 +15,7 @@ from math import inf, isinf
 from os import PathLike
 from typing import Any, Self
 
+from penstock.display import render_html
 from penstock.errors import ArgumentError
 from penstock.planning.profile import Profile, parse_json, read_json, write_json
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
@@ -346,6 +347,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_describe_plan(self))
 
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
+
 
 def describe_choice(
     schedule: str,
@@ -369,9 +373,14 @@ def describe_choice(
 
 
 def _describe_plan(plan: Plan) -> list[str]:
+    head = f"plan for {plan.profile.model}: {plan.describe_choice()}"
+    return [head, "", *_format_table(list_stages(plan)), "", *describe_results(plan)]
+
+
+def describe_results(plan: Plan) -> list[str]:
+    """Return the lines below the table: seconds, memory, the next best, and the certificate."""
     forecast = plan.forecast
-    lines = [f"plan for {plan.profile.model}: {plan.describe_choice()}", ""]
-    lines += [*_format_table(list_stages(plan)), "", describe_step(plan)]
+    lines = [describe_step(plan)]
     for rank, (peak, cap) in enumerate(zip(forecast.peak, plan.memory, strict=True)):
         limit = "no cap" if isinf(cap) else f"of {format_bytes(cap)}, {peak / cap:.0%}"
         static = format_bytes(forecast.resident[rank])

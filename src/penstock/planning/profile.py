@@ -19,8 +19,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from penstock.display import render_html
 from penstock.errors import ArgumentError, PenstockError, PenstockTypeError
-from penstock.text_format import parse_bytes
+from penstock.text_format import format_plural, parse_bytes
 
 _VERSION = 1
 
@@ -186,6 +187,15 @@ class Profile:
         for low, high in self.links:
             if not 0 <= low < high:
                 yield f"link ({low}, {high}) does not name a lower and a higher rank"
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(device.kind for device in self.devices))
+        sizes = {"unit": len(self.units), "row": self.rows, "device": len(self.devices)}
+        counted = ", ".join(format_plural(size, noun) for noun, size in sizes.items())
+        return f"Profile({self.model}, {counted}: {kinds})"
+
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
 
     @property
     def unit_names(self) -> tuple[str, ...]:

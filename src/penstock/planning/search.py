@@ -18,13 +18,14 @@ Otherwise the lowest bound of the other groups says how much faster a plan could
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import comb, inf
 from typing import Any, NamedTuple
 
+from penstock.display import Progress
 from penstock.errors import ArgumentError
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.plan import Alternative, Certificate, Plan, describe_choice
@@ -38,9 +39,6 @@ from penstock.schedules.families import family_of, loop, vee
 from penstock.schedules.fit import Objective, fit, named_schedules
 from penstock.schedules.ir import Schedule
 from penstock.text_format import format_bytes
-
-# Called with what the search is doing and the fraction that is done.
-Progress = Callable[[str, float], None]
 
 # The work of the search, counted in actions, so that equal problems have equal plans: how many
 # may be timed to try every cut, and how many `fit` may place in the groups that were exhausted.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from penstock.data_parallel.all_reduce import ReplicaGroup
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
+from penstock.draw.notebook import step_html
 from penstock.errors import RunError
 from penstock.model.placement import PlacedPartition
 from penstock.model.sequential import refuse_forward
@@ -52,6 +53,7 @@ from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request
+from penstock.runtime.step_metrics import HasTimeline, StepMetrics
 from penstock.runtime.worker import StepLoss
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Op, Program
@@ -68,14 +70,6 @@ from penstock.stage.stage import Stage
 from penstock.torch_compat import is_forward_ad_enabled, is_parametrization_cached
 
 # ---- results -------------------------------------------------------------------------------------
-
-
-class HasTimeline(Protocol):
-    """The interface of a run that can build its timeline."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The measured timeline."""
 
 
 class RuntimeUsed(NamedTuple):
@@ -96,7 +90,10 @@ class StepResult:
         loss: The loss of the batch, detached, with the auxiliary losses that layers have added.
         outputs: The output of the model for the whole batch. None unless `step` was called with
             `outputs=True`.
-        metrics: The metrics that `loss_fn` returned, combined over the micro-batches.
+        metrics: The metrics that `loss_fn` returned, combined over the micro-batches. Called, it
+            returns all numbers of the step as plain numbers, for a logger: `loss`, `step_seconds`,
+            `bubble`, `rows` and `rows_per_second`, `tokens` and `tokens_per_second` for token ids,
+            `peak_bytes`, and the metrics of `loss_fn`.
         measured: The run, with its timestamps.
         ran: The runtime that ran the step, and why it was not the requested one, if it was not.
 
@@ -107,11 +104,13 @@ class StepResult:
     >>> result = pipe.step(torch.zeros(6, 4), target=torch.zeros(6, 2), outputs=True)
     >>> result.outputs.shape, str(result.ran)
     (torch.Size([6, 2]), 'threads')
+    >>> sorted(result.metrics())
+    ['bubble', 'loss', 'peak_bytes', 'rows', 'rows_per_second', 'step_seconds']
     """
 
     loss: Tensor
     outputs: Any
-    metrics: dict[str, Any]
+    metrics: StepMetrics
     measured: HasTimeline
     ran: RuntimeUsed = RuntimeUsed("processes")  # noqa: RUF009 (a value)
     # Compares what only the device knows about the losses of a captured step, after each replay.
@@ -130,6 +129,9 @@ class StepResult:
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss.item():.6g})"
+
+    def _repr_html_(self) -> str:
+        return step_html(self.timeline, self.metrics())
 
 
 # ---- the pipe, its engine and its calls ----------------------------------------------------------
