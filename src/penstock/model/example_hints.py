@@ -17,13 +17,15 @@ from torch import nn
 
 from penstock.errors import PenstockTypeError
 from penstock.microbatch import list_tensors
+from penstock.model.traced.build_stages import TracedModel
 from penstock.tracebacks import add_hint
 
 
 def check_example(example: Any) -> None:
     """Raise if an example is given and has no tensor in it."""
-    values = list(example.values()) if isinstance(example, Mapping) else example
-    if example is None or list_tensors(values):
+    if example is None or isinstance(example, TracedModel):  # the example was traced before
+        return
+    if list_tensors(list(example.values()) if isinstance(example, Mapping) else example):
         return
     kind = "a class" if isinstance(example, type) else f"of type {type(example).__name__}"
     advice = "Pass a tensor, a tuple of inputs, or a dict of inputs by name."
@@ -56,7 +58,7 @@ def explained_example(module: Any, example: Any) -> Iterator[None]:
 
 
 def _explain_example(module: Any, example: Any) -> str:
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) or isinstance(example, TracedModel):
         return ""
     if isinstance(example, list):
         return (
