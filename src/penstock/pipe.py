@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,8 +33,9 @@ from penstock.config import (
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
-from penstock.errors import RunError
+from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.microbatch import move_to_device
+from penstock.model.example_hints import check_example, explained_example
 from penstock.model.framework_attributes import (
     MODEL_ATTRIBUTES,
     ModelForward,
@@ -107,6 +108,8 @@ from penstock.torch_compat import (
     not_compiled,
     outside_compiler,
 )
+from penstock.tracebacks import add_hint, entry_point, fold_frames
+from penstock.vocabulary import PIPE_ATTRIBUTES, explain_key_prefix, suggest
 
 if TYPE_CHECKING:
     from penstock.checkpoint.local_state import OptimizerArgument
@@ -207,6 +210,7 @@ class Pipe(nn.Module):
 
     loss_fn: LossFn | None
 
+    @entry_point
     def __init__(
         self,
         module: nn.Module,
@@ -241,14 +245,24 @@ class Pipe(nn.Module):
         groups = None if topology is None else open_process_groups(topology, devices, heartbeat)
         # Among processes, an error in the arguments of one rank must be raised on all of them, so
         # even the checks run inside the guard.
-        with (
+        guard = (
             nullcontext("")
             if groups is None
-            else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
+            else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR)
+        )
+        with (
+            guard as call_name,
+            explained_example(module, example),
         ):
             chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)
+            if isinstance(module, Pipe):
+                raise PenstockTypeError(
+                    "the model is a pipe already. Make the new pipe from the model itself. As a "
+                    "layer of another pipe, put it into an nn.Sequential."
+                )
             check_model(module, chunks)
+            check_example(example)
             check_choices(runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
@@ -457,9 +471,14 @@ class Pipe(nn.Module):
         >>> pipe[0].weight.grad.shape
         torch.Size([8, 4])
         """
-        self._save_if_preempted(training=False)
-        request = self._build_request(inputs, keyword_inputs)
-        return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
+        # `entry_point` would add a frame, which the compiler would have to be kept out of.
+        try:
+            self._save_if_preempted(training=False)
+            request = self._build_request(inputs, keyword_inputs)
+            return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
+        except Exception as error:
+            fold_frames(error)
+            raise
 
     @not_compiled
     def step(
@@ -512,19 +531,23 @@ class Pipe(nn.Module):
         >>> result.loss.shape, pipe[0].weight.grad.shape
         (torch.Size([]), torch.Size([8, 4]))
         """
-        self._save_if_preempted(training=True)
-        if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
-            self._enclosing_ddp.check_step_allowed()
-        if scale is not None and self._placed_partition.partition.has_input("scale"):
-            keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
-        if scale is not None:
-            check_scale(scale)
-        request = self._build_step_request(
-            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
-        )
-        if optimizer is not None:
-            request.check_optimizer()
-        result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
+        try:
+            self._save_if_preempted(training=True)
+            if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
+                self._enclosing_ddp.check_step_allowed()
+            if scale is not None and self._placed_partition.partition.has_input("scale"):
+                keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
+            if scale is not None:
+                check_scale(scale)
+            request = self._build_step_request(
+                inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
+            )
+            if optimizer is not None:
+                request.check_optimizer(self.parameters())
+            result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
+        except Exception as error:
+            fold_frames(error)
+            raise
         for hook in tuple(self._step_hooks.values()):
             hook(result)
         return result
@@ -582,6 +605,7 @@ class Pipe(nn.Module):
             uses_model_loss=loss_fn is None,
         )
 
+    @entry_point
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -654,6 +678,7 @@ class Pipe(nn.Module):
         return self._engine.forecast(self._build_request(), cost)
 
     @disable_compile
+    @entry_point
     def memory(
         self, *inputs: Any, target: Any = None, loss_fn: LossFn | None = None, **keyword_inputs: Any
     ) -> Memory:
@@ -682,6 +707,7 @@ class Pipe(nn.Module):
         request = self._build_step_request(inputs, keyword_inputs, target, loss_fn)
         return self._engine.measure_memory(request)
 
+    @entry_point
     def summary(self) -> str:
         """Describe the stages: their layers, parameters and messages, and the slowest one.
 
@@ -717,6 +743,7 @@ class Pipe(nn.Module):
         gain = 1 - after.seconds / before.seconds
         return f"a new plan would gain {gain:.0%}" if gain > 0.005 else "no new plan is faster"
 
+    @entry_point
     def replan(
         self,
         *,
@@ -762,6 +789,7 @@ class Pipe(nn.Module):
 
     # ---- checkpoints ----------------------------------------------------------------------
 
+    @entry_point
     def save(
         self,
         folder: PathLike,
@@ -809,6 +837,7 @@ class Pipe(nn.Module):
         ):
             return self._build_saver().save(folder, optimizer, extra, background, keep, model)
 
+    @entry_point
     def save_on_preemption(
         self,
         folder: PathLike,
@@ -884,6 +913,7 @@ class Pipe(nn.Module):
         signals.end_preemption()
         raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 
+    @entry_point
     def load(
         self,
         path: PathLike,
@@ -919,6 +949,7 @@ class Pipe(nn.Module):
         ):
             return self._build_saver().load(path, optimizer, trust, model)
 
+    @entry_point
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file, under the model's names.
 
@@ -941,6 +972,7 @@ class Pipe(nn.Module):
         with self._engine.guarded_slow_call("exporting", file=Path(file).absolute()):
             return self._build_saver().export(file)
 
+    @entry_point
     def save_pretrained(self, folder: PathLike) -> Path:
         """Write a folder that `from_pretrained` of transformers or peft can read.
 
@@ -981,7 +1013,27 @@ class Pipe(nn.Module):
             model = None if placed is None else placed.partition.model
             if name in MODEL_ATTRIBUTES and hasattr(model, name):
                 return getattr(model, name)
+            if name in PIPE_ATTRIBUTES:
+                hint = suggest(name, PIPE_ATTRIBUTES)
+                raise AttributeError(f"'Pipe' object has no attribute '{name}'. {hint}") from None
             raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module or a tensor may be a child, which comes first.
+        if not isinstance(value, nn.Module | torch.Tensor):
+            if name in _METHOD_NAMES and not callable(value):
+                raise PenstockTypeError(
+                    f"pipe.{name} is a method, and was to be replaced by {value!r}. Call it: "
+                    f"pipe.{name}(...)."
+                )
+            if name in _FIXED_ATTRIBUTES:
+                raise ArgumentError(
+                    f"pipe.{name} = {value!r} would change nothing: the model is split when the "
+                    f"pipe is made. Make another Pipe with {_FIXED_ATTRIBUTES[name]}."
+                )
+            if name == "chunks":
+                check_chunks(value)
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -1037,6 +1089,40 @@ class Pipe(nn.Module):
             module.training = mode
         return self
 
+    @entry_point
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy parameters and buffers from a state dict of the model.
+
+        Args:
+            state_dict: The state dict of the unsplit model, or of a pipe of it.
+            strict: Whether the keys must be exactly those of the model.
+            assign: Whether to take the tensors themselves instead of copying their values.
+
+        Returns:
+            The missing and the unexpected keys, as `nn.Module.load_state_dict` does.
+
+        Raises:
+            RuntimeError: If keys or shapes differ. A prefix that a wrapper has added to all keys,
+                such as "module.", is named in a note.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except Exception as error:
+            hint = explain_key_prefix(state_dict, self.state_dict())
+            if hint:
+                add_hint(error, hint)
+            raise
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        # nn.DataParallel calls this for its copies on other GPUs.
+        raise RunError(
+            "the pipe is wrapped in nn.DataParallel, which would copy all stages to every GPU. "
+            "Leave the wrapper out: a pipe uses several GPUs itself. For replicas, use "
+            "penstock.init(dp=2) under torchrun."
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """Apply a conversion such as `half()`, of the pipe or of a module that contains it."""
         check_keeps_device(fn, self._placed_partition.devices.values())
@@ -1044,6 +1130,14 @@ class Pipe(nn.Module):
         self._placed_partition.partition.refresh(fn)
         return self
 
+
+_METHOD_NAMES = frozenset({"eval", "forward", "load", "parameters", "save", "step", "train"})
+_FIXED_ATTRIBUTES = {
+    "devices": "devices=",
+    "partition": "stages= or units=",
+    "schedule": "schedule=",
+    "stages": "stages=",
+}
 
 # The attributes of a pipe that give way to a child, parameter or buffer of the same name.
 _PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {

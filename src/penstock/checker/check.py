@@ -39,6 +39,7 @@ from penstock.schedules.lowering import CHECKPOINT_MODES
 from penstock.schedules.registry import ScheduleLike, resolve_schedule
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import LossFn, extract_model_loss, parse_loss
+from penstock.tracebacks import entry_point
 
 ALL_SCHEDULES = "all"
 DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES = ("never", "always"), ("inline", "threads")
@@ -47,6 +48,7 @@ DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES = ("never", "always"), ("inline", "threads
 ProgressCallback = Callable[[int, int, str], None]
 
 
+@entry_point
 def check(
     model: nn.Module,
     *batch: Any,

@@ -16,6 +16,7 @@ from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.display import Progress, shown_progress
 from penstock.errors import ArgumentError
+from penstock.model.example_hints import check_example, explained_example
 from penstock.model.model_profile import profile_model, trace_for_plan
 from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
 from penstock.model.sequential import check_model, is_plain_sequential
@@ -27,6 +28,7 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.families import FAMILIES, make
 from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Schedule
+from penstock.tracebacks import entry_point
 
 _ACCELERATOR_SHARE = 0.9  # of its memory: libraries and the audit of the first step need some, too
 # Stages keep a little more than the profile of their units tells: gradients between I and W,
@@ -44,6 +46,7 @@ class ModelPlan(Plan):
     units: UnitSelector = field(default=None, compare=False)
 
 
+@entry_point
 def plan(
     model: nn.Module,
     example: Any,
@@ -98,6 +101,7 @@ def plan(
     check_model(model)
     if example is None:
         raise ArgumentError("a plan needs measurements. Pass a batch as example=.")
+    check_example(example)
     rank_devices = list_planned_devices(devices)
     if memory is None and list_accelerators():
         memory = _ACCELERATOR_SHARE
@@ -108,14 +112,15 @@ def plan(
             if shown is not None:
                 shown(what, start + share * fraction)
 
-        profile = profile_model(
-            model,
-            example,
-            rank_devices,
-            units=units,
-            optimizer=optimizer,
-            progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
-        )
+        with explained_example(model, example):
+            profile = profile_model(
+                model,
+                example,
+                rank_devices,
+                units=units,
+                optimizer=optimizer,
+                progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
+            )
         caps = resolve_memory(memory, profile.devices)
         search = partial(
             search_plan,

@@ -49,6 +49,7 @@ from penstock.runtime.audit import (
     check_whole_loss,
     start_audit,
 )
+from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
@@ -83,7 +84,7 @@ class RuntimeUsed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(ResultHints):
     """The result of `Pipe.step`.
 
     Attributes:
@@ -352,11 +353,16 @@ def run_step(pipe: PreparedPipe, request: Request, engine: Engine) -> StepResult
     """Run forward, loss and backward of a batch under the schedule."""
     with engine.step_lock:
         with engine.guarded("step") as call_name:
-            pipe.check_no_hooks()
-            pipe.check_model_unchanged()
-            call = engine.prepare(call_name, request)
-            replayed = call.replay()
-            result = execute_step(pipe, call) if replayed is None else replayed
+            try:
+                pipe.check_no_hooks()
+                pipe.check_model_unchanged()
+                call = engine.prepare(call_name, request)
+                replayed = call.replay()
+                result = execute_step(pipe, call) if replayed is None else replayed
+            except Exception as error:
+                # Inside of the guard, so that other ranks get the hint, too.
+                add_call_hint(error, pipe.placed_partition, request)
+                raise
         # Outside of the guard: the optimizer needs no other rank, and its hooks may call the pipe.
         # A captured step has its optimizer inside.
         if request.optimizer is not None and replayed is None:
@@ -422,21 +428,25 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
 def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
     """Return the output of the model for a batch. All forwards come before the first backward."""
     with engine.guarded("forward") as call_name:
-        pipe.check_model_unchanged()
-        call = engine.prepare(call_name, request)
-        in_caller_graph = torch.is_grad_enabled()
-        programs = pipe.program_cache.for_graph(call.inputs.graph)
-        program, *phases = programs.get_forward_backward_phases(
-            _build_program_key(request, call.inputs.chunks, in_caller_graph)
-        )
-        # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
-        aux_sink = select_forward_sink()
-        stages: Sequence[Stage] = pipe.placed_partition.partition.stages
-        if call.inputs.averages_loss_by_rows:
-            stages = watch_output(stages, program, call.inputs)
-        execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
-        execution.audit = start_audit(pipe, call, execution, program, None)
-        return call.forward(execution, program, (phases[0], phases[1]))
+        try:
+            pipe.check_model_unchanged()
+            call = engine.prepare(call_name, request)
+            in_caller_graph = torch.is_grad_enabled()
+            programs = pipe.program_cache.for_graph(call.inputs.graph)
+            program, *phases = programs.get_forward_backward_phases(
+                _build_program_key(request, call.inputs.chunks, in_caller_graph)
+            )
+            # `pipe(x)` returns an output and no loss, so a loss that a layer adds would be lost.
+            aux_sink = select_forward_sink()
+            stages: Sequence[Stage] = pipe.placed_partition.partition.stages
+            if call.inputs.averages_loss_by_rows:
+                stages = watch_output(stages, program, call.inputs)
+            execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
+            execution.audit = start_audit(pipe, call, execution, program, None)
+            return call.forward(execution, program, (phases[0], phases[1]))
+        except Exception as error:
+            add_call_hint(error, pipe.placed_partition, request)
+            raise
 
 
 def watch_output(stages: Sequence[Stage], program: Program, inputs: StageInputs) -> Sequence[Stage]:
