@@ -219,6 +219,10 @@ class LocalEngine:
         """The reasons against a capture that the user was warned of."""
         return self._lazy_state.capture_warnings
 
+    def open_exchange(self, request: Request) -> AbstractContextManager[None]:
+        """Return an empty context: all stages are in this process."""
+        return nullcontext()
+
     def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return an empty context: there are no other processes to tell of an error."""
         return nullcontext()

@@ -33,6 +33,7 @@ from penstock.data_parallel.all_reduce import ReplicaGroup
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
 from penstock.errors import RunError
+from penstock.model.partition import TensorExchange
 from penstock.model.placement import PlacedPartition
 from penstock.model.sequential import refuse_forward
 from penstock.model.stage_inputs import (
@@ -310,6 +311,12 @@ class Engine(Protocol):
     def prepare(self, call_name: str, request: Request) -> Call:
         """Split the batch, and agree on the call with other processes."""
 
+    def open_exchange(self, request: Request) -> AbstractContextManager[TensorExchange | None]:
+        """Return a context in which all processes run a method of the model together.
+
+        It yields their connection, or None if there is only this process.
+        """
+
     def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return a context for a call that may take minutes, such as a save.
 
@@ -435,6 +442,16 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
         execution.audit = start_audit(pipe, call, execution, program, None)
         return call.forward(execution, program, (phases[0], phases[1]))
+
+
+def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
+    """Return what the model's own `generate` returns, computed where the stages are."""
+    placed = pipe.placed_partition
+    with engine.open_exchange(request) as exchange:
+        pipe.check_model_unchanged()
+        return placed.partition.run_method(
+            "generate", request.inputs, request.keyword_inputs, placed.placement, exchange
+        )
 
 
 def watch_output(stages: Sequence[Stage], program: Program, inputs: StageInputs) -> Sequence[Stage]:
