@@ -211,9 +211,9 @@ def refuse_forward(*_: object, **__: object) -> NoReturn:
     """Stand in for the forward of a model of which this process trains only a part."""
     raise RunError(
         "this model was given to a Pipe over several processes, and this process has trained only "
-        "its own stages. The other layers have old weights here. Call the pipe instead. For the "
-        "whole model (to generate text, say), write it with pipe.export(file) and load the file "
-        "into a new model."
+        "its own stages. The other layers have old weights here. Call the pipe instead, and "
+        "pipe.generate for text. For the whole model, write it with pipe.export(file) and load the "
+        "file into a new model."
     )
 
 

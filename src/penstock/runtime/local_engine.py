@@ -28,7 +28,6 @@ from penstock.data_parallel.sync import Replicas
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
-from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
 from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
@@ -539,9 +538,10 @@ class LocalCall:
         measured = execution.build_measured_run(program)
         if self._executor is None and torch.is_grad_enabled():
             self._engine.remember_measured(measured)
+        loss = accumulator.compute_total_loss()
         result = StepResult(
-            accumulator.compute_total_loss(),
-            gather(outputs, rows) if outputs else None,
+            loss,
+            self.inputs.merge_step_outputs(outputs, loss) if outputs else None,
             combine_metrics(accumulator, rows),
             measured,
             self._runtime_used,

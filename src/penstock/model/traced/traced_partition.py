@@ -442,6 +442,8 @@ class TracedPartition(Partition):
             target_counter,
             loss_shares,
             sums_loss=sums_loss and batch.uses_model_loss,
+            outputs_have_loss=batch.uses_model_loss
+            and all(plan.compiled.loss_combination.has_loss for plan in plans),
         )
 
     def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:

@@ -140,7 +140,7 @@ class ControlChannel:
         if not torch.equal(header, received_header):
             raise RunError(
                 f"rank {self.rank} expected {TensorSpec.from_tensor(tensor)} as {description}, "
-                "which has another shape or dtype there. The model took another path on that rank."
+                "which has another shape or dtype there, because the model took another path."
             )
         if received.numel():
             self.group.recv([received], source_rank, VALUES_TAG).wait()

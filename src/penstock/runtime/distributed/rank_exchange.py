@@ -50,7 +50,7 @@ class RankExchange:
         digests = self._channel.all_gather(number, "the tokens of all ranks")
         if any(int(other) != int(number) for other in digests):
             raise RunError(
-                "the ranks have generated different tokens. Their generate depends on something "
+                "the ranks have generated different tokens: their generate depends on something "
                 "that is not the same on all ranks, such as random numbers of Python or NumPy, or "
                 "the time. Pass the same arguments and objects on all ranks."
             )

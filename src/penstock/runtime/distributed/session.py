@@ -506,12 +506,12 @@ class DistributedCall:
         self, execution: Execution, program: Program, totals: GlobalResult
     ) -> StepResult:
         """Return the result of the step, which is the same on all ranks."""
-        outputs, metrics = self._loss.collect_outputs(self.inputs.rows), self._loss.metrics
+        loss = torch.tensor(totals.loss, dtype=totals.loss_dtype, device=self._device.device)
+        outputs, metrics = self._loss.collect_outputs(self.inputs, loss), self._loss.metrics
         if totals.has_outputs:
             shared_outputs = outputs if self._engine.data_policy.outputs == "all" else None
             broadcast_outputs, metrics = self._broadcast_from_last_rank((shared_outputs, metrics))
             outputs = broadcast_outputs if outputs is None else outputs
-        loss = torch.tensor(totals.loss, dtype=totals.loss_dtype, device=self._device.device)
         if torch.is_grad_enabled():
             self._engine.last_step = totals.timings
         return StepResult(loss, outputs, metrics, totals.timings)
