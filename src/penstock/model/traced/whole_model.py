@@ -20,19 +20,26 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
 from penstock.model.partition import TensorExchange
 from penstock.model.traced.interception import OpInterceptor, without_interception
 from penstock.model.traced.proxies import NO_VALUE, ProxyModel, build_unit_proxy, copy_module_tree
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.model.traced.torch_functions import is_metadata_only
+from penstock.model.traced.torch_functions import METADATA_ONLY, is_in_place, is_metadata_only
 from penstock.model.unsplit import gather_operands
-from penstock.nested_values import flatten, map_call_tensors, map_tensors, unflatten
+from penstock.nested_values import (
+    flatten,
+    iter_tensors,
+    map_call_tensors,
+    map_tensors,
+    unflatten,
+)
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import force_eager
 
@@ -185,6 +192,7 @@ class ProcessForward(_MethodInterceptor):
             for name, unit in units.items()
             if homes.unit_ranks[name] != exchange.rank
         }
+        self._shape_cache = ShapeCache()
         # Parameters that an operation between units may use: they are sent once.
         self._parameter_ranks: dict[int, int] = {}
         self._parameters: dict[int, Tensor] = {}
@@ -238,7 +246,8 @@ class ProcessForward(_MethodInterceptor):
     def _compute_shapes(self, name: str, rank: int, args: Any, kwargs: Any) -> Any:
         args, kwargs = map_call_tensors(args, kwargs, _make_meta)
         try:
-            return self._shape_units[name](*args, **kwargs)
+            with self._shape_cache:
+                return self._shape_units[name](*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise RunError(
                 f"unit '{name}' of rank {rank} cannot be followed on rank {self._exchange.rank}, "
@@ -290,6 +299,82 @@ class ProcessForward(_MethodInterceptor):
             )
         self._exchange.check_same(leaves)
         return unflatten(leaves, spec)
+
+
+class ShapeCache(TorchFunctionMode):
+    """Remembers the shapes of the results of operations on tensors without memory.
+
+    PyTorch computes many of these shapes in Python, which takes longer than the operation itself.
+    All layers of a model compute the same shapes, and most are the same for each token.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The specs of the results by function and arguments. None: it has to run.
+        self._results: dict[Any, _ResultSpecs | None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return tensors of the shapes that the function returned before, or run it."""
+        kwargs = kwargs or {}
+        if func in METADATA_ONLY:
+            return func(*args, **kwargs)
+        try:
+            key = func, _make_key(args), _make_key(kwargs) if kwargs else ()
+            specs = self._results.get(key, _UNKNOWN)
+        except TypeError:  # an argument that cannot be hashed
+            return func(*args, **kwargs)
+        if specs is None or specs is _UNKNOWN:
+            result = func(*args, **kwargs)
+            if specs is _UNKNOWN:
+                self._results[key] = _read_result(func, args, kwargs, result)
+            return result
+        tensors = [torch.empty_strided(*spec, dtype=t, device="meta") for *spec, t in specs.specs]
+        return tensors[0] if specs.container is None else specs.container(tensors)
+
+
+class _ResultSpecs(NamedTuple):
+    """The shapes, strides and dtypes of tensors, and the type that holds them (None: one alone)."""
+
+    specs: tuple[tuple[Any, ...], ...]
+    container: type | None
+
+
+_UNKNOWN: Any = object()
+
+
+def _make_key(value: Any) -> Any:
+    """Return a hashable key for an argument. Raise a TypeError if there is none."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    kind = type(value)
+    if kind in (int, float, bool, str):
+        return kind, value  # 1, 1.0 and True are equal
+    if kind is tuple or kind is list:
+        return kind, *[_make_key(item) for item in value]
+    if kind is dict:
+        return kind, *[(name, _make_key(item)) for name, item in value.items()]
+    if kind is slice:
+        return kind, _make_key((value.start, value.stop, value.step))
+    if value is None or value is Ellipsis or kind in (torch.dtype, torch.device, torch.Size):
+        return kind, value
+    raise TypeError(kind)
+
+
+def _read_result(func: Any, args: Any, kwargs: Any, result: Any) -> _ResultSpecs | None:
+    """Return the specs of a result of new tensors without memory, or None for any other."""
+    kind = type(result)
+    tensors = list(result) if kind in (tuple, list) else [result]
+    arguments = {id(tensor) for tensor in iter_tensors((args, kwargs))}
+    is_new = all(
+        type(tensor) is Tensor and tensor.is_meta and id(tensor) not in arguments
+        for tensor in tensors
+    )
+    if not is_new or not tensors or is_in_place(func) or "out" in kwargs:
+        return None
+    specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+    return _ResultSpecs(specs, kind if kind in (tuple, list) else None)
 
 
 def _mark_output(rank: int, tensor: Tensor) -> Tensor:
