@@ -86,7 +86,14 @@ from penstock.runtime.preemption import (
 )
 from penstock.runtime.program_cache import ProgramCache
 from penstock.runtime.request import Request
-from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
+from penstock.runtime.step import (
+    Engine,
+    PreparedPipe,
+    StepResult,
+    run_forward,
+    run_generate,
+    run_step,
+)
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lowering import CHECKPOINT_MODES, Recomputation, resolve_recomputation
@@ -604,6 +611,56 @@ class Pipe(nn.Module):
             scale=1.0 if scale is None else scale,
             uses_model_loss=loss_fn is None,
         )
+
+    @entry_point
+    @not_compiled
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own `generate`, with each layer where it is.
+
+        It works for models of transformers and for any model with a method `generate`, and gives
+        the tokens of the unsplit model. Its own code runs: caches of keys and values stay on the
+        devices of their layers, and streamers, logits processors and stopping criteria work. There
+        is no second copy of the model. The mode stays as it is: call `eval()` first, as for the
+        model.
+
+        With processes, every rank calls this with the same arguments, and gets the same tokens. The
+        random state is that of the first rank. A streamer may be on some ranks only.
+
+        Args:
+            *args: The arguments of the model's `generate`.
+            **kwargs: Those given by name.
+
+        Returns:
+            What the model's `generate` returns.
+
+        Raises:
+            PenstockTypeError: If the model has no `generate`.
+            RemoteError: With processes, if another rank fails, or the arguments differ.
+            RunError: With processes, if the model cannot be run together: a layer draws random
+                numbers, or has shapes that depend on values.
+
+        >>> from torch import nn
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        ...
+        ...     def forward(self, ids):
+        ...         return self.head(self.embed(ids))
+        ...
+        ...     @torch.no_grad()
+        ...     def generate(self, ids, new_tokens):
+        ...         for _ in range(new_tokens):
+        ...             ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], dim=1)
+        ...         return ids
+        >>> ids = torch.zeros(2, 3, dtype=torch.long)
+        >>> pipe = Pipe(Model(), stages=2, devices=["cpu", "cpu"], example=ids)
+        >>> pipe.generate(ids, new_tokens=2).shape
+        torch.Size([2, 5])
+        """
+        self._save_if_preempted(training=False)
+        request = self._build_request(args, kwargs)
+        return outside_compiler(run_generate)(self._prepared_pipe, request, self._engine)
 
     @entry_point
     def clip_grad_norm_(

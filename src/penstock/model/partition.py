@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -29,6 +29,26 @@ if TYPE_CHECKING:
 
 # The units with the stages of their calls, and the stages of operations between units by function.
 StageMap = tuple[list[tuple[nn.Module, list[int]]], Mapping[Any, Sequence[int | None]]]
+
+
+class TensorExchange(Protocol):
+    """The connection between processes that run a method of the model together."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    def broadcast(self, source_rank: int, tensor: Tensor) -> Tensor:
+        """Return the tensor of one rank on every rank.
+
+        The other ranks pass a tensor of the same shape and dtype. All get a contiguous one.
+        """
+
+    def find_draws(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return the result of a call, and whether it drew random numbers."""
+
+    def check_same(self, result: Any) -> None:
+        """Raise if the ranks have different integers, such as tokens, in their results."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,6 +232,21 @@ class Partition(ABC):
         units = dict(self.named_roots())
         by_unit = [(units[name], stages) for name, stages in self.find_unit_stages().items()]
         return by_unit, self.find_function_stages()
+
+    @abstractmethod
+    def run_method(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        placement: Sequence[int],
+        exchange: TensorExchange | None,
+    ) -> Any:
+        """Return the result of a method of the model, which calls its forward many times.
+
+        Each unit runs where it is. `placement` has the rank of each stage; if ranks are processes,
+        `exchange` connects them, and all of them call this.
+        """
 
     @abstractmethod
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError, CutError, PenstockTypeError, RunError
 from penstock.microbatch import check_inputs, have_equal_rows, move_to_device, scatter
 from penstock.model.describe import describe_sequential
-from penstock.model.partition import Partition
+from penstock.model.partition import Partition, TensorExchange
 from penstock.model.sequential_stage import (
     SideInputs,
     SkipRoute,
@@ -211,9 +211,9 @@ def refuse_forward(*_: object, **__: object) -> NoReturn:
     """Stand in for the forward of a model of which this process trains only a part."""
     raise RunError(
         "this model was given to a Pipe over several processes, and this process has trained only "
-        "its own stages. The other layers have old weights here. Call the pipe instead. For the "
-        "whole model (to generate text, say), write it with pipe.export(file) and load the file "
-        "into a new model."
+        "its own stages. The other layers have old weights here. Call the pipe instead, and "
+        "pipe.generate for text. For the whole model, write it with pipe.export(file) and load the "
+        "file into a new model."
     )
 
 
@@ -474,6 +474,21 @@ class SequentialPartition(Partition):
     def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run all layers one after the other."""
         return _UnsplitSequential(self.stages)(*args, **kwargs)
+
+    def run_method(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        placement: Sequence[int],
+        exchange: TensorExchange | None,
+    ) -> Any:
+        """Raise: the stages run the layers of a Sequential, and never the Sequential itself."""
+        raise PenstockTypeError(
+            f"pipe.{name} runs the {name} of the model, and a Sequential has none. Put the layers "
+            f"into a module with a forward and a {name} of its own, and make the Pipe from it with "
+            "example=."
+        )
 
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Return None: a layer that computes a loss does not show how it counts."""

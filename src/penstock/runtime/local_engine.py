@@ -28,7 +28,6 @@ from penstock.data_parallel.sync import Replicas
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
-from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
 from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
@@ -219,6 +218,10 @@ class LocalEngine:
     def capture_warnings(self) -> set[str]:
         """The reasons against a capture that the user was warned of."""
         return self._lazy_state.capture_warnings
+
+    def open_exchange(self, request: Request) -> AbstractContextManager[None]:
+        """Return an empty context: all stages are in this process."""
+        return nullcontext()
 
     def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return an empty context: there are no other processes to tell of an error."""
@@ -546,7 +549,11 @@ class LocalCall:
             self._engine.torch_devices,
         )
         result = StepResult(
-            loss, gather(outputs, rows) if outputs else None, metrics, measured, self._runtime_used
+            loss,
+            self.inputs.merge_step_outputs(outputs, loss) if outputs else None,
+            metrics,
+            measured,
+            self._runtime_used,
         )
         if comparison is not None and comparison.is_deferred:
             object.__setattr__(result, "_check_terms", comparison.compare_device_numbers)

@@ -34,6 +34,7 @@ from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
 from penstock.draw.notebook import step_html
 from penstock.errors import RunError
+from penstock.model.partition import TensorExchange
 from penstock.model.placement import PlacedPartition
 from penstock.model.sequential import refuse_forward
 from penstock.model.stage_inputs import (
@@ -313,6 +314,12 @@ class Engine(Protocol):
     def prepare(self, call_name: str, request: Request) -> Call:
         """Split the batch, and agree on the call with other processes."""
 
+    def open_exchange(self, request: Request) -> AbstractContextManager[TensorExchange | None]:
+        """Return a context in which all processes run a method of the model together.
+
+        It yields their connection, or None if there is only this process.
+        """
+
     def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return a context for a call that may take minutes, such as a save.
 
@@ -447,6 +454,16 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         except Exception as error:
             add_call_hint(error, pipe.placed_partition, request)
             raise
+
+
+def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
+    """Return what the model's own `generate` returns, computed where the stages are."""
+    placed = pipe.placed_partition
+    with engine.open_exchange(request) as exchange:
+        pipe.check_model_unchanged()
+        return placed.partition.run_method(
+            "generate", request.inputs, request.keyword_inputs, placed.placement, exchange
+        )
 
 
 def watch_output(stages: Sequence[Stage], program: Program, inputs: StageInputs) -> Sequence[Stage]:
