@@ -162,10 +162,10 @@ def _collect_arguments(
 def _accepts(model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any]) -> bool:
     """Return whether the model, or the first layer of a Sequential, can be called like this."""
     is_sequential = is_plain_sequential(model)
-    first = next(iter(model.children()), model) if is_sequential else model
+    entry = next(iter(model.children()), model) if is_sequential else model
     try:
         # The inputs by name of a Sequential may belong to any layer.
-        inspect.signature(first.forward).bind(*batch, **({} if is_sequential else side))
+        inspect.signature(entry.forward).bind(*batch, **({} if is_sequential else side))
     except TypeError:
         return False
     return True

@@ -11,6 +11,7 @@ Report
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -312,13 +313,27 @@ class Report:
 
 def report_page(report: Report) -> HtmlPage:
     """Return the report as a page, for `penstock check --html` and for notebooks."""
-    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
+    title = "A pipe computes what the model computes"
+    if not report.ok:
+        title = "A pipe does NOT compute what the model computes"
+    page = HtmlPage(title, make_printable(report.model))
     page.paragraph(f"Compared with {make_printable(report.reference)}.")
-    page.paragraph(f"The loss is {make_printable(report.loss)}.")
+    page.paragraph(f"Loss: {make_printable(report.loss)}.")
     headings, *rows = report.table()
-    page.table(headings, rows)
+    page.table(headings, rows, tone=_choose_tone)
+    page.paragraph(
+        "Inputs: gradients of the inputs. Again: a second step that adds to the gradients of the "
+        "first. Random: runs with equal and with different seeds. Memory: the measured peak and "
+        "its forecast. A dash: there was nothing to compare."
+    )
     page.preformatted(make_printable("\n".join(report.summary())))
     return page
+
+
+def _choose_tone(cell: str) -> str:
+    if cell == "equal":
+        return "good"
+    return "bad" if re.fullmatch(r"failed|inf|\de[-+]\d+", cell) else ""
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -98,7 +98,7 @@ def _draw_cut(axes: Axes, plan: Plan) -> None:
 def _draw_memory(axes: Axes, plan: Plan) -> None:
     """Draw the peak of each rank, what is there anyway, and the cap."""
     peaks, resident = plan.forecast.peak, plan.forecast.resident
-    known = [cap for cap in plan.memory if not isinf(cap)]
+    finite_caps = [cap for cap in plan.memory if not isinf(cap)]
     ranks = range(plan.ranks)
     axes.barh(ranks, peaks, height=0.75, color=SHADES[Op.F][1])
     axes.barh(ranks, resident, height=0.75, color=FILL)
@@ -106,7 +106,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
         if not isinf(cap):
             axes.plot([cap, cap], [rank - 0.45, rank + 0.45], color=DARK, linewidth=1.5)
     axes.set_facecolor(IDLE)
-    axes.set_xlim(0, 1.02 * max([*peaks, *known, 1.0]))
+    axes.set_xlim(0, 1.02 * max([*peaks, *finite_caps, 1.0]))
     axes.set_ylim(plan.ranks - 0.5, -0.5)
     axes.set_ylabel("rank")
     axes.set_yticks(list(ranks)[:: max(1, plan.ranks // 16)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import TextIOBase
@@ -58,13 +58,19 @@ def contrasting_ink(colour: str) -> str:
 # ---- words --------------------------------------------------------------------------------
 
 
-def format_caption(timeline: Timeline) -> str:
-    """Return the caption: makespan, bubble and peak memory."""
+def format_caption(timeline: Timeline, format_size: Callable[[float], str] = format_number) -> str:
+    """Return the caption: makespan, bubble and peak memory.
+
+    Args:
+        timeline: The timeline.
+        format_size: A function that writes a size of activations: micro-batches by default.
+    """
     makespan = choose_time_unit(timeline.makespan).format(timeline.makespan)
-    peaks = [format_number(peak) for peak in timeline.peak]
-    peak = format_number(max(timeline.peak, default=0.0))
+    peaks = [format_size(peak) for peak in timeline.peak]
+    peak = format_size(max(timeline.peak, default=0.0))
     if len(set(peaks)) > 1 and len(peaks) <= 16:
-        peak += f" ({' '.join(peaks)})"
+        separator = ", " if any(" " in text for text in peaks) else " "
+        peak += f" ({separator.join(peaks)})"
     elif len(set(peaks)) == 1 and len(peaks) > 1:
         peak += " on every rank"
     return f"makespan {makespan}, bubble {timeline.bubble:.1%}, peak {peak}"

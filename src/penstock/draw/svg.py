@@ -6,7 +6,7 @@ and in HTML pages that carry their pictures with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -17,17 +17,23 @@ from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.timeline import Timeline
 from penstock.text_format import choose_time_unit, format_bytes, format_count, format_number
 
-LEFT, TOP, RIGHT = 64, 58, 48  # margins in pixels
+LEFT, TOP, RIGHT = 64, 58, 64  # margins in pixels
 FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 
 
-def timeline_svg(timeline: Timeline, title: str = "", width: int = 1120) -> str:
+def timeline_svg(
+    timeline: Timeline,
+    title: str = "",
+    width: int = 1120,
+    format_size: Callable[[float], str] = format_number,
+) -> str:
     """Return a timeline as the text of an SVG picture: its lanes, and the live activations.
 
     Args:
         timeline: The timeline, simulated or measured.
         title: A title above the picture.
         width: The width in pixels.
+        format_size: A function that writes a size of activations: micro-batches by default.
 
     Returns:
         One `<svg>` element.
@@ -47,10 +53,10 @@ def timeline_svg(timeline: Timeline, title: str = "", width: int = 1120) -> str:
     parts = [
         *_open(width, height),
         _text(LEFT, 18, title, DARK, "font-size='15' font-weight='600'"),
-        _text(LEFT, 36, style.format_caption(timeline), FAINT),
+        _text(LEFT, 36, style.format_caption(timeline, format_size), FAINT),
         *_legend(timeline),
         *_lanes(timeline, row, scale),
-        *_memory(timeline, memory_top, strip, scale),
+        *_memory(timeline, memory_top, strip, scale, format_size),
         *_axis(timeline, height - 30, scale),
         "</svg>",
     ]
@@ -115,7 +121,13 @@ def _rank_labels(ranks: int, top: float, row: float) -> Iterator[str]:
         yield _text(LEFT - 8, y, f"rank {rank}", DARK, "text-anchor='end'")
 
 
-def _memory(timeline: Timeline, top: float, strip: float, scale: float) -> Iterator[str]:
+def _memory(
+    timeline: Timeline,
+    top: float,
+    strip: float,
+    scale: float,
+    format_size: Callable[[float], str],
+) -> Iterator[str]:
     yield _text(LEFT, top - 8, "live activations", FAINT)
     yield _text(LEFT + timeline.makespan * scale + 8, top - 8, "peak", FAINT)
     most = max(timeline.peak, default=0.0) or 1.0
@@ -131,7 +143,7 @@ def _memory(timeline: Timeline, top: float, strip: float, scale: float) -> Itera
         path.append(f"L{right:.2f} {level:.2f}L{right:.2f} {base:.2f}z")
         yield f"<path d='{''.join(path)}' fill='{FILL}' stroke='{FAINT}' stroke-width='0.5'/>"
         if rank % every == 0:
-            yield _text(right + 8, base - 2, format_number(timeline.peak[rank]), DARK)
+            yield _text(right + 8, base - 2, format_size(timeline.peak[rank]), DARK)
     yield from _rank_labels(timeline.ranks, top, strip)
 
 

@@ -139,7 +139,9 @@ def choose_unit_counts(
     timeout = inf if peers or limits.measured_together else 0.5
     costs = profile_calls(unit_calls, limits.devices[0], timeout)
     cost_rows = take_maximum(list(map(astuple, costs)), peers, limits.devices[0])
-    costs = [UnitCost(f, i, w, int(kept), int(size)) for f, i, w, kept, size in cost_rows]
+    costs = [
+        UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in cost_rows
+    ]
     # The first stage keeps the most micro-batches in flight. Which stage a unit goes to is not
     # known yet, so every unit counts as if it were there.
     if balance == "memory":

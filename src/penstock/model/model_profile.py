@@ -207,7 +207,7 @@ def _build_unit(
     tensors = list(iter_module_tensors(module))
     is_last = index == len(samples[0].by_kind[kinds[0]]) - 1
     # The loss keeps about as much as the output, as a cross-entropy does.
-    kept = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * is_last)
+    activation_bytes = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * is_last)
     return UnitProfile(
         name=name,
         seconds={
@@ -220,7 +220,7 @@ def _build_unit(
         },
         parameter_bytes=sum(t.nbytes for t in tensors),
         gradient_bytes=sum(t.nbytes for t in tensors if t.requires_grad),
-        activation=kept,
+        activation=activation_bytes,
     )
 
 

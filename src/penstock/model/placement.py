@@ -558,7 +558,9 @@ def _choose_layer_counts(
                 request, stage_devices, placement, measured_together, nearest
             )
             capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)
-            profiles = [UnitCost(f, i, w, int(kept), int(size)) for f, i, w, kept, size in rows]
+            profiles = [
+                UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in rows
+            ]
             return find_cut_within(limits, profiles, capacities)
         if balance == "time":
             costs = measure_layer_times(layers, example, unpack=unpack, device=device, **limit)

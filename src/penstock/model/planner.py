@@ -127,11 +127,11 @@ def plan(
             progress=lambda what, fraction: report(what, fraction, 0.5, 0.5),
         )
         try:
-            found = search(memory=[cap * _SEARCH_SHARE for cap in caps])
+            chosen_plan = search(memory=[cap * _SEARCH_SHARE for cap in caps])
         except ArgumentError:
-            found = search(memory=caps)
-    found = replace(found, memory=caps)
-    return attach_model(found, example, target, tuple(rank_devices), units)
+            chosen_plan = search(memory=caps)
+    chosen_plan = replace(chosen_plan, memory=caps)
+    return attach_model(chosen_plan, example, target, tuple(rank_devices), units)
 
 
 def replan(

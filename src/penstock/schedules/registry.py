@@ -77,7 +77,7 @@ def find_schedule_name(name: str) -> str:
     ['1f1b', 'zb-v', 'interleaved']
     """
     key = name.lower().removeprefix("schedule").replace("-", "").replace("_", "").replace(" ", "")
-    names = {known.replace("-", ""): known for known in (*FAMILIES, "fit")}
+    names = {family.replace("-", ""): family for family in (*FAMILIES, "fit")}
     return {**names, **_PYTORCH_NAMES}.get(key, name)
 
 
