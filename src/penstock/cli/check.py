@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.checker.check import ProgressCallback, check
-from penstock.checker.report import Report
+from penstock.checker.report import Report, report_page
 from penstock.cli.factory import call_factory, run_user_code
 from penstock.cli.report import show_activity
 from penstock.draw.page import HtmlPage
@@ -62,20 +61,7 @@ def run(request: CheckRequest) -> bool:
 
 
 def _build_page(report: Report, stages: int, chunks: int) -> HtmlPage:
-    title = "A pipe computes what the model computes"
-    if not report.ok:
-        title = "A pipe does NOT compute what the model computes"
-    page = HtmlPage(title, make_printable(report.model))
-    page.paragraph(f"Compared with {make_printable(report.reference)}.")
-    page.paragraph(f"Loss: {make_printable(report.loss)}.")
-    headings, *rows = report.table()
-    page.table(headings, rows, tone=_tone)
-    page.paragraph(
-        "Inputs: gradients of the inputs. Again: a second step that adds to the gradients of the "
-        "first. Random: runs with equal and with different seeds. Memory: the measured peak and "
-        "its forecast. A dash: there was nothing to compare."
-    )
-    page.preformatted(make_printable("\n".join(report.summary())))
+    page = report_page(report)
     page.heading("The schedules that ran")
     page.paragraph("Simulated; every stage takes the same time.")
     for name, ranks in dict.fromkeys(
@@ -84,12 +70,6 @@ def _build_page(report: Report, stages: int, chunks: int) -> HtmlPage:
         schedule = make(name, ranks, chunks, stages // ranks)
         page.picture(timeline_svg(simulate(lower(schedule)), title=name))
     return page
-
-
-def _tone(cell: str) -> str:
-    if cell == "equal":
-        return "good"
-    return "bad" if re.fullmatch(r"failed|inf|\de[-+]\d+", cell) else ""
 
 
 @contextmanager

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from math import isinf
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from penstock.draw.style import format_caption
+from penstock.draw.style import TextFile, format_caption, write_text
 from penstock.draw.svg import PlotPoint, scatter_svg, timeline_svg
 from penstock.planning.plan import Plan, describe_certificate, describe_step, list_stages
 from penstock.schedules.explain import IDLE_CAUSES, TimelineIndex, compare_run, find_idle
@@ -37,8 +35,22 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px
 """  # noqa: E501 (a style sheet)
 
 
+# The styles of a value in a notebook, whose colours and fonts stay those of the notebook.
+_FRAGMENT_STYLE = """
+.penstock p { margin: 2px 0; line-height: 1.45 } .penstock .faint { opacity: .7 }
+.penstock .title { font-weight: 600 } .penstock h2 { font-size: 13px; margin: 10px 0 2px }
+.penstock .good { color: #2c7a31 } .penstock .bad { color: #b3261e } .penstock .text { text-align: left }
+.penstock table { border-collapse: collapse; margin: 6px 0; font-size: 12px; font-variant-numeric: tabular-nums }
+.penstock th, .penstock td { padding: 2px 10px; text-align: right; border-bottom: 1px solid rgba(128, 128, 128, .35) }
+.penstock th { font-weight: 500; opacity: .7 } .penstock tr { background: none }
+.penstock th:first-child, .penstock td:first-child { text-align: left }
+.penstock figure { margin: 6px 0; overflow-x: auto } .penstock svg { max-width: 100%; height: auto }
+.penstock pre { font-size: 12px; margin: 6px 0; overflow-x: auto }
+"""  # noqa: E501 (a style sheet)
+
+
 class HtmlPage:
-    """A page that is built from top to bottom. Every text is escaped.
+    """A page, or a value in a notebook, that is built from top to bottom. Every text is escaped.
 
     Args:
         title: The headline.
@@ -46,8 +58,8 @@ class HtmlPage:
     """
 
     def __init__(self, title: str, subtitle: str = "") -> None:
-        self._title = title
-        self._parts = [f"<h1>{escape(title)}</h1>", f"<p class='faint'>{escape(subtitle)}</p>"]
+        self._title, self._subtitle = title, subtitle
+        self._parts: list[str] = []
 
     def heading(self, text: str) -> None:
         """Add a headline."""
@@ -99,15 +111,23 @@ class HtmlPage:
             f"<tbody>{body}</tbody></table></div>"
         )
 
-    def write(self, path: str | PathLike[str]) -> None:
+    def fragment(self) -> str:
+        """Return the content as one element, for the output of a cell in a notebook."""
+        head = [f"<p class='title'>{escape(self._title)}</p>"]
+        head += [f"<p class='faint'>{escape(self._subtitle)}</p>"] if self._subtitle else []
+        content = "\n".join([*head, *self._parts])
+        return f"<div class='penstock'><style>{_FRAGMENT_STYLE}</style>\n{content}\n</div>"
+
+    def write(self, path: TextFile) -> None:
         """Write the page to a file."""
-        content = "\n".join(self._parts)
-        Path(path).write_text(
+        head = f"<h1>{escape(self._title)}</h1>\n<p class='faint'>{escape(self._subtitle)}</p>"
+        content = "\n".join([head, *self._parts])
+        write_text(
+            path,
             f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
             f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
             f"<title>{escape(self._title)}</title><style>{_STYLE}</style></head>\n"
             f"<body><main>{content}</main></body></html>\n",
-            encoding="utf-8",
         )
 
 
@@ -115,12 +135,12 @@ def _class(name: str) -> str:
     return f" class='{name}'" if name else ""
 
 
-def run_page(run: Timeline, path: str | PathLike[str], plan: Timeline | None = None) -> None:
+def run_page(run: Timeline, path: TextFile, plan: Timeline | None = None) -> None:
     """Write a measured step, its plan and what cost the time to one HTML file.
 
     Args:
         run: The measured timeline, such as `result.timeline`.
-        path: The file to write.
+        path: The file to write, or an open text file.
         plan: The forecast, such as `pipe.forecast()`. By default the run's own costs are simulated.
 
     Raises:
