@@ -210,7 +210,9 @@ class Reference:
         Looking for it takes as long as the rest of an isolation. Each of the four isolations of an
         audit leaves it as it was, so it is looked for once.
         """
-        roots = [*self.modules, self._request.loss_fn, *self._parameter_hooks]
+        # A hook may be a method of a list: `gradients.append`.
+        owners = [getattr(hook, "__self__", None) for hook in self._parameter_hooks]
+        roots = [*self.modules, self._request.loss_fn, *self._parameter_hooks, *owners]
         reached = find_reachable(roots)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
