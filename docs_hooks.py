@@ -1,4 +1,4 @@
-"""Hooks of `make docs`: put the studio into the site, if `make studio` has built it.
+"""Hooks of `make docs`: rank pages in the search, and put the studio into the site if it is built.
 
 A page marks the place with two comments. Between them is a picture that links to the page of the
 studio. It stays where the studio is not built, and where the page is read as plain Markdown:
@@ -21,6 +21,7 @@ from mkdocs.utils import get_relative_url
 
 BUILT = Path(__file__).parent / "src" / "penstock" / "studio" / "built"
 ADDRESS = "studio/app/"  # in the site
+ERRORS_BOOST = 0.2  # of pages with error messages; other pages have 1
 
 _PLACE = re.compile(r"<!-- studio -->\n.*?<!-- /studio -->", re.DOTALL)
 _FRAME = """<figure class="studio" markdown="0">
@@ -31,7 +32,10 @@ when you use it.</figcaption>
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Replace the picture of the studio by the studio itself."""
+    """Replace the picture of the studio by the studio itself, and rank the page in the search."""
+    # The headings of these pages are error messages, which contain most words that users search.
+    if page.file.src_uri.startswith("restrictions/"):
+        page.meta["search"] = {"boost": ERRORS_BOOST}
     if not is_built():
         return markdown
     return _PLACE.sub(_FRAME.format(address=get_relative_url(ADDRESS, page.url)), markdown)

@@ -40,6 +40,8 @@ MODULES = (
     "errors.py",
     "display.py",
     "text_format.py",
+    "tracebacks.py",
+    "vocabulary.py",
     "config.py",
     "model_summary.py",
     "schedules",
