@@ -8,8 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import docs_hooks
 import pytest
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.pages import Page
 
 from tests.test_docs import DOCS, blocks_of
 
@@ -77,6 +82,16 @@ def test_docs_navigation_has_every_page_in_five_groups() -> None:
     assert sorted(re.findall(r"([\w/-]+\.md)", NAVIGATION)) == sorted(PAGES)
 
 
+LONGEST = 150  # lines of a page with error messages: two or three screens
+
+
+def test_docs_pages_of_error_messages_are_short() -> None:
+    pages = {page: text for page, text in PAGES.items() if page.startswith("restrictions/")}
+    assert len(pages) >= 20
+    assert {page: n for page, text in pages.items() if (n := text.count("\n")) > LONGEST} == {}
+    assert set(pages) <= within_clicks("restrictions.md", 1)
+
+
 # ---- search -------------------------------------------------------------------------------
 
 # Words that users type into the search, each with a page that should turn up.
@@ -106,7 +121,7 @@ SEARCHED = {
     "generate": "recipes/generation.md",
     "gpipe": "which-schedule.md",
     "gradient checkpointing": "glossary.md",
-    "hang": "processes.md",
+    "hang": "processes/failures.md",
     "inference": "guide/training.md",
     "install": "install.md",
     "interleaved": "which-schedule.md",
@@ -116,18 +131,18 @@ SEARCHED = {
     "lora": "hugging-face.md",
     "micro-batch": "glossary.md",
     "mixed precision": "recipes/training.md",
-    "multi-node": "processes.md",
+    "multi-node": "processes/hosts.md",
     "nccl": "processes.md",
     "notebook": "recipes/notebooks.md",
     "oom": "recipes/out-of-memory.md",
     "out of memory": "recipes/out-of-memory.md",
     "perfetto": "guide/looking.md",
-    "preempted": "processes.md",
+    "preempted": "processes/failures.md",
     "profile": "guide/looking.md",
     "recomputation": "guide/schedules.md",
     "resume": "recipes/resume.md",
     "safetensors": "checkpoints.md",
-    "slurm": "processes.md",
+    "slurm": "processes/hosts.md",
     "scheduler": "recipes/training.md",
     "tied weights": "guide/layers.md",
     "torchgpipe": "compatibility.md",
@@ -149,6 +164,26 @@ def test_docs_search_finds_a_page_for_words_that_users_type(words: str) -> None:
 
 def test_docs_search_words_are_forty_or_more() -> None:
     assert len(SEARCHED) >= 40
+
+
+# ---- the studio in a page ----------------------------------------------------------------
+
+
+def test_docs_show_the_studio_where_it_is_built_and_its_picture_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PAGES["which-schedule.md"]
+    page = cast(Page, SimpleNamespace(url="which-schedule/"))
+    monkeypatch.setattr(docs_hooks, "BUILT", tmp_path / "built")
+    assert docs_hooks.on_page_markdown(source, page=page) == source
+    (tmp_path / "built" / "pyodide").mkdir(parents=True)
+    (tmp_path / "built" / "index.html").write_text("the studio")
+    with_studio = docs_hooks.on_page_markdown(source, page=page)
+    assert '<iframe src="../studio/app/?embed"' in with_studio
+    assert "studio/light.png" not in with_studio
+    site = cast(MkDocsConfig, SimpleNamespace(site_dir=str(tmp_path / "site")))
+    docs_hooks.on_post_build(config=site)
+    assert (tmp_path / "site" / "studio" / "app" / "index.html").read_text() == "the studio"
 
 
 # ---- code on the pages --------------------------------------------------------------------

@@ -11,17 +11,21 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from penstock.draw.model_picture import chain
-from penstock.model.report import format_summary
+from penstock.draw.notebook import partition_html
+from penstock.draw.style import PictureFile
+from penstock.model.report import describe_for_notebook, format_summary, format_title
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs
 from penstock.model_summary import ModelSummary
 from penstock.schedules.ir import StageGraph
 from penstock.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The units with the stages of their calls, and the stages of operations between units by function.
 StageMap = tuple[list[tuple[nn.Module, list[int]]], Mapping[Any, Sequence[int | None]]]
@@ -47,7 +51,7 @@ class TensorExchange(Protocol):
         """Raise if the ranks have different integers, such as tokens, in their results."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Partition(ABC):
     """A model cut into stages, as `penstock.split` returns it and `Pipe` runs it.
 
@@ -83,23 +87,36 @@ class Partition(ABC):
     def __str__(self) -> str:
         return format_summary(self.outline)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({format_title(self.outline)})"
+
+    def _repr_html_(self) -> str:
+        return partition_html(self.outline, *describe_for_notebook(self.outline))
+
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of units of each stage. `stages=` takes such a list."""
         return self.outline.counts
 
-    def draw(self, path: str | PathLike[str], *, title: str | None = None) -> None:
+    def draw(
+        self, path: PictureFile = None, *, title: str | None = None, format: str | None = None
+    ) -> Figure:
         """Draw the model as a chain of units with the cuts.
 
         Args:
-            path: The file to write, which ends in .svg or .png.
+            path: The file to write: a path that ends in .svg or .png, or a file that is open for
+                writing. None only returns the figure.
             title: A title above the picture.
+            format: "svg" or "png", if the path does not say it.
+
+        Returns:
+            The figure of matplotlib.
 
         Raises:
             ArgumentError: If the path has another suffix.
             MissingExtra: If matplotlib is not installed.
         """
-        chain(self.outline, path, title=title)
+        return chain(self.outline, path, title=title, format=format)
 
     def compute_modules(self) -> list[nn.Module]:
         """Return the layers of all stages, and the modules that the user put around them."""

@@ -55,12 +55,12 @@ from penstock.runtime.program_cache import Phase, ProgramCache
 from penstock.runtime.request import Request
 from penstock.runtime.step import (
     CheckpointPeers,
-    HasTimeline,
     PreparedPipe,
     RuntimeUsed,
     StepResult,
     execute_step,
 )
+from penstock.runtime.step_metrics import HasTimeline, StepMetrics, count_tokens
 from penstock.runtime.threads import ThreadExecutor, WorkerPool
 from penstock.runtime.tied_gradients import build_local_tied_weights
 from penstock.runtime.transport import Mailboxes
@@ -155,6 +155,7 @@ class LocalEngine:
             prepared_pipe.replicas,
         )
         self.devices = list(self.placed_partition.devices.values())
+        self.torch_devices = tuple(dict.fromkeys(device.device for device in self.devices))
         self.deferred_batchnorms = find_deferred_batch_norms(self.placed_partition.local_stages)
         self._lazy_state = _LazyState()
 
@@ -539,13 +540,16 @@ class LocalCall:
         if self._executor is None and torch.is_grad_enabled():
             self._engine.remember_measured(measured)
         loss = accumulator.compute_total_loss()
-        result = StepResult(
-            loss,
-            self.inputs.merge_step_outputs(outputs, loss) if outputs else None,
+        metrics = StepMetrics(
             combine_metrics(accumulator, rows),
+            loss,
             measured,
-            self._runtime_used,
+            sum(rows.counts),
+            count_tokens(self.request),
+            self._engine.torch_devices,
         )
+        merged = self.inputs.merge_step_outputs(outputs, loss) if outputs else None
+        result = StepResult(loss, merged, metrics, measured, self._runtime_used)
         if comparison is not None and comparison.is_deferred:
             object.__setattr__(result, "_check_terms", comparison.compare_device_numbers)
         return result

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from penstock.errors import RunError
-from penstock.studio.requests import answer
+from penstock.studio.requests import COMPARED, answer
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "page"
@@ -96,7 +96,11 @@ def zip_modules() -> bytes:
 
 def _first_answers() -> dict[str, object]:
     """Return the answers that the page shows at once, while Pyodide still starts."""
-    requests = {"catalog": {"kind": "catalog"}, "timeline": {"kind": "timeline", "setting": {}}}
+    requests: dict[str, dict[str, object]] = {
+        "catalog": {"kind": "catalog"},
+        "timeline": {"kind": "timeline", "setting": {}},
+        "compare": {"kind": "compare", "setting": {}, "names": COMPARED},
+    }
     return {name: json.loads(answer(json.dumps(request))) for name, request in requests.items()}
 
 

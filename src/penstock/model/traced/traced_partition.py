@@ -244,7 +244,7 @@ class TraceMemory:
         return TraceMemory, ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TracedPartition(Partition):
     """A traced model that has been cut into stages.
 

@@ -82,7 +82,8 @@ from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.request import Request
-from penstock.runtime.step import CheckpointPeers, HasTimeline, PreparedPipe, StepResult
+from penstock.runtime.step import CheckpointPeers, PreparedPipe, StepResult
+from penstock.runtime.step_metrics import HasTimeline, StepMetrics, count_tokens
 from penstock.runtime.tied_gradients import build_distributed_tied_weights
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import BoundAction, Worker
@@ -514,7 +515,19 @@ class DistributedCall:
             outputs = broadcast_outputs if outputs is None else outputs
         if torch.is_grad_enabled():
             self._engine.last_step = totals.timings
-        return StepResult(loss, outputs, metrics, totals.timings)
+        return StepResult(
+            loss,
+            outputs,
+            StepMetrics(
+                metrics,
+                loss,
+                totals.timings,
+                sum(self.inputs.rows.counts),
+                count_tokens(self.request),
+                (self._device.device,),
+            ),
+            totals.timings,
+        )
 
     def forward(self, execution: Execution, program: Program, phases: tuple[Phase, Phase]) -> Any:
         """Return the outputs of the model, on the last rank or on all."""
