@@ -33,12 +33,13 @@ from torch import nn
 import penstock
 from penstock.runtime.audit import Audit
 from penstock.runtime.audit_reference import Reference
+from penstock.runtime.audit_rows import RowsCheck
 
 LATER_STEPS = 4
 PARTS: dict[str, list[tuple[type, str]]] = {
     "forward": [(Reference, "run_forward")],
     "backward": [(Reference, "run_backward")],
-    "rows": [(Audit, "_compare_parts")],
+    "rows": [(RowsCheck, "compare_two_rows")],
     "digests": [(Audit, "before_compute"), (Audit, "after_compute"), (Audit, "check_step")],
 }
 

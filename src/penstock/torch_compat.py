@@ -488,6 +488,15 @@ def read_saved_number(node: Any, name: str) -> Tensor | float:
     return value.detach() if value.requires_grad else value
 
 
+def read_saved_tensor(node: Any, name: str) -> Tensor | None:
+    """Return a tensor that an autograd node has saved, detached, or None if it cannot be read."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if saved is None or getattr(saved, "unpack_hook", None) is not None:
+        return None
+    value = getattr(node, f"_saved_{name}")
+    return value.detach() if type(value) is Tensor else None
+
+
 def get_input_numel(node: Any) -> float:
     """Return how many elements the first input of an autograd node has, or nan.
 

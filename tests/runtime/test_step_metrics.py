@@ -108,8 +108,7 @@ def test_wandb_block_of_the_docs_runs_with_an_object_like_wandb(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     page = (Path(__file__).parents[2] / "docs" / "recipes" / "logging.md").read_text()
     [block] = re.findall(r"```text\n(import wandb\n.*?)```", page, re.DOTALL)
-    pipe = make_pipe()
-    pipe.loss_fn = nn.MSELoss()
+    pipe = make_pipe(loss_fn=nn.MSELoss())
     names = {
         "pipe": pipe,
         "penstock": penstock,
@@ -124,8 +123,9 @@ def test_wandb_block_of_the_docs_runs_with_an_object_like_wandb(
 # ---- hooks ---------------------------------------------------------------------------------------
 
 
-def make_pipe() -> Pipe:
-    return Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), chunks=2, **OPTIONS)
+def make_pipe(**options: Any) -> Pipe:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    return Pipe(layers, chunks=2, **OPTIONS, **options)
 
 
 def run(pipe: Pipe) -> StepResult:

@@ -320,7 +320,7 @@ def report_page(report: Report) -> HtmlPage:
     page.paragraph(f"Compared with {make_printable(report.reference)}.")
     page.paragraph(f"Loss: {make_printable(report.loss)}.")
     headings, *rows = report.table()
-    page.table(headings, rows, tone=_tone)
+    page.table(headings, rows, tone=_choose_tone)
     page.paragraph(
         "Inputs: gradients of the inputs. Again: a second step that adds to the gradients of the "
         "first. Random: runs with equal and with different seeds. Memory: the measured peak and "
@@ -330,7 +330,7 @@ def report_page(report: Report) -> HtmlPage:
     return page
 
 
-def _tone(cell: str) -> str:
+def _choose_tone(cell: str) -> str:
     if cell == "equal":
         return "good"
     return "bad" if re.fullmatch(r"failed|inf|\de[-+]\d+", cell) else ""

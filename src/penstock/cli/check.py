@@ -50,9 +50,7 @@ def run(request: CheckRequest) -> bool:
         factory_result = call_factory(request.factory)
         report = _check_model(request, factory_result, progress)
     if request.html:
-        page = report_page(report)
-        _add_schedules(page, report, request.stages, request.chunks)
-        page.write(request.html)
+        _build_page(report, request.stages, request.chunks).write(request.html)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -62,7 +60,8 @@ def run(request: CheckRequest) -> bool:
     return report.ok
 
 
-def _add_schedules(page: HtmlPage, report: Report, stages: int, chunks: int) -> None:
+def _build_page(report: Report, stages: int, chunks: int) -> HtmlPage:
+    page = report_page(report)
     page.heading("The schedules that ran")
     page.paragraph("Simulated; every stage takes the same time.")
     for name, ranks in dict.fromkeys(
@@ -70,6 +69,7 @@ def _add_schedules(page: HtmlPage, report: Report, stages: int, chunks: int) -> 
     ):
         schedule = make(name, ranks, chunks, stages // ranks)
         page.picture(timeline_svg(simulate(lower(schedule)), title=name))
+    return page
 
 
 @contextmanager

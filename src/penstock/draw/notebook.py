@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from penstock.display import render_html
-from penstock.draw.page import HtmlPage
+from penstock.draw.page import HtmlPage, plan_page
 from penstock.draw.svg import memory_svg, model_svg, timeline_svg
 from penstock.model_summary import ModelSummary
-from penstock.planning.plan import Plan, describe_results, list_stages
+from penstock.planning.plan import Plan
 from penstock.planning.profile import Profile
 from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.lowering import lower
@@ -61,7 +61,7 @@ def _add_rows(
     page: HtmlPage, headings: Sequence[str], rows: Iterable[Sequence[str]], count: int
 ) -> None:
     """Add a table of at most `MAX_ROWS` rows, and say how many there are if these are more."""
-    page.table(headings, islice(rows, MAX_ROWS))
+    page.table(headings, islice(rows, MAX_ROWS), text_columns=["units"])
     if count > MAX_ROWS:
         page.paragraph(f"and {count - MAX_ROWS} more")
 
@@ -107,13 +107,10 @@ def _add_work(page: HtmlPage, work: Schedule | Program) -> HtmlPage:
 @render_html.register
 def plan_html(plan: Plan) -> str:
     """Return a plan as HTML: its stages, the forecast, what comes next, and the certificate."""
-    page = HtmlPage(f"Plan for {plan.profile.model}", plan.describe_choice())
-    headings, *rows = list_stages(plan)
-    _add_rows(page, headings, rows, len(rows))
-    for line in describe_results(plan):
-        page.paragraph(line)
     if len(plan.timeline.spans) <= MAX_ACTIONS:
-        page.picture(timeline_svg(plan.timeline, width=PICTURE_WIDTH))
+        return plan_page(plan).fragment()
+    page = HtmlPage(f"A plan for {plan.profile.model}", plan.describe_choice())
+    page.preformatted(str(plan))
     return page.fragment()
 
 

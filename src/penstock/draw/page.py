@@ -38,7 +38,8 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px
 # The styles of a value in a notebook, whose colours and fonts stay those of the notebook.
 _FRAGMENT_STYLE = """
 .penstock p { margin: 2px 0; line-height: 1.45 } .penstock .faint { opacity: .7 }
-.penstock .title { font-weight: 600 }
+.penstock .title { font-weight: 600 } .penstock h2 { font-size: 13px; margin: 10px 0 2px }
+.penstock .good { color: #3a9a41 } .penstock .bad { color: #d9483b } .penstock .text { text-align: left }
 .penstock table { border-collapse: collapse; margin: 6px 0; font-size: 12px; font-variant-numeric: tabular-nums }
 .penstock th, .penstock td { padding: 2px 10px; text-align: right; border-bottom: 1px solid rgba(128, 128, 128, .35) }
 .penstock th { font-weight: 500; opacity: .7 } .penstock tr { background: none }

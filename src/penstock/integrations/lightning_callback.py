@@ -47,8 +47,10 @@ class PipelineMonitor(_Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Log and draw the last step, if it is an N-th one."""
         step = trainer.global_step
-        if self._monitor.last_result is None:  # a strategy may make its pipe from the first batch
-            self._monitor.last_result = getattr(trainer.strategy, "result", None)
+        # A strategy makes its pipe from the first batch, when this callback cannot know it yet.
+        strategy_result = getattr(trainer.strategy, "result", None)
+        if strategy_result is not None:
+            self._monitor.last_result = strategy_result
         # While gradients are accumulated, several batches have the same step.
         if step == self._logged_step or not self._monitor.is_due(step):
             return

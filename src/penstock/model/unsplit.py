@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.microbatch import move_to_device
 from penstock.model.traced.torch_functions import is_metadata_only
+from penstock.stage.fixed_draws import FixedDrawMode
 from penstock.stage.host_rng import HostRngCell
 from penstock.stage.rng import CellRngMode, derive_cell_seed
 from penstock.stage.stage import OUTSIDE
@@ -43,6 +44,7 @@ class UnsplitCells:
         unit_stages: The units, each with the stages of its calls in order.
         function_stages: The stages of the operations between units.
         devices: The devices of the stages; empty if everything is on one device.
+        fixes_draws: Whether random operations return fixed numbers: see `FixedDrawMode`.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class UnsplitCells:
         unit_stages: Sequence[tuple[nn.Module, Sequence[int]]],
         function_stages: FunctionStages,
         devices: Sequence[torch.device] = (),
+        fixes_draws: bool = False,
     ) -> None:
+        self._rng_mode = FixedDrawMode if fixes_draws else CellRngMode
         self._seed, self._num_stages = seed, num_stages
         self._unit_stages, self._function_stages = unit_stages, function_stages
         self._devices = devices if len(set(devices)) > 1 else ()
@@ -62,7 +66,7 @@ class UnsplitCells:
     def emulate(self, microbatch: int) -> Iterator[None]:
         """Run the unsplit model on a micro-batch in this context."""
         cells = [
-            CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
+            self._rng_mode(derive_cell_seed(self._seed, stage, microbatch))
             for stage in range(self._num_stages)
         ]
         host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())

@@ -373,14 +373,9 @@ def describe_choice(
 
 
 def _describe_plan(plan: Plan) -> list[str]:
-    head = f"plan for {plan.profile.model}: {plan.describe_choice()}"
-    return [head, "", *_format_table(list_stages(plan)), "", *describe_results(plan)]
-
-
-def describe_results(plan: Plan) -> list[str]:
-    """Return the lines below the table: seconds, memory, the next best, and the certificate."""
     forecast = plan.forecast
-    lines = [describe_step(plan)]
+    lines = [f"plan for {plan.profile.model}: {plan.describe_choice()}", ""]
+    lines += [*_format_table(list_stages(plan)), "", describe_step(plan)]
     for rank, (peak, cap) in enumerate(zip(forecast.peak, plan.memory, strict=True)):
         limit = "no cap" if isinf(cap) else f"of {format_bytes(cap)}, {peak / cap:.0%}"
         static = format_bytes(forecast.resident[rank])

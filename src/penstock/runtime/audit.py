@@ -6,7 +6,7 @@ behind (audit_reference.py). While the pipe runs, the audit watches the cells of
 Then it compares:
 
     the loss         of the micro-batch, or the outputs of `pipe(x)`
-    the gradients    that the micro-batch adds to each parameter
+    the gradients    that the micro-batch adds to each parameter, and those of its inputs
     the buffers      after the forward of the micro-batch
     Python numbers   that the forward changes, before and after a recomputation
     the split        the loss, or the outputs, of some rows with those of two parts of them; and
@@ -24,10 +24,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import MicrobatchRows, gather
+from penstock.microbatch import gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -50,12 +50,14 @@ from penstock.runtime.audit_reference import (
     read_plain_attributes,
     running,
 )
+from penstock.runtime.audit_rows import SPLIT_CURE, SPLIT_ROUNDING, RowsCheck
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
+from penstock.runtime.kept_tensors import KeptPlace
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
-from penstock.stage.loss import LossExtras, LossFn, LossReduction, identify_loss
+from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
@@ -65,7 +67,6 @@ from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
-    get_dispatch_modes,
     get_eager_function,
     get_global_hook_ids,
     get_saved_tensor_hooks,
@@ -81,27 +82,52 @@ _log = logging.getLogger("penstock")
 # ---- which calls are audited ---------------------------------------------------------------------
 
 
+class AuditChoice(NamedTuple):
+    """What is audited in a call.
+
+    Attributes:
+        kind: The kind of the call.
+        compares_model: Whether it is compared with the unsplit model.
+        compares_groups: Whether groups of rows are compared together and apart.
+    """
+
+    kind: Any
+    compares_model: bool
+    compares_groups: bool
+
+
 @dataclass
 class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
     _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
+    _calls_by_kind: Counter[Any] = field(default_factory=Counter)
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
+    kept_places: list[KeptPlace] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
 
-    def select(self, request: Request, inputs: StageInputs) -> Any:
-        """Return the kind of the call if it should be audited, or else None."""
+    def select(self, request: Request, inputs: StageInputs) -> AuditChoice | None:
+        """Return what should be audited in a call, or None."""
         if request.audit == "off" or running.is_running:
             return None
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
         kind = self.identify(request, inputs)
+        self._calls_by_kind[kind] += 1
+        calls = self._calls_by_kind[kind]
+        if kind not in self._audited_kinds:
+            return AuditChoice(kind, compares_model=True, compares_groups=False)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        return kind if kind not in self._audited_kinds or is_due else None
+        # In calls 2, 8, 32, ...: what rows have in common may change, and costs little then.
+        is_power_of_two = not calls & (calls - 1)
+        has_grown = is_power_of_two and calls.bit_length() % 2 == 0
+        if is_due or has_grown:
+            return AuditChoice(kind, compares_model=is_due, compares_groups=True)
+        return None
 
     def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
@@ -150,6 +176,11 @@ class Auditor:
         if OTHER_TERMS in sizes:
             sizes[OTHER_TERMS] = float(self._call_count)
 
+    def note_kept(self, places: Sequence[KeptPlace]) -> None:
+        """Remember where forwards leave tensors with a graph."""
+        known = {(id(place.owner), place.key) for place in self.kept_places}
+        self.kept_places += [p for p in places if (id(p.owner), p.key) not in known]
+
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""
         self._audited_kinds.pop(kind, None)
@@ -196,6 +227,7 @@ class CellRecord:
     gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
     buffers: dict[BufferKey, Digest] = field(default_factory=dict)
     outputs: dict[int, dict[str, Digest]] = field(default_factory=dict)  # of `pipe(x)`, by path
+    output_paths: list[str | None] = field(default_factory=list)  # of the tensors in the output
     recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
 
@@ -239,15 +271,24 @@ class Audit:
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
-            placed.partition, devices, request, inputs.rows, peek_seed(), reduction, self._digester
+            placed.partition, devices, request, inputs, peek_seed(), reduction, self._digester
         )
         autocast = execution.context.autocast_dtypes
         self._rounding = find_rounding(
             [dtype for _, dtype in autocast] + self._reference.list_dtypes()
         )
+        self._rows_check = RowsCheck(
+            self._reference,
+            inputs,
+            reduction,
+            self.microbatch,
+            self._rounding,
+            self._name_parameters(),
+        )
         self._forward: ReferenceForward | None = None
         self._reference_grads: dict[int, Digest] = {}
-        self._roots: list[Tensor] = []
+        self._roots: dict[str, Tensor] = {}  # the outputs of the reference, by path
+        self._input_copies: list[Tensor] = []  # the inputs of the reference that need gradients
         # The modules after the forward of the reference: a backward may read their attributes.
         self._state: StateSnapshot | None = None
         self._reference_seed = 1.0
@@ -268,26 +309,37 @@ class Audit:
         """
         try:
             with self._reference.isolate():
-                batch = self._reference.take_batch(self._find_rows(self.microbatch))
-                counted = self._get_counted_targets(self.microbatch)
+                batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
+                self._input_copies = list(
+                    {id(t): t for t in list_tensors(batch) if t.requires_grad}.values()
+                )
+                counted = self._reference.get_counted_targets(self.microbatch)
                 state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 watch = self._reference.watch_state()
                 forward = self._reference.run_forward(batch, self.microbatch, counted)
                 changes = watch.find_changes(forward.changed_buffers)
+                self._auditor.note_kept(self._reference.find_kept_places())
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
                 if forward.changed_state and self.next_microbatch is not None:
                     self._run_next_microbatch()
             if changes and self._later_microbatch is not None:
                 self._compare_states(changes, self._later_microbatch)
+            obstacle = None
             if forward.changed_state and not self._is_first_everywhere:
-                self._auditor.note_audited(self._kind, self._term_sizes)
-                self._auditor.tell_once(
+                obstacle = (
                     "the forward changes buffers, and the stages take micro-batches in different "
                     "orders"
                 )
+            elif forward.draws_in_loss:
+                obstacle = "loss_fn draws from random or numpy.random, which all threads share"
+            if obstacle is not None:
+                self._auditor.note_audited(self._kind, self._term_sizes)
+                self._auditor.tell_once(obstacle)
                 return
-            self._compare_parts(forward)
+            self._split_problem = self._split_problem or self._rows_check.compare_two_rows(forward)
+            if forward.has_own_gradients and self._split_problem is None:
+                self._split_problem = self._rows_check.compare_groups()
             if keeps_state:
                 self._compare_loss_orders()
             self._forward = forward
@@ -303,41 +355,40 @@ class Audit:
         The unsplit model computes every row with the state from before the batch. So the later
         micro-batch runs with that state and with the changed one, and the results must agree.
         """
-        results = []
-        for is_first in (True, False):
+        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
+        expected: dict[Any, Digest] = {}
+        for runs_first, is_ahead in ((False, False), (True, False), (True, True)):
             with self._reference.isolate():
-                if not is_first:
+                if runs_first:
                     watch = self._reference.watch_state()
                     self._run_microbatch(self.microbatch)
                     watch.rewind_generators()
+                    # A layer may go by the number of its calls only when there were many.
+                    if is_ahead and not watch.advance_counters():
+                        return
                 try:
-                    results.append(self._digest_results(self._run_microbatch(microbatch)))
+                    actual = self._digest_results(self._run_microbatch(microbatch))
                 except Exception as error:  # the pipe shows whether it is an error of the model
                     close_failed_checkpoints(error)
                     return
-        expected, actual = results
-        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
-        largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
-        zero = Digest(0.0, 0.0)
-        if any(
-            actual.get(key, zero).find_difference(
-                expected.get(key, zero),
-                self._rounding,
-                least_size=self._rounding * largest if key in parameters else 0.0,
-            )
-            for key in {**expected, **actual}
-            if key in parameters or isinstance(key, str)
-        ):
-            self._state_problem = (
-                f"the forward of a micro-batch changes {', '.join(changes[:4])}, and that of the "
-                "next one computes with it. The unsplit model changes it once for the whole batch, "
-                "after all rows have been computed. Change such state outside of the forward, "
-                "after each step, or use chunks=1."
-            )
+            expected = expected or actual
+            largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
+            zero = Digest(0.0, 0.0)
+            if any(
+                actual.get(key, zero).find_difference(
+                    expected.get(key, zero),
+                    self._rounding,
+                    least_size=self._rounding * largest if key in parameters else 0.0,
+                )
+                for key in {**expected, **actual}
+                if key in parameters or isinstance(key, str)
+            ):
+                self._state_problem = _describe_state(changes, is_ahead)
+                return
 
     def _run_microbatch(self, microbatch: int) -> ReferenceForward:
-        batch = self._reference.take_batch(self._find_rows(microbatch))
-        counted = self._get_counted_targets(microbatch)
+        batch = self._reference.take_batch(self._reference.find_rows(microbatch))
+        counted = self._reference.get_counted_targets(microbatch)
         return self._reference.run_forward(batch, microbatch, counted)
 
     def _digest_results(self, forward: ReferenceForward) -> dict[Any, Digest]:
@@ -350,8 +401,8 @@ class Audit:
         }
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         if roots:
-            ones = [torch.ones_like(root) for root in roots]
-            digests.update(self._reference.run_backward(roots, ones))
+            pairs = [(root, torch.ones_like(root)) for root in roots]
+            digests.update(self._reference.run_backward(pairs))
         return digests
 
     def _run_next_microbatch(self) -> None:
@@ -359,9 +410,9 @@ class Audit:
         assert self.next_microbatch is not None
         with torch.no_grad():
             values = self._reference.run_forward(
-                self._reference.take_batch(self._find_rows(self.next_microbatch)),
+                self._reference.take_batch(self._reference.find_rows(self.next_microbatch)),
                 self.next_microbatch,
-                self._get_counted_targets(self.next_microbatch),
+                self._reference.get_counted_targets(self.next_microbatch),
             ).values
         value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
         self._next_outputs = self._digest_by_path(value)
@@ -373,8 +424,8 @@ class Audit:
         for order in ((first, second), (second, first)):
             with self._reference.isolate(), torch.no_grad():
                 for microbatch in order:
-                    batch = self._reference.take_batch(self._find_rows(microbatch))
-                    counted = self._get_counted_targets(microbatch)
+                    batch = self._reference.take_batch(self._reference.find_rows(microbatch))
+                    counted = self._reference.get_counted_targets(microbatch)
                     self._reference.run_forward(batch, microbatch, counted)
                 states.append(self._reference.digest_loss_state())
         if any(
@@ -389,22 +440,11 @@ class Audit:
                 "them in order."
             )
 
-    def _find_rows(self, microbatch: int) -> tuple[int, int]:
-        counts = self._inputs.rows.counts
-        start = sum(counts[:microbatch])
-        return start, start + (counts[microbatch] if counts else 0)
-
-    def _get_counted_targets(self, microbatch: int) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts, if it is known how it does."""
-        if self._reduction is None or self._request.target or not self._inputs.has_target:
-            return None
-        return self._inputs.targets[microbatch]
-
     def _note_outputs(self, values: tuple[Any, ...], loss: LossAccumulator | None) -> None:
         tensors, layout = flatten_values(values)
         if loss is None:
             self._reference_outputs = self._digest_by_path(values[0])
-            self._roots, self._state = tensors, self._reference.take_snapshot()
+            self._roots, self._state = _list_by_path(values[0]), self._reference.take_snapshot()
             for leaf in () if layout is None else layout.leaves:
                 if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
                     self._split_problem = _describe_hidden_output(leaf)
@@ -421,13 +461,10 @@ class Audit:
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
-            self._reference_grads = self._reference.run_backward(*zip(*pairs, strict=True))
+            self._reference_grads = self._reference.run_backward(pairs)
 
     def _digest_by_path(self, value: Any) -> dict[str, Digest]:
-        leaves = pytree.tree_flatten_with_path(value)[0]
-        return self._digester.digest_all(
-            {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-        )
+        return self._digester.digest_all(_list_by_path(value))
 
     # ---- while the pipe runs -------------------------------------------------------------------
 
@@ -455,6 +492,9 @@ class Audit:
             payload = payloads[OUTSIDE]
             values = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
             record.outputs[action.microbatch] = self._digest_by_path(values[0])
+            if action.microbatch == self.microbatch:
+                paths = {id(tensor): path for path, tensor in _list_by_path(values[0]).items()}
+                record.output_paths = [paths.get(id(tensor)) for tensor in payload.tensors]
         if action.microbatch != self.microbatch:
             return
         if action.op is Op.F:
@@ -540,20 +580,22 @@ class Audit:
             output_gradients: The gradients of the outputs of the micro-batch.
         """
         roots, state = self._roots, self._state
-        self._roots, self._state = [], None
-        if len(roots) != len(output_gradients):
-            return  # it has run before, or the unsplit model returns more than a stage does
-        pairs = [
-            (root, gradient.to(root.device))
-            for root, gradient in zip(roots, output_gradients, strict=True)
-            if gradient is not None and root.requires_grad
-        ]
+        self._roots, self._state = {}, None
+        pairs = []
+        for path, gradient in zip(self._record.output_paths, output_gradients, strict=True):
+            if gradient is None:
+                continue
+            root = roots.get(path or "")
+            if root is None:
+                return  # it has run before, or is an output that the unsplit model does not have
+            if root.requires_grad:
+                pairs.append((root, gradient.to(root.device)))
         if not pairs:
             return
         self._auditor.forget(self._kind)
         try:
             with self._reference.isolate(state):
-                gradients = self._reference.run_backward(*zip(*pairs, strict=True))
+                gradients = self._reference.run_backward(pairs)
         except Exception as error:
             self._failure = error
             self._has_reference()
@@ -574,6 +616,33 @@ class Audit:
             if pair[0] is not zero or pair[1] is not zero:
                 what = f"the gradient of '{name}'"
                 self._compare(what, *pair, is_forward=False, scale=scale, least_size=least_size)
+        self._check_input_gradients(expected, scale)
+
+    def _check_input_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
+        """Compare the gradients of the inputs. Several stages may take one and the same input."""
+        sums: dict[torch.Size, list[Digest]] = {}  # of the pipe, and of the reference
+        copies, self._input_copies = self._input_copies, []
+        zero = Digest(0.0, 0.0)
+        for copy in copies:
+            pair = sums.setdefault(copy.shape, [zero, zero])
+            pair[1] = pair[1].plus(expected.get(id(copy), zero))
+        gradients = {
+            (cell, index): gradient
+            for cell, payload in self._cell_io.input_gradients.items()
+            if cell[1] == self.microbatch
+            for index, gradient in enumerate(payload.tensors)
+            if gradient is not None
+        }
+        for key, digest in self._digester.digest_all(gradients).items():
+            pair = sums.setdefault(gradients[key].shape, [zero, zero])
+            pair[0] = pair[0].plus(digest)
+        largest = max((pair[1].norm for pair in sums.values()), default=0.0)
+        least_size = self._rounding * abs(scale) * largest
+        for shape, (actual, wanted) in sums.items():
+            what = f"the gradient of an input of shape {tuple(shape)}"
+            self._compare(
+                what, actual, wanted, is_forward=False, scale=scale, least_size=least_size
+            )
 
     def _name_parameters(self) -> dict[int, str]:
         return {
@@ -650,15 +719,27 @@ class Audit:
         try:
             with torch.no_grad():
                 with self._reference.isolate():
-                    batch = self._reference.take_batch(self._find_rows(self.microbatch))
-                    counted = self._get_counted_targets(self.microbatch)
+                    batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
+                    counted = self._reference.get_counted_targets(self.microbatch)
                     forward = self._reference.run_forward(batch, self.microbatch, counted)
-                self._compare_parts(forward)
+                self._split_problem = self._rows_check.compare_two_rows(forward)
         except Exception as error:
             close_failed_checkpoints(error)
             self._failure = error
         self._has_reference()
         self._finish()
+
+    def check_groups(self) -> None:
+        """Find out whether groups of rows depend on each other, before a call that is not new."""
+        self._split_problem = (
+            self._rows_check.compare_groups() or self._rows_check.compare_two_microbatches()
+        )
+        self._finish()
+
+    def note_terms(self, sizes: TermSizes) -> None:
+        """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
+        self._term_sizes = sizes
+        self._auditor.note_audited(self._kind, sizes)
 
     def check_whole_loss(
         self, outputs: Mapping[int, tuple[Any, ...]], losses: LossAccumulator
@@ -678,158 +759,16 @@ class Audit:
         numbers = [float(item.loss) for item in losses.microbatch_losses]
         size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
         distance = abs(float(total) - float(whole))
-        if distance <= _SPLIT_ROUNDING.get(total.dtype, 1e-8) * size or not math.isfinite(distance):
+        if distance <= SPLIT_ROUNDING.get(total.dtype, 1e-8) * size:
+            return
+        # A micro-batch without targets that count has a mean of nan.
+        if not math.isfinite(distance) and not math.isfinite(whole):
             return
         self._auditor.forget(self._kind)
         self._fail(
             f"the losses of the micro-batches combine to {float(total):.6g}, but the loss of the "
-            f"whole batch is {float(whole):.6g}. {_SPLIT_CURE}"
+            f"whole batch is {float(whole):.6g}. {SPLIT_CURE}"
         )
-
-    # ---- parts of the micro-batch --------------------------------------------------------------
-
-    def _compare_parts(self, whole: ReferenceForward) -> None:
-        """Find out whether the results of two parts combine to that of both together."""
-        start, stop = self._find_rows(self.microbatch)
-        if self._inputs.chunks < 2 or sum(self._inputs.rows.counts) < 2:
-            return
-        # Random numbers and statistics of the batch differ between whole and parts on purpose.
-        needs_eval = whole.has_drawn or whole.changed_state or self._reference.uses_batch_norm()
-        # Two rows show as much as all, and take less time: those of which a loss may count most
-        # differently, wherever they are. The forward of all has run already.
-        pair = self._reference.find_unlike_rows()
-        if stop - start < 2:
-            pair = pair or (0, 1)
-        is_small = pair is not None or needs_eval or stop - start >= 8
-        if pair is not None:
-            ranges = [(row, row + 1) for row in pair]
-        else:
-            stop = start + 2 if is_small else stop
-            middle = (start + stop) // 2
-            ranges = [(start, middle), (middle, stop)]
-        # Not every model runs on so few rows, and a row by itself has no deviation, say. The
-        # micro-batches of the pipe are large enough.
-        attempts = (ranges, None if is_small else whole), (self._find_two_microbatches(), None)
-        for parts, together in attempts:
-            try:
-                self._split_problem = self._try_split(parts, together, needs_eval)
-                return
-            except Exception as error:
-                close_failed_checkpoints(error)
-        # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
-        every_microbatch = [self._find_rows(index) for index in range(self._inputs.chunks)]
-        try:
-            if self._try_split(every_microbatch, None, needs_eval) is not None:
-                self._split_problem = _SPLIT_INPUT_PROBLEM
-        except Exception as error:
-            close_failed_checkpoints(error)
-
-    def _find_two_microbatches(self) -> list[tuple[int, int]]:
-        """Return the rows of the audited micro-batch and of one beside it, in order."""
-        first = min(self.microbatch, self._inputs.chunks - 2)
-        return [self._find_rows(first), self._find_rows(first + 1)]
-
-    def _try_split(
-        self, ranges: Sequence[tuple[int, int]], whole: ReferenceForward | None, in_eval_mode: bool
-    ) -> str | None:
-        """Return how the results of some parts differ from that of all together, or None.
-
-        `whole` is the forward of all, if it has run already.
-        """
-        # In the mode of the forward that they are compared with: x.requires_grad depends on it.
-        with torch.set_grad_enabled(whole is not None and torch.is_grad_enabled()):
-            forwards = [self._run_rows([rows], in_eval_mode) for rows in ranges]
-            together = whole or self._run_rows(ranges, in_eval_mode)
-            if any(forward.has_drawn for forward in (*forwards, together)):
-                return None
-            counts = tuple([stop - start for start, stop in ranges])
-            part_rows = self._inputs.rows._replace(counts=counts)
-            return self._find_split_problem(forwards, together, part_rows)
-
-    def _run_rows(self, ranges: Sequence[tuple[int, int]], in_eval_mode: bool) -> ReferenceForward:
-        with self._reference.isolate():  # each forward begins with the same state
-            if in_eval_mode:
-                for module in self._reference.modules:
-                    module.training = False
-            return self._reference.run_forward(
-                self._reference.take_batch(*ranges), self.microbatch, self._split_targets(ranges)
-            )
-
-    def _split_targets(self, ranges: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts, of some rows."""
-        pieces = []
-        for start, stop in ranges:
-            ends = accumulate(self._inputs.rows.counts)
-            microbatch = next(index for index, end in enumerate(ends) if start < end)
-            counted = self._get_counted_targets(microbatch)
-            if counted is None:
-                return None
-            begin, end = self._find_rows(microbatch)
-            (target,) = counted
-            times = len(target) // (end - begin)
-            pieces.append(target[(start - begin) * times : (stop - begin) * times])
-        return (torch.cat(pieces),)
-
-    def _find_split_problem(
-        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
-    ) -> str | None:
-        """Return how the combined results of the parts differ from that of both together.
-
-        Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
-        """
-        if self._reduction is not None:
-            if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
-                return None  # auxiliary losses share the weight of the loss, and not the rows
-            losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
-            total = self._combine_losses([whole], MicrobatchRows((1,)))
-            combined = self._combine_losses(parts, rows)
-            distance = abs(float(combined - total))
-            size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-            tolerance = _SPLIT_ROUNDING.get(total.dtype, 1e-8)
-            if math.isfinite(total) and not math.isfinite(distance):
-                raise _NotFiniteError
-            if not math.isfinite(total) or distance <= tolerance * size:
-                return None
-            return (
-                "the losses of two parts of the batch, "
-                f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
-                f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
-                f"{_SPLIT_CURE}"
-            )
-        shares: Sequence[float] = rows.fractions() if self._inputs.loss_shares else ()
-        if all(share == 1 for share in self._inputs.loss_shares):  # the losses are added
-            shares = [1.0] * len(shares)
-        merged = replace(self._inputs, rows=rows, loss_shares=shares).merge_outputs(
-            [part.values[0] for part in parts]
-        )
-        expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
-        is_counted = any(isinstance(share, Tensor) for share in self._inputs.loss_shares)
-        for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
-            other = expected.get(path)
-            if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
-                continue  # the pipe returns a list, with an entry for each micro-batch
-            if not leaf.dim() and is_counted:
-                continue  # weighted by labels; not by the rows of the parts
-            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
-                if not torch.equal(leaf.isnan(), other.isnan()):
-                    raise _NotFiniteError
-                continue
-            return (
-                f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
-                f"two parts, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
-                f"a whole, which has shape {tuple(other.shape)}. So the output depends on how the "
-                "batch is split: it has no rows on dim 0, is a number other than a mean over "
-                "rows, or mixes rows. Return what has rows, or use chunks=1."
-            )
-        return None
-
-    def _combine_losses(self, parts: Sequence[ReferenceForward], rows: MicrobatchRows) -> Tensor:
-        assert self._reduction is not None
-        accumulator = LossAccumulator(self._reduction, rows.fractions(), [()] * len(parts))
-        for index, part in enumerate(parts):
-            tensors, layout = flatten_values(part.values)
-            accumulator.compute_output_gradients(index, Payload(tuple(tensors), layout))
-        return accumulator.compute_total_loss()
 
     def _finish(self) -> None:
         """Raise if the parts do not combine. Otherwise calls of this kind are found right.
@@ -842,34 +781,32 @@ class Audit:
         self._auditor.note_audited(self._kind, self._term_sizes)
 
 
+def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
+    names = ", ".join(changes[:4])
+    use = (
+        "computes something else once it has grown"
+        if is_ahead
+        else "that of the next one computes with it"
+    )
+    return (
+        f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
+        "it once for the whole batch, after all rows have been computed. Change such state outside "
+        "of the forward, after each step, or use chunks=1."
+    )
+
+
+def _list_by_path(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of an output by where they are in it."""
+    leaves = pytree.tree_flatten_with_path(value)[0]
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
 def _describe_hidden_output(leaf: Any) -> str:
     return (
         f"the model returns a {type(leaf).__name__} with a tensor inside, which is not one of the "
         "pipe's outputs, so a backward from it would reach the last stage only. Return tuples, "
         "lists or dicts."
     )
-
-
-class _NotFiniteError(Exception):
-    """Parts of a batch have results that are not finite, and together they have."""
-
-
-_SPLIT_CURE = (
-    "So the loss of a batch depends on how it is split. It is not a mean over rows: it mixes rows, "
-    "divides by a number that is given, or does not count all targets. Return "
-    "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
-    "if it is a sum. A loss that mixes rows needs chunks=1."
-)
-
-_SPLIT_INPUT_PROBLEM = (
-    "the results of the micro-batches are not those of the whole batch, and the model does not run "
-    "on two micro-batches together. An input with as many rows as the batch by chance, such as a "
-    "table or a mask, was split with it. Wrap it in penstock.NoChunk, or in penstock.Chunk if its "
-    "rows are on another dim."
-)
-
-# Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
-_SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def _find_loss_order(program: Program, last_stage: int) -> list[int]:
@@ -888,16 +825,6 @@ def _find_loss_order(program: Program, last_stage: int) -> list[int]:
     ]
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
-        return True  # an index of a maximum may differ by rounding
-    actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
-    size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
-    distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
-    tolerance = _SPLIT_ROUNDING.get(expected.dtype, 1e-8)
-    return not expected.numel() or float(distance.max()) <= tolerance * size
-
-
 def start_audit(
     pipe: PreparedPipe,
     call: Call,
@@ -909,15 +836,20 @@ def start_audit(
 
     `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
     """
-    kind = pipe.auditor.select(call.request, call.inputs)
-    audit = _build_audit(pipe, call, execution, program, reduction, kind)
-    if audit is not None:
+    choice = pipe.auditor.select(call.request, call.inputs)
+    if choice is None:
+        return None
+    audit = _build_audit(pipe, call, execution, program, reduction, choice.kind)
+    if audit is not None and choice.compares_groups:
+        audit.check_groups()
+    if audit is not None and choice.compares_model:
         loss = None if reduction is None else call.build_loss(execution, reduction)
         assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
         audit.run_reference(loss)
         for worker in execution.workers:
             worker.observer = audit
-    return audit
+        return audit
+    return None
 
 
 def audit_new_terms(
@@ -925,12 +857,13 @@ def audit_new_terms(
     call: Call,
     execution: Execution,
     program: Program,
-    reduction: LossReduction,
+    reduction: LossReduction | None,
     sizes: TermSizes,
 ) -> None:
-    """Audit the loss of a step that has run, if it has terms that no audited step had.
+    """Audit the loss of a call that has run, if it has terms that no audited call had.
 
-    Parameters do not change before the optimizer, so it is not too late.
+    Parameters do not change before the optimizer, so it is not too late. `reduction` is None for
+    the model's own loss in `pipe(x)`.
     """
     kind = pipe.auditor.find_new_terms(call.request, call.inputs, sizes)
     audit = _build_audit(pipe, call, execution, program, reduction, kind)
@@ -950,7 +883,7 @@ def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReductio
         return False
     devices = pipe.placed_partition.stage_devices.values()
     is_capturing = any(device.type != "cpu" and is_captured(device) for device in devices)
-    is_layer = bool(get_dispatch_modes()) and is_inside_cell()  # of another pipe
+    is_layer = is_inside_cell()  # of another pipe
     return call.is_local and not (running.is_running or is_layer or is_capturing)
 
 

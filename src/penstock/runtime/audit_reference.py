@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from penstock.microbatch import MicrobatchRows, find_unlike_rows, list_tensors, take_rows
+from penstock.microbatch import find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
     isolated,
@@ -27,13 +28,16 @@ from penstock.model.isolation import (
     preserve_gradients,
 )
 from penstock.model.partition import Partition, StageMap
+from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
 from penstock.runtime.digest import Digest, Digester
+from penstock.runtime.kept_tensors import KeptPlace, find_kept_places
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.caller_context import no_autocast
-from penstock.stage.cell_graph import find_graph_leaves
+from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossReduction, LossStageFunction
 from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.stage import OUTSIDE
@@ -80,6 +84,9 @@ class ReferenceForward(NamedTuple):
         changed_buffers: The buffers that it changed.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
         adds_losses: Whether layers added auxiliary losses.
+        has_own_gradients: Whether its backward is more than the derivatives of its operations: it
+            has hooks or an `autograd.Function`, or leaves something out with `detach`.
+        draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
     """
 
     values: tuple[Any, ...]
@@ -88,6 +95,8 @@ class ReferenceForward(NamedTuple):
     changed_buffers: frozenset[BufferKey]
     changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
+    has_own_gradients: bool
+    draws_in_loss: bool
 
     @property
     def changed_state(self) -> bool:
@@ -102,7 +111,7 @@ class Reference:
         partition: The model, cut.
         devices: The devices of the stages.
         request: The call.
-        rows: How its batch is split.
+        inputs: Its batch, split.
         seed: The seed of its random numbers.
         reduction: How the losses are combined; None for `pipe(x)`.
         digester: Makes the digests.
@@ -113,16 +122,17 @@ class Reference:
         partition: Partition,
         devices: Sequence[torch.device],
         request: Request,
-        rows: MicrobatchRows,
+        inputs: StageInputs,
         seed: int,
         reduction: LossReduction | None,
         digester: Digester,
     ) -> None:
         self._partition, self._devices = partition, devices
-        self._request, self._rows, self._seed = request, rows, seed
+        self._request, self._rows, self._seed = request, inputs.rows, seed
+        self._inputs = inputs
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
-        self._adds_losses = False
+        self._adds_losses = self._draws_in_loss = False
         self._write_log = _WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         # Stages of a traced model have copies of the modules around its units. The unsplit forward
@@ -135,6 +145,21 @@ class Reference:
         self.hooked_parameters = {
             id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
         }
+        self._parameter_hooks = [
+            hook for p in parameters if p._backward_hooks for hook in p._backward_hooks.values()
+        ]
+
+    def find_rows(self, microbatch: int) -> tuple[int, int]:
+        """Return the first row of a micro-batch, and the one after its last."""
+        counts = self._rows.counts
+        start = sum(counts[:microbatch])
+        return start, start + (counts[microbatch] if counts else 0)
+
+    def get_counted_targets(self, microbatch: int) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts, if it is known how it does."""
+        if self._reduction is None or self._request.target or not self._inputs.has_target:
+            return None
+        return self._inputs.targets[microbatch]
 
     def find_unlike_rows(self) -> tuple[int, int] | None:
         """Return the two rows of the batch of which a loss may count most differently, if any."""
@@ -167,6 +192,13 @@ class Reference:
         outside = [*reached.variables, *(Variable(None, _UNNAMED, c) for c in containers)]
         return StateWatch(names, set(other_modules), outside, self._write_log)
 
+    def find_kept_places(self) -> list[KeptPlace]:
+        """Return where a forward has left tensors with a graph, inside an isolation."""
+        reached, _, containers = self._outside_state
+        own_tables = {id(value) for module in self.modules for value in vars(module).values()}
+        others = [c for c in containers if id(c) not in own_tables]
+        return find_kept_places(self._partition.names(), reached.variables, others)
+
     def take_snapshot(self) -> StateSnapshot:
         """Return a record of the modules as they are, in which a backward can run later."""
         return StateSnapshot(self.modules, lambda _: False)
@@ -178,7 +210,10 @@ class Reference:
         Looking for it takes as long as the rest of an isolation. Each of the four isolations of an
         audit leaves it as it was, so it is looked for once.
         """
-        reached = find_reachable([*self.modules, self._request.loss_fn])
+        # A hook may be a method of a list: `gradients.append`.
+        owners = [getattr(hook, "__self__", None) for hook in self._parameter_hooks]
+        roots = [*self.modules, self._request.loss_fn, *self._parameter_hooks, *owners]
+        reached = find_reachable(roots)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
         return reached, other_modules, reached.list_containers()
@@ -236,27 +271,41 @@ class Reference:
         batch: tuple[Any, Any, tuple[Any, ...]],
         microbatch: int,
         counted_targets: tuple[Any, ...] | None = None,
+        fixes_draws: bool = False,
     ) -> ReferenceForward:
         """Run the model, and in a step the loss, on a batch that `take_batch` returned.
 
         `counted_targets` are the targets by which the loss is weighted, if those are not the target
-        of the batch.
+        of the batch. With `fixes_draws`, random operations return fixed numbers.
         """
         args, kwargs, target = batch
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
-        cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices)
+        cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
         before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
-        with cells.emulate(microbatch):
+        with cells.emulate(microbatch), _GradientWatch() as gradient_watch:
             values = self._compute(args, kwargs, counted_targets or target)
+        has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
+        has_own_gradients = has_own_gradients or has_python_nodes(
+            tensor.grad_fn for tensor in list_tensors(values) if tensor.grad_fn is not None
+        )
         buffers = self._digest_buffers()
         changed = frozenset([k for k, digest in buffers.items() if before.get(k) != digest])
         now = read_plain_attributes(self._model_modules)
         counted = frozenset([key for key, value in attributes if now.get(key) != value])
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return ReferenceForward(values, has_drawn, buffers, changed, counted, self._adds_losses)
+        return ReferenceForward(
+            values,
+            has_drawn,
+            buffers,
+            changed,
+            counted,
+            self._adds_losses,
+            has_own_gradients,
+            self._draws_in_loss,
+        )
 
     def _compute(
         self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -266,9 +315,18 @@ class Reference:
 
         if self._reduction is None:
             return run_model(None)[OUTSIDE]
+        loss_fn = self._request.loss_fn
+
+        def compute_loss(*arguments: Any) -> Any:
+            assert loss_fn is not None
+            host_state = HostRngState()
+            result = loss_fn(*arguments)
+            self._draws_in_loss = bool(host_state.find_used())
+            return result
+
         compute = LossStageFunction(
             run_model,
-            self._request.loss_fn,
+            None if loss_fn is None else compute_loss,
             self._reduction,
             bool(targets),
             return_outputs=False,
@@ -342,9 +400,14 @@ class Reference:
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
 
     def run_backward(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
     ) -> dict[int, Digest]:
-        """Run the backward, and return the digests of the gradients by id of their parameter."""
+        """Run the backward, and return the digests of the gradients by id of their parameter.
+
+        `pairs` are tensors with their gradients. With `calls_hooks`, the hooks of a parameter
+        change its gradient, as in a real backward.
+        """
+        tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
 
         def note_gradient(leaf: Tensor) -> None:
@@ -362,6 +425,9 @@ class Reference:
         )
         with preserve_gradients(leaves), ExitStack() as hooks:
             for leaf in leaves:
+                own_hooks = self._aliases.get(leaf, leaf)._backward_hooks if calls_hooks else None
+                for hook in (own_hooks or {}).values() if leaf in self._aliases else ():
+                    hooks.callback(leaf.register_hook(hook).remove)
                 hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
             # As in a worker: gradients do not depend on the caller's autocast.
             with no_autocast():
@@ -417,6 +483,12 @@ class StateWatch:
         self._variables, self._write_log = variables, write_log
         self._copier = StructureCopier(clone_state)
         self._before = self._read()
+        self._buffers = {
+            (module, name): float(buffer)
+            for module in names
+            for name, buffer in module._buffers.items()
+            if buffer is not None and _is_counter(buffer)
+        }
         for _, value in self._before.values():
             self._copier(value)
         self._host_generators = StateSnapshot(())
@@ -445,6 +517,38 @@ class StateWatch:
         self._host_generators.restore()
         for generator, state in self._write_log.generators.items():
             generator.set_state(state)
+
+    def advance_counters(self) -> bool:
+        """Let the counters that a forward has changed be far ahead. Return whether there are any.
+
+        A counter is a whole number, in an attribute or a buffer.
+        """
+        has_counters = False
+        for module in self._names:
+            if has_write_only_buffers(module):
+                continue
+            tables: tuple[dict[str, Any], ...] = vars(module), module._buffers
+            for table in tables:
+                for name, value in list(table.items()):
+                    _, old = self._before.get(
+                        (module, name), ("", self._buffers.get((module, name)))
+                    )
+                    if type(value) is int and type(old) is int and value != old:
+                        table[name] = value + _FAR_AHEAD
+                    elif (
+                        _is_counter(value) and isinstance(old, int | float) and float(value) != old
+                    ):
+                        value.add_(_FAR_AHEAD)
+                    else:
+                        continue
+                    has_counters = True
+        for index, variable in enumerate(self._variables):
+            value, (_, old) = variable.read(), self._before.get(index, ("", None))
+            is_counter = type(value) is int and type(old) is int and value != old
+            if variable.namespace is not None and is_counter:
+                variable.set(value + _FAR_AHEAD)
+                has_counters = True
+        return has_counters
 
     def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
         """Return the names of the state that has changed, if a later forward may compute with it.
@@ -475,6 +579,16 @@ class StateWatch:
         return list(dict.fromkeys(name for name in names if name != _UNNAMED)) or names[:1]
 
 
+_FAR_AHEAD = 1_000_000
+
+
+def _is_counter(value: Any) -> bool:
+    """Return whether a tensor is a whole number."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
+        return False
+    return value.dtype is not torch.bool and float(value) == int(float(value))
+
+
 _UNNAMED = "a variable outside of the modules"
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
@@ -482,6 +596,23 @@ _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tra
 def _is_host_generator(value: Any) -> bool:
     is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
     return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
+
+
+class _GradientWatch(TorchFunctionMode):
+    """Notes whether a forward says by itself what its gradient is."""
+
+    has_found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and look whether it is one of a few."""
+        if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
+            self.has_found |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+_GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.detach))
 
 
 class _WriteLog(CompileFriendlyDispatchMode):

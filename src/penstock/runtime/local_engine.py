@@ -548,8 +548,13 @@ class LocalCall:
             count_tokens(self.request),
             self._engine.torch_devices,
         )
-        merged = self.inputs.merge_step_outputs(outputs, loss) if outputs else None
-        result = StepResult(loss, merged, metrics, measured, self._runtime_used)
+        result = StepResult(
+            loss,
+            self.inputs.merge_step_outputs(outputs, loss) if outputs else None,
+            metrics,
+            measured,
+            self._runtime_used,
+        )
         if comparison is not None and comparison.is_deferred:
             object.__setattr__(result, "_check_terms", comparison.compare_device_numbers)
         return result

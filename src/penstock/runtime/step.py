@@ -52,6 +52,7 @@ from penstock.runtime.audit import (
 )
 from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
+from penstock.runtime.kept_tensors import guard_kept_tensors
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request
@@ -429,6 +430,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         if cell in cell_io.inputs:  # otherwise it is a cell of another process
             propagate_version_bumps(tensors, cell_io.inputs[cell].tensors)
     backpropagate_to_inputs(tensors_by_cell, execution, totals.input_gradient_factor)
+    if pipe.auditor.kept_places:
+        guard_kept_tensors(pipe.auditor.kept_places)
     return call.build_result(execution, program, totals)
 
 
@@ -446,11 +449,22 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             # `pipe(x)` returns an output and no loss, so a loss that a layer adds would be lost.
             aux_sink = select_forward_sink()
             stages: Sequence[Stage] = pipe.placed_partition.partition.stages
+            watched = None
             if call.inputs.averages_loss_by_rows:
-                stages = watch_output(stages, program, call.inputs)
+                watched = watch_output(stages[-1], program, call.inputs)
+                stages = [*stages[:-1], replace(stages[-1], compute=watched)]
             execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
-            execution.audit = start_audit(pipe, call, execution, program, None)
-            return call.forward(execution, program, (phases[0], phases[1]))
+            audit = execution.audit = start_audit(pipe, call, execution, program, None)
+            output = call.forward(execution, program, (phases[0], phases[1]))
+            if watched is not None and call.is_local:
+                sizes = watched.comparisons[1].compare_device_numbers()
+                if audit is not None:
+                    audit.note_terms(sizes)
+                else:
+                    audit_new_terms(pipe, call, execution, program, None, sizes)
+            if pipe.auditor.kept_places and in_caller_graph:
+                guard_kept_tensors(pipe.auditor.kept_places)
+            return output
         except Exception as error:
             add_call_hint(error, pipe.placed_partition, request)
             raise
@@ -466,18 +480,24 @@ def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         )
 
 
-def watch_output(stages: Sequence[Stage], program: Program, inputs: StageInputs) -> Sequence[Stage]:
-    """Return the stages of `pipe(x)`: the last one raises if its losses are not means over rows."""
-    *others, last = stages
-    order = [
-        action.microbatch
-        for lane in program.lanes
-        for action in lane
-        if isinstance(action, Compute) and (action.op, action.stage) == (Op.F, last.index)
-    ]
+def watch_output(last: Stage, program: Program, inputs: StageInputs) -> OutputStageFunction:
+    """Return the computation of the last stage of `pipe(x)`, if it returns a loss.
+
+    It raises if the losses are not means over rows.
+    """
+
+    def list_microbatches(op: Op) -> list[int]:
+        return [
+            action.microbatch
+            for lane in program.lanes
+            for action in lane
+            if isinstance(action, Compute) and (action.op, action.stage) == (op, last.index)
+        ]
+
     shares = inputs.rows.fractions()
     comparisons = TermComparison(shares), TermComparison(shares)
-    return [*others, replace(last, compute=OutputStageFunction(last.compute, order, comparisons))]
+    orders = list_microbatches(Op.F), list_microbatches(Op.R)
+    return OutputStageFunction(last.compute, *orders, comparisons)
 
 
 def backpropagate_to_inputs(

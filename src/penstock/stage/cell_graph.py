@@ -127,18 +127,25 @@ def _find_node_owner(tensor: Tensor) -> Any:
 
 def find_graph_leaves(roots: Iterable[Any]) -> list[Tensor]:
     """Return the leaves of a graph, each once, from the autograd nodes of its outputs."""
+    leaves = (getattr(node, "variable", None) for node in _iter_nodes(roots))
+    return [leaf for leaf in leaves if leaf is not None]  # only AccumulateGrad nodes have one
+
+
+def has_python_nodes(roots: Iterable[Any]) -> bool:
+    """Return whether a graph has nodes of an `autograd.Function`."""
+    return any(isinstance(node, PythonNode) for node in _iter_nodes(roots))
+
+
+def _iter_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of a graph, each once."""
     todo = list(roots)
     visited = set(todo)
-    leaves = []
     while todo:
         node = todo.pop()
-        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
-        if leaf is not None:
-            leaves.append(leaf)
+        yield node
         new = {n for n, _ in node.next_functions if n is not None} - visited
         visited |= new
         todo += new
-    return leaves
 
 
 @dataclass(slots=True)

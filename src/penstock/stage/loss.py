@@ -290,7 +290,9 @@ class LossStageFunction:
                     raise
             if prover is not None and self.comparison is not None:
                 value = result.get("loss") if isinstance(result, Mapping) else result
-                self.comparison.keeps_outputs = not prover.proves(value)
+                # Without a graph, nothing else shows that a number is a mean, and not a count.
+                is_mean = torch.is_grad_enabled() and prover.proves(value)
+                self.comparison.keeps_outputs = not is_mean
         loss, extras = parse_loss(result, self.origin)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:
@@ -334,30 +336,43 @@ class OutputStageFunction:
     Attributes:
         compute: The computation of the stage.
         microbatches: The micro-batches whose forward has not run yet, in order.
+        recomputed: Those whose forward will run once more and has not yet, in order.
         comparisons: Compare their losses: the cross-entropies in all of them, and all terms of
-            those that have a graph. A forward that will be recomputed has none.
+            those that have a graph. A forward that will be recomputed has none until then.
     """
 
     compute: StageFunction
     microbatches: list[int]
+    recomputed: list[int]
     comparisons: tuple[TermComparison, TermComparison]
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage, and compare the terms of the loss in its output."""
-        if is_recomputing() or not self.microbatches:
+        if is_recomputing():
+            outputs = self.compute(inputs)
+            if self.recomputed:
+                self._compare_graph(outputs, self.recomputed.pop(0))
+            return outputs
+        if not self.microbatches:
             return self.compute(inputs)
         with CrossEntropyRecorder() as recorder:
             outputs = self.compute(inputs)
         microbatch, loss = self.microbatches.pop(0), find_loss_tensor(outputs[OUTSIDE][0])
         if isinstance(loss, Tensor) and not loss.dim():
             self.comparisons[0].note(LossTerms(recorder.terms))
-            if loss.grad_fn is not None:
-                self.comparisons[1].note(find_loss_terms(loss))
-        for comparison in self.comparisons:
-            comparison.add(microbatch)
-            if not self.microbatches:
+        self.comparisons[0].add(microbatch)
+        self._compare_graph(outputs, microbatch)
+        if not self.microbatches:
+            for comparison in self.comparisons:
                 comparison.finish()
         return outputs
+
+    def _compare_graph(self, outputs: Mapping[int, tuple[Any, ...]], microbatch: int) -> None:
+        """Compare the terms of a loss that has a graph."""
+        loss = find_loss_tensor(outputs[OUTSIDE][0])
+        if isinstance(loss, Tensor) and not loss.dim() and loss.grad_fn is not None:
+            self.comparisons[1].note(find_loss_terms(loss))
+        self.comparisons[1].add(microbatch)
 
 
 def extract_model_loss(output: Any) -> Any:

@@ -38,6 +38,7 @@ PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_s
 MODULES = (
     "__init__.py",
     "errors.py",
+    "display.py",
     "text_format.py",
     "config.py",
     "model_summary.py",

@@ -1,0 +1,475 @@
+"""Whether rows depend on each other: some rows run together and apart, and results must combine.
+
+A pipe computes a batch in parts, so the loss, the outputs and the gradients of two parts must
+combine to those of both together. Three tests have different powers:
+
+    two rows         in the first step. They show what depends on the number of rows (a mean over
+                     rows, a sum over a given number) and what counts unlike rows differently.
+    two groups       in the second step, and then when the number of steps has grown fourfold. Each
+                     group has half the rows of a micro-batch. They show what few rows do not: a
+                     row that is the largest of many, an expert that is full, rows that are sorted.
+                     Their gradients are compared as well: a backward may depend on more rows than
+                     the forward, by a hook, a custom backward, or a value that is detached. If the
+                     forward has any of these, groups are compared in the first step, too.
+    two              with the groups. They show what needs more rows than a micro-batch has, such as
+    micro-batches    a term for batches of more than four rows. There is no backward.
+
+The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
+PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
+does not work, as with the random numbers of Python, everything runs in eval mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.microbatch import MicrobatchRows, list_tensors
+from penstock.model.stage_inputs import StageInputs
+from penstock.runtime.audit_reference import Reference, ReferenceForward
+from penstock.runtime.digest import Digest
+from penstock.runtime.loss_accumulator import LossAccumulator
+from penstock.stage.loss import LossExtras, LossReduction
+from penstock.stage.payload import Payload, flatten_values
+from penstock.torch_compat import BatchNormBase, close_failed_checkpoints, pytree
+
+Rows = tuple[int, int]  # the first row, and the one after the last
+# Returns the tensors of a forward with which a backward begins, and their gradients.
+Seeds = Callable[[tuple[Any, ...]], Sequence[tuple[Tensor, Tensor]]]
+
+SPLIT_CURE = (
+    "So the loss of a batch depends on how it is split. It is not a mean over rows: it mixes rows, "
+    "divides by a number that is given, or does not count all targets. Return "
+    "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
+    "if it is a sum. A loss that mixes rows needs chunks=1."
+)
+
+_SPLIT_INPUT_PROBLEM = (
+    "the results of the micro-batches are not those of the whole batch, and the model does not run "
+    "on two micro-batches together. An input with as many rows as the batch by chance, such as a "
+    "table or a mask, was split with it. Wrap it in penstock.NoChunk, or in penstock.Chunk if its "
+    "rows are on another dim."
+)
+
+# Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
+SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+_MAX_GRADIENT_ROUNDING = 0.2
+
+
+class _NotFiniteError(Exception):
+    """Parts of a batch have results that are not finite, and together they have."""
+
+
+class _RandomResultsError(Exception):
+    """The results depend on random numbers, so that they cannot be compared."""
+
+
+@dataclass(frozen=True)
+class _RowsResult:
+    """The forward of some rows, and perhaps its gradients by id of their leaves."""
+
+    forward: ReferenceForward
+    gradients: Mapping[int, Digest]
+    input_ids: frozenset[int] = frozenset()
+
+    def measure_input_gradients(self) -> float:
+        """Return the norm of the gradients of all inputs."""
+        return math.hypot(*(d.norm for k, d in self.gradients.items() if k in self.input_ids))
+
+
+@dataclass(frozen=True)
+class RowsCheck:
+    """Compares the results of parts of a batch with those of all together.
+
+    Attributes:
+        reference: The unsplit model.
+        inputs: The batch of the call, split.
+        reduction: How the losses of a step are combined; None for `pipe(x)`.
+        microbatch: The micro-batch from which rows are taken.
+        rounding: The relative difference that counts as rounding.
+        parameter_names: The names of the parameters by their ids.
+    """
+
+    reference: Reference
+    inputs: StageInputs
+    reduction: LossReduction | None
+    microbatch: int
+    rounding: float
+    parameter_names: Mapping[int, str]
+
+    def compare_two_rows(self, whole: ReferenceForward) -> str | None:
+        """Return how the results of two rows, or of two halves, do not combine, or None.
+
+        `whole` is the forward of the micro-batch.
+        """
+        start, stop = self.reference.find_rows(self.microbatch)
+        if not self._has_parts():
+            return None
+        if self._is_counted():
+            return self._try_modes(self._find_two_microbatches())
+        can_reuse = not (whole.has_drawn or whole.changed_state or self.reference.uses_batch_norm())
+        # Two rows show as much as all, and take less time: those of which a loss may count most
+        # differently, wherever they are. The forward of all has run already.
+        pair = self.reference.find_unlike_rows()
+        if stop - start < 2:
+            pair = pair or (0, 1)
+        if pair is not None:
+            ranges = [(row, row + 1) for row in pair]
+        elif stop - start < 8 and can_reuse:
+            middle = (start + stop) // 2
+            return self._try_modes([(start, middle), (middle, stop)], whole)
+        else:
+            ranges = [(start, start + 1), (start + 1, start + 2)]
+        return self._try_modes(ranges)
+
+    def compare_groups(self) -> str | None:
+        """Return how the results and gradients of two groups of rows do not combine, or None."""
+        if not self._has_parts():
+            return None
+        ranges = []
+        for start, stop in self._find_two_microbatches():
+            ranges.append((start, start + max(1, (stop - start) // 2)))
+        return self._try_modes(ranges, with_gradients=torch.is_grad_enabled())
+
+    @torch.no_grad()
+    def compare_two_microbatches(self) -> str | None:
+        """Return how the results of two micro-batches do not combine to those of both, or None.
+
+        A layer may mix rows only if there are more of them than a micro-batch has.
+        """
+        return self._try_modes(self._find_two_microbatches()) if self._has_parts() else None
+
+    def _has_parts(self) -> bool:
+        return self.inputs.chunks >= 2 and sum(self.inputs.rows.counts) >= 2
+
+    def _find_two_microbatches(self) -> list[Rows]:
+        """Return the rows of the audited micro-batch and of one beside it, in order."""
+        first = min(self.microbatch, self.inputs.chunks - 2)
+        return [self.reference.find_rows(first), self.reference.find_rows(first + 1)]
+
+    def _try_modes(
+        self,
+        ranges: Sequence[Rows],
+        whole: ReferenceForward | None = None,
+        with_gradients: bool = False,
+    ) -> str | None:
+        """Compare parts in training, or else in eval mode, or else other parts."""
+        # Not every model runs on so few rows, and a row by itself has no deviation, say. The
+        # micro-batches of the pipe are large enough.
+        attempts = (ranges, whole), (self._find_two_microbatches(), None)
+        is_random = False
+        for in_training in (True, False):
+            is_random = False
+            for parts, together in attempts:
+                try:
+                    return self._try_split(parts, together, in_training, with_gradients)
+                except _RandomResultsError:
+                    is_random = True
+                    break
+                except Exception as error:
+                    close_failed_checkpoints(error)
+        if is_random:
+            return None
+        # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
+        every_microbatch = [self.reference.find_rows(i) for i in range(self.inputs.chunks)]
+        try:
+            if self._try_split(every_microbatch, None, False, False) is not None:
+                return _SPLIT_INPUT_PROBLEM
+        except Exception as error:
+            close_failed_checkpoints(error)
+        return None
+
+    def _try_split(
+        self,
+        ranges: Sequence[Rows],
+        whole: ReferenceForward | None,
+        in_training: bool,
+        with_gradients: bool,
+    ) -> str | None:
+        """Return how the results of some parts differ from that of all together, or None.
+
+        `whole` is the forward of all, if it has run already.
+        """
+        counts = tuple([stop - start for start, stop in ranges])
+        part_rows = self.inputs.rows._replace(counts=counts)
+        part_seeds = self._build_seeds(part_rows.fractions()) if with_gradients else None
+        whole_seeds = self._build_seeds([1.0]) if with_gradients else None
+        # In the mode of the forward that they are compared with: x.requires_grad depends on it.
+        with torch.set_grad_enabled(
+            with_gradients or (whole is not None and torch.is_grad_enabled())
+        ):
+            parts = [
+                self._run_rows([rows], in_training, _select_seeds(part_seeds, index, [rows]))
+                for index, rows in enumerate(ranges)
+            ]
+            together = (
+                _RowsResult(whole, {})
+                if whole is not None
+                else self._run_rows(ranges, in_training, _select_seeds(whole_seeds, 0, ranges))
+            )
+            results = *parts, together
+            if any(result.forward.has_drawn for result in results):
+                raise _RandomResultsError
+            shares = self._find_shares(ranges, part_rows)
+            forwards = [part.forward for part in parts]
+            problem = self._find_problem(forwards, together.forward, part_rows, shares)
+        if problem is not None or part_seeds is None or whole_seeds is None:
+            return problem
+        scale = whole_seeds.read_scale() / part_seeds.read_scale()
+        return self._compare_gradients(parts, together, scale)
+
+    def _run_rows(
+        self, ranges: Sequence[Rows], in_training: bool, seeds: Seeds | None
+    ) -> _RowsResult:
+        with self.reference.isolate():  # each forward begins with the same state
+            for module in self.reference.modules:
+                if not in_training or isinstance(module, BatchNormBase):
+                    module.training = False
+            batch = self.reference.take_batch(*ranges)
+            forward = self.reference.run_forward(
+                batch, self.microbatch, self._split_targets(ranges), fixes_draws=in_training
+            )
+            pairs = seeds(forward.values) if seeds is not None else ()
+            # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
+            calls_hooks = self.reduction is not None
+            gradients = self.reference.run_backward(pairs, calls_hooks) if pairs else {}
+        input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
+        return _RowsResult(forward, gradients, input_ids)
+
+    def _split_targets(self, ranges: Sequence[Rows]) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts, of some rows."""
+        pieces = []
+        for start, stop in ranges:
+            ends = accumulate(self.inputs.rows.counts)
+            microbatch = next(index for index, end in enumerate(ends) if start < end)
+            counted = self.reference.get_counted_targets(microbatch)
+            if counted is None:
+                return None
+            begin, end = self.reference.find_rows(microbatch)
+            (target,) = counted
+            times = len(target) // (end - begin)
+            pieces.append(target[(start - begin) * times : (stop - begin) * times])
+        return (torch.cat(pieces),)
+
+    # ---- losses and outputs --------------------------------------------------------------------
+
+    def _is_counted(self) -> bool:
+        """Return whether `pipe(x)` weighs the model's own losses by the labels that they count."""
+        return any(isinstance(share, Tensor) for share in self.inputs.loss_shares)
+
+    def _find_shares(
+        self, ranges: Sequence[Rows], rows: MicrobatchRows
+    ) -> Sequence[float | Tensor] | None:
+        """Return the weights of parts in the model's own loss. None: they are not known."""
+        all_shares = self.inputs.loss_shares
+        if not all_shares:
+            return ()
+        if not self._is_counted():
+            return [1.0] * len(ranges) if self._adds_losses() else rows.fractions()
+        microbatches = [self.reference.find_rows(i) for i in range(self.inputs.chunks)]
+        if not set(ranges) <= set(microbatches):
+            return None
+        shares = [torch.as_tensor(all_shares[microbatches.index(part)]) for part in ranges]
+        return list(torch.stack(shares).div(torch.stack(shares).sum()).unbind())
+
+    def _find_problem(
+        self,
+        parts: Sequence[ReferenceForward],
+        whole: ReferenceForward,
+        rows: MicrobatchRows,
+        shares: Sequence[float | Tensor] | None,
+    ) -> str | None:
+        """Return how the combined results of the parts differ from that of both together.
+
+        Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
+        """
+        if self.reduction is not None:
+            return self._compare_losses(parts, whole, rows)
+        loss_shares = rows.fractions() if shares is None else shares
+        merged = replace(self.inputs, rows=rows, loss_shares=loss_shares).merge_outputs(
+            [part.values[0] for part in parts]
+        )
+        expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
+        for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
+            other = expected.get(path)
+            if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+                continue  # the pipe returns a list, with an entry for each micro-batch
+            if not leaf.dim() and shares is None:
+                continue  # weighted by labels, which are not known of the parts
+            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
+                if not torch.equal(leaf.isnan(), other.isnan()):
+                    raise _NotFiniteError
+                continue
+            return (
+                f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
+                f"two parts, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
+                f"a whole, which has shape {tuple(other.shape)}. So the output depends on how the "
+                "batch is split: it has no rows on dim 0, is a number other than a mean over "
+                "rows, or mixes rows. Return what has rows, or use chunks=1."
+            )
+        return None
+
+    def _adds_losses(self) -> bool:
+        """Return whether `pipe(x)` adds the losses of micro-batches."""
+        return all(share == 1 for share in self.inputs.loss_shares)
+
+    def _compare_losses(
+        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
+    ) -> str | None:
+        if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
+            return None  # auxiliary losses share the weight of the loss, and not the rows
+        losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
+        total = self._combine_losses([whole], MicrobatchRows((1,)))
+        combined = self._combine_losses(parts, rows)
+        distance = abs(float(combined - total))
+        size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
+        tolerance = SPLIT_ROUNDING.get(total.dtype, 1e-8)
+        if math.isfinite(total) and not math.isfinite(distance):
+            raise _NotFiniteError
+        if not math.isfinite(total) or distance <= tolerance * size:
+            return None
+        return (
+            "the losses of two parts of the batch, "
+            f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
+            f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
+            f"{SPLIT_CURE}"
+        )
+
+    def _combine_losses(self, parts: Sequence[ReferenceForward], rows: MicrobatchRows) -> Tensor:
+        assert self.reduction is not None
+        accumulator = LossAccumulator(self.reduction, rows.fractions(), [()] * len(parts))
+        for index, part in enumerate(parts):
+            tensors, layout = flatten_values(part.values)
+            accumulator.compute_output_gradients(index, Payload(tuple(tensors), layout))
+        return accumulator.compute_total_loss()
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def _build_seeds(self, shares: Sequence[float]) -> _LossSeeds | _OutputSeeds:
+        if self.reduction is None:
+            is_counted = self._is_counted()
+            return _OutputSeeds([1.0] * len(shares) if self._adds_losses() else shares, is_counted)
+        return _LossSeeds(LossAccumulator(self.reduction, shares, [()] * len(shares)))
+
+    def _compare_gradients(
+        self, parts: Sequence[_RowsResult], whole: _RowsResult, scale: float
+    ) -> str | None:
+        """Return whose gradients of the parts do not add up to that of the whole, or None."""
+        if not math.isfinite(scale) or whole.forward.adds_losses:
+            return None
+        sums: dict[int, Digest] = {}
+        for part in parts:
+            for key, digest in part.gradients.items():
+                sums[key] = digest.plus(sums.get(key))
+        names = self.parameter_names
+        zero, tolerance = Digest(0.0, 0.0), min(10 * self.rounding, _MAX_GRADIENT_ROUNDING)
+        # Some gradients are 0 but for rounding, such as that of the bias of the keys of attention.
+        norms = [digest.norm for key, digest in sums.items() if key in names]
+        least_size = tolerance * max(filter(math.isfinite, norms), default=0.0)
+        for key, name in names.items():
+            digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
+            if digest.find_difference(expected, tolerance, scale, least_size):
+                return _describe_gradient(f"the gradient of '{name}'")
+        # Those of the inputs have other places in the whole, so only their sizes are compared.
+        size = whole.measure_input_gradients() * scale
+        part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
+        if abs(size - part_size) > tolerance * max(size, part_size):
+            return _describe_gradient("the gradient of the inputs")
+        return None
+
+
+def _describe_gradient(what: str) -> str:
+    return (
+        f"{what} for some rows together is not the sum of those for two parts of them, although "
+        "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
+        "in a hook of a tensor or a parameter, in the backward of an autograd.Function, or by a "
+        "value that is detached. Let each row have its own gradient, change the gradients after "
+        "the step, or use chunks=1."
+    )
+
+
+@dataclass(frozen=True)
+class _LossSeeds:
+    """The gradients of the losses of parts in a step."""
+
+    losses: LossAccumulator
+
+    def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
+        """Return the seeds of one part, which has these rows."""
+
+        def list_pairs(values: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
+            tensors, layout = flatten_values(values)
+            gradients = self.losses.compute_output_gradients(
+                index, Payload(tuple(tensors), layout)
+            ).tensors
+            pairs = zip(tensors, gradients, strict=True)
+            return [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+
+        return list_pairs
+
+    def read_scale(self) -> float:
+        """Return the factor that the gradients still need, after the last part."""
+        factor = self.losses.rescale_factor
+        return 1.0 if factor is None else float(factor)
+
+
+@dataclass(frozen=True)
+class _OutputSeeds:
+    """Gradients for the outputs of `pipe(x)`: each row has one of its own, a loss its share."""
+
+    shares: Sequence[float]
+    is_counted: bool
+
+    def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
+        """Return the seeds of one part, which has these rows."""
+
+        def list_pairs(values: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
+            row_numbers = [row for start, stop in ranges for row in range(start, stop)]
+            pairs = []
+            for tensor in flatten_values(values)[0]:
+                if not tensor.requires_grad or (not tensor.dim() and self.is_counted):
+                    continue
+                if tensor.dim():
+                    pairs.append((tensor, _vary_by_row(tensor, row_numbers)))
+                else:
+                    pairs.append((tensor, torch.full_like(tensor, self.shares[index])))
+            return pairs
+
+        return list_pairs
+
+    def read_scale(self) -> float:
+        """Return 1: the gradients have their final size."""
+        return 1.0
+
+
+def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int]) -> Tensor:
+    """Return a gradient for a tensor with these rows of the batch, whatever rows are beside."""
+    times = max(len(tensor) // len(row_numbers), 1)
+    numbers = torch.tensor(row_numbers, device=tensor.device).repeat_interleave(times)
+    if len(numbers) != len(tensor):  # it has no rows
+        numbers = torch.zeros(len(tensor), device=tensor.device)
+    columns = torch.arange(tensor[:1].numel(), device=tensor.device)
+    angles = 0.7 * columns + numbers[:, None]
+    return angles.cos().add(0.1).to(tensor.dtype).view_as(tensor)
+
+
+def _select_seeds(
+    seeds: _LossSeeds | _OutputSeeds | None, index: int, ranges: Sequence[Rows]
+) -> Seeds | None:
+    return None if seeds is None else seeds.for_part(index, ranges)
+
+
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return True  # an index of a maximum may differ by rounding
+    actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
+    size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
+    distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
+    tolerance = SPLIT_ROUNDING.get(expected.dtype, 1e-8)
+    return not expected.numel() or float(distance.max()) <= tolerance * size

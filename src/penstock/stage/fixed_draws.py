@@ -1,0 +1,149 @@
+"""Random operations with a fixed result: every row draws the same numbers, in any micro-batch.
+
+The audit runs some rows together and apart to see whether they depend on each other. With dropout
+in between, the results would differ for another reason. In eval mode nothing is drawn, but a layer
+may mix rows in training only, as a BatchNorm does. So the rows run in training, and an operation
+that draws returns what it returns on average, for each of its elements:
+
+    dropout        keeps everything
+    bernoulli      its probability
+    rand, randn    one half; the mean and half a deviation
+    randint        the middle of its range
+    randperm       the reverse order, so that rows that are shuffled do mix
+    multinomial    the largest entries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.stage.rng import CellRngMode, DrawRedirect, RngSource
+from penstock.torch_compat import get_schema_arguments
+
+Arguments = dict[str, Any]
+
+
+class FixedDrawMode(CellRngMode):
+    """Lets random operations return fixed numbers. Those that are not known draw as they do."""
+
+    def __init__(self, source: RngSource | int) -> None:
+        super().__init__(source)
+        self.redirect = _FixedDraws(source)
+
+
+class _FixedDraws(DrawRedirect):
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the fixed result of an operation that draws."""
+        schema = get_schema_arguments(func)
+        named = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+        named |= kwargs
+        # Attention, and cuDNN's LSTM.
+        for name in ("dropout_p", "dropout"):
+            if name in named:
+                return func(**{**named, name: 0.0})
+        compute = _RESULTS.get(func.overloadpacket.__name__)
+        if compute is None or any(name.startswith("out") for name in named):
+            return super().run(func, args, kwargs)
+        return compute(named)
+
+
+def _fill(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:
+    """Return a function that fills the tensor `self` of an operation in place."""
+
+    def fill(named: Arguments) -> Tensor:
+        tensor: Tensor = named["self"]
+        value = mean(named)
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            value = value.round() if isinstance(value, Tensor) else round(value)
+        return tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
+
+    return fill
+
+
+def _create(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:
+    """Return a function that makes a tensor: of a size, or like `self`."""
+
+    def create(named: Arguments) -> Tensor:
+        options = {k: named[k] for k in ("dtype", "layout", "device") if named.get(k) is not None}
+        if isinstance(named.get("self"), Tensor):
+            return torch.full_like(named["self"], mean(named), **options)
+        if "high" in named:
+            options.setdefault("dtype", torch.int64)
+        return torch.full(named["size"], mean(named), **options)
+
+    return create
+
+
+def _find_bernoulli_mean(named: Arguments) -> Any:
+    return named.get("p", 0.5)
+
+
+def _find_normal_mean(named: Arguments) -> Any:
+    return named.get("mean", 0.0) + 0.5 * named.get("std", 1.0)
+
+
+def _find_middle(named: Arguments) -> int:
+    low, high = named.get("low") or named.get("from") or 0, named.get("high") or named.get("to")
+    return int((low + (2 if high is None else high)) // 2)
+
+
+def _dropout(named: Arguments) -> tuple[Tensor, Tensor]:
+    tensor, probability = named["input"], named["p"]
+    keeps = probability < 1
+    scale = 1 / (1 - probability) if keeps else 0.0
+    return tensor * scale, torch.full_like(tensor, keeps, dtype=torch.bool)
+
+
+def _bernoulli(named: Arguments) -> Tensor:
+    tensor: Tensor = named["self"]
+    probability = named.get("p", tensor)
+    if isinstance(probability, Tensor):
+        return probability.to(tensor.dtype).expand_as(tensor).clone()
+    return torch.full_like(tensor, probability)
+
+
+def _normal(named: Arguments) -> Tensor:
+    mean, std = named.get("mean", 0.0), named.get("std", 1.0)
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
+        return _create(_find_normal_mean)(named)
+    result: Tensor = mean + 0.5 * std
+    return result
+
+
+def _permute(named: Arguments) -> Tensor:
+    options = {k: named[k] for k in ("dtype", "device") if named.get(k) is not None}
+    return torch.arange(named["n"] - 1, -1, -1, **options)
+
+
+def _choose(named: Arguments) -> Tensor:
+    probabilities: Tensor = named["self"]
+    count = named["num_samples"]
+    if named.get("replacement"):
+        largest = probabilities.argmax(-1, keepdim=True)
+        return largest.expand(*largest.shape[:-1], count).clone()
+    return probabilities.topk(count).indices
+
+
+_RESULTS: dict[str, Callable[[Arguments], Any]] = {
+    "native_dropout": _dropout,
+    "bernoulli": _bernoulli,
+    "bernoulli_": _fill(_find_bernoulli_mean),
+    "rand": _create(lambda named: 0.5),
+    "rand_like": _create(lambda named: 0.5),
+    "uniform_": _fill(lambda named: (named.get("from", 0.0) + named.get("to", 1.0)) / 2),
+    "randn": _create(lambda named: 0.5),
+    "randn_like": _create(lambda named: 0.5),
+    "normal": _normal,
+    "normal_": _fill(_find_normal_mean),
+    "randint": _create(_find_middle),
+    "randint_like": _create(_find_middle),
+    "random_": _fill(_find_middle),
+    "randperm": _permute,
+    "multinomial": _choose,
+    "exponential_": _fill(lambda named: 1 / named.get("lambd", 1.0)),
+    "poisson": lambda named: named["self"].clone(),
+}

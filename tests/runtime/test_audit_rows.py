@@ -1,0 +1,594 @@
+"""Rows that depend on each other: which tests of the audit find them, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import AuditError, PenstockError, Pipe, RunError, Weighted
+from penstock.runtime.audit import Audit
+from penstock.stage.rng import CellRngMode
+from tests.oracle import closely
+
+WIDTH, ROWS = 6, 16
+Function = Callable[[Tensor], Tensor]
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.fixture
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class Layer(nn.Module):
+    """A layer that computes a function of its rows."""
+
+    def __init__(self, function: Function, trains_only: bool = False) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.trains_only = trains_only
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        return self.function(x) if self.training or not self.trains_only else x
+
+
+def layers(*middle: nn.Module) -> Any:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *middle, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def made(model: nn.Module, **options: Any) -> Pipe:
+    torch.manual_seed(0)
+    options = {"chunks": 4, "stages": 2, "schedule": "gpipe", "audit": "first", **options}
+    if not isinstance(model, nn.Sequential):
+        options |= {"balance": "parameters"}
+        options.setdefault("example", (rows(),))
+    return Pipe(model, devices=["cpu"] * 2, **options)
+
+
+def run(model: Any, door: str, seed: int = 1) -> Tensor:
+    """Make one step, without an optimizer."""
+    return run_on(model, door, rows(seed))
+
+
+def run_on(model: Any, door: str, x: Tensor) -> Tensor:
+    if door == "step":
+        loss: Tensor = model.step(x, target=rows(9), loss_fn=nn.MSELoss()).loss
+        return loss
+    loss = functional.mse_loss(model(x), rows(9))
+    loss.backward()
+    return loss.detach()
+
+
+def expect_equal(model: nn.Module, door: str, steps: int = 2, **options: Any) -> None:
+    """Compare some steps of a model as a pipe with the unsplit model."""
+    unsplit = copy.deepcopy(model)
+    pipe = made(model, **options)
+    for seed in range(steps):
+        expected = functional.mse_loss(unsplit(rows(seed)), rows(9))
+        expected.backward()
+        assert closely(run(pipe, door, seed), expected.detach())
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert_close(ours, theirs)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert closely(ours.grad, theirs.grad)
+
+
+# ---- layers that mix rows ----------------------------------------------------------------------
+
+
+class HandWrittenNorm(nn.Module):
+    """Normalises over the batch in training, and with running statistics otherwise."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.training:
+            return x - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - x.mean(0)
+
+
+def shuffle(x: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda: [HandWrittenNorm()],
+        lambda: [HandWrittenNorm(), nn.Dropout(0.3)],
+        lambda: [HandWrittenNorm(), nn.BatchNorm1d(WIDTH)],
+        lambda: [Layer(lambda x: x - x.mean(0), trains_only=True), nn.Dropout(0.3)],
+        lambda: [Layer(shuffle, trains_only=True)],
+    ],
+    ids=["norm", "norm and dropout", "norm and BatchNorm", "in training only", "mixup"],
+)
+def test_layer_that_mixes_rows_in_training_is_found(
+    middle: Callable[[], list[nn.Module]], door: str
+) -> None:
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        run(made(layers(*middle())), door)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_rows_that_are_sorted_are_found_in_groups(door: str) -> None:
+    """The two rows of the first step may be in order by chance."""
+    pipe = made(layers(Layer(lambda x: x[x.detach()[:, 0].argsort()])))
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        [run(pipe, door, seed) for seed in range(2)]
+
+
+def test_groups_are_compared_when_calls_have_grown_fourfold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, count = list[int](), 0
+    monkeypatch.setattr(Audit, "check_groups", lambda self: calls.append(count))
+    pipe = made(layers())
+    for number in range(1, 40):
+        count = number
+        run(pipe, "step")
+    assert calls == [2, 8, 32]
+
+
+# ---- backwards that mix rows -------------------------------------------------------------------
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / gradient.norm()
+
+
+normalise: Any = Normalised.apply
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return -0.3 * gradient
+
+
+def with_hook(hook: Function) -> Function:
+    def function(x: Tensor) -> Tensor:
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(hook)
+        return x
+
+    return function
+
+
+def mean_of_gradients(x: Tensor) -> Tensor:
+    return x + x.mean(0) - x.mean(0).detach()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        Normalised.apply,
+        with_hook(lambda g: g / g.norm()),
+        with_hook(lambda g: g / g.numel() ** 0.5),
+        mean_of_gradients,
+    ],
+    ids=["autograd.Function", "hook", "number of rows", "detach"],
+)
+def test_backward_that_mixes_rows_is_found(function: Function, door: str, checkpoint: str) -> None:
+    with pytest.raises(AuditError, match=r"So the backward mixes rows, or depends on their number"):
+        run(made(layers(Layer(function)), checkpoint=checkpoint), door)
+
+
+def test_loss_whose_gradient_mixes_rows_is_found() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        products = output.T @ output
+        return functional.mse_loss(output, target) + (products - products.detach()).sum()
+
+    with pytest.raises(AuditError, match="So the backward mixes rows"):
+        made(layers(), loss_fn=loss_fn).step(rows(), target=rows(2))
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        Reversed.apply,
+        with_hook(lambda g: g.clamp(-1e-3, 1e-3)),
+        lambda x: x + (x.round() - x).detach(),
+    ],
+    ids=["reversed", "clipped", "straight through"],
+)
+def test_backward_of_each_row_by_itself_is_equal(function: Function, door: str) -> None:
+    torch.manual_seed(0)
+    expect_equal(layers(Layer(function)), door)
+
+
+def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:
+    model: Any = nn.Sequential(Layer(lambda x: x), nn.Linear(WIDTH, WIDTH))
+    model[0].linear.requires_grad_(False)
+    model[0].register_forward_pre_hook(lambda _, args: (normalise(args[0]),))
+    with pytest.raises(AuditError, match="the gradient of the inputs for some rows together"):
+        made(model, loss_fn=nn.MSELoss()).step(rows().requires_grad_(), target=rows(2))
+
+
+@pytest.mark.parametrize(
+    "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g / g.norm()], ids=["clip", "normalise"]
+)
+def test_hook_of_a_parameter_that_is_not_linear_is_found_in_a_step(hook: Function) -> None:
+    """`pipe(x)` calls it once, with the gradient of the batch."""
+    gradients: list[Any] = []
+    for door in ("unsplit", "call", "step"):
+        torch.manual_seed(0)
+        model, seen = layers(), list[Tensor]()
+        model[0].weight.register_hook(lambda g, seen=seen: seen.append(g) or hook(g))
+        if door == "step":
+            with pytest.raises(AuditError, match="in a hook of a tensor or a parameter"):
+                run(made(model), "step")
+            assert len(seen) <= 4  # those of the step, and nothing of the audit
+        else:
+            run(model if door == "unsplit" else made(model), "call")
+            gradients.append(model[0].weight.grad)
+    assert closely(*gradients)
+
+
+def test_hook_of_a_parameter_that_is_linear_is_equal() -> None:
+    gradients: list[Any] = []
+    for door in ("call", "step"):
+        torch.manual_seed(0)
+        model = layers()
+        model[0].weight.register_hook(lambda g: 0.5 * g)
+        run(model if door == "call" else made(model), door)
+        gradients.append(model[0].weight.grad)
+    assert closely(*gradients)
+
+
+# ---- gradients of inputs and of outputs --------------------------------------------------------
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        hidden = []
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x)) + (y if index % 2 else 0)
+            hidden.append(x)
+        return {"y": x, "hidden": tuple(hidden)}
+
+
+@pytest.mark.parametrize("is_one", [False, True], ids=["two inputs", "one input twice"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_gradients_of_inputs_are_equal(door: str, checkpoint: str, is_one: bool) -> None:
+    def loss_fn(output: Any, target: Tensor) -> Any:
+        penalty = output["hidden"][0].abs().mean()
+        return functional.mse_loss(output["y"], target) + penalty
+
+    torch.manual_seed(0)
+    model = TwoInputs()
+    unsplit = copy.deepcopy(model)
+    gradients: list[Any] = []
+    for network in (unsplit, made(model, checkpoint=checkpoint, example=(rows(), rows(2)))):
+        x, y = rows().requires_grad_(), rows(2).requires_grad_()
+        inputs = (x, x) if is_one else (x, y)
+        if door == "step" and isinstance(network, Pipe):
+            network.step(*inputs, target=rows(3), loss_fn=loss_fn)
+        else:
+            loss_fn(network(*inputs), rows(3)).backward()
+        gradients.append((x.grad, y.grad))
+    for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+        assert (ours is None and theirs is None) or closely(ours, theirs)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_wrong_gradient_of_an_input_is_found(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of an input is the last thing that the backward of the first stage returns."""
+    pipe = made(layers(), loss_fn=nn.MSELoss())
+    original = Audit._check_input_gradients
+
+    def check(self: Audit, expected: Any, scale: float) -> None:
+        for payload in self._cell_io.input_gradients.values():
+            for tensor in filter(torch.is_tensor, payload.tensors):
+                tensor.mul_(1.5)
+        original(self, expected, scale)
+
+    monkeypatch.setattr(Audit, "_check_input_gradients", check)
+    x = rows().requires_grad_()
+    with pytest.raises(AuditError, match=r"the gradient of an input of shape \(4, 6\) differs"):
+        run_on(pipe, door, x)
+
+
+def test_weighted_loss_with_gradients_of_its_own_is_equal() -> None:
+    """The gradients of parts have a provisional scale."""
+
+    def weighted(output: Tensor, target: Tensor) -> Weighted:
+        mask = target > 0
+        errors = (output - target.detach()).square() * mask
+        return Weighted(errors.sum() / mask.sum(), mask.sum())
+
+    torch.manual_seed(0)
+    model = layers(Layer(Reversed.apply))
+    unsplit = copy.deepcopy(model)
+    weighted(unsplit(rows()), rows(2)).loss.backward()
+    made(model).step(rows(), target=rows(2), loss_fn=weighted)
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert_close(ours, theirs)
+
+
+# ---- the model's own loss ----------------------------------------------------------------------
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its own loss."""
+
+    weight = 0.0
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.loss = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss = self.loss(x, y)
+        if self.weight:
+            loss = loss + self.weight * contrast(x, y)
+        return {"loss": loss, "output": x}
+
+
+def contrast(x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+
+def flood(level: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: (functional.mse_loss(x, y) - level).abs() + level
+
+
+def free_bits(level: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: functional.mse_loss(x, y) + x.square().mean(0).clamp(min=level).sum()
+
+
+def own_step(pipe: Any, door: str, seed: int = 1) -> Tensor:
+    if door == "step":
+        loss: Tensor = pipe.step(x=rows(seed) + 1, y=rows(2)).loss
+        return loss
+    loss = pipe(x=rows(seed) + 1, y=rows(2))["loss"]
+    loss.backward()
+    return loss.detach()
+
+
+def own_pipe(model: nn.Module, **options: Any) -> Pipe:
+    return made(model, example={"x": rows(), "y": rows(2)}, **options)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("loss", [flood(4.5), free_bits(2.5)], ids=["flooding", "free bits"])
+def test_loss_with_a_kink_between_micro_batches_is_refused(
+    loss: Any, door: str, checkpoint: str
+) -> None:
+    torch.manual_seed(0)
+    pipe = own_pipe(OwnLoss(loss), checkpoint=checkpoint)
+    with pytest.raises((RunError, AuditError), match=r"not a mean over|depends on how"):
+        own_step(pipe, door, 0)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("loss", [flood(0.1), free_bits(0.01)], ids=["flooding", "free bits"])
+def test_loss_on_one_side_of_its_kink_is_equal(loss: Any, door: str) -> None:
+    torch.manual_seed(0)
+    model = OwnLoss(loss)
+    unsplit = copy.deepcopy(model)
+    pipe = own_pipe(model)
+    for seed in range(3):
+        expected = unsplit(rows(seed) + 1, rows(2))["loss"]
+        assert closely(own_step(pipe, door, seed), expected.detach())
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_contrastive_loss_of_the_model_itself_is_found(door: str) -> None:
+    class Contrasts(OwnLoss):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+            return {"loss": super().forward(x, y)["loss"]}
+
+    torch.manual_seed(0)
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        own_step(own_pipe(Contrasts(contrast)), door)
+
+
+def test_term_that_joins_the_loss_of_a_call_later_is_found() -> None:
+    torch.manual_seed(0)
+    model = OwnLoss(functional.mse_loss)
+    pipe = own_pipe(model)
+    for seed in range(2):
+        own_step(pipe, "call", seed)
+    model.weight = 0.1
+    with pytest.raises(AuditError, match="depends on how the batch is split"):
+        own_step(pipe, "call", 2)
+
+
+# ---- counters ----------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Counts its calls, and perhaps goes by the count when there were many."""
+
+    def __init__(self, is_buffer: bool, is_read: bool) -> None:
+        super().__init__()
+        self.linear, self.is_read = nn.Linear(WIDTH, WIDTH), is_read
+        if is_buffer:
+            self.register_buffer("calls", torch.zeros(()))
+        else:
+            self.calls: Any = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        is_warm = self.is_read and bool(self.calls > 1000)
+        return x + self.linear(x) if is_warm else self.linear(x)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True], ids=["attribute", "buffer"])
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_counter_that_is_read_when_it_has_grown_is_found(door: str, is_buffer: bool) -> None:
+    match = r"changes 1\.calls, and computes something else once it has grown"
+    with pytest.raises(AuditError, match=match):
+        run(made(layers(Counts(is_buffer, is_read=True))), door)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True], ids=["attribute", "buffer"])
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_counter_that_nothing_reads_is_left_alone(door: str, is_buffer: bool) -> None:
+    torch.manual_seed(0)
+    expect_equal(layers(Counts(is_buffer, is_read=False)), door)
+
+
+def test_loss_that_reads_its_state_after_some_calls_is_found() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.centre = 0, torch.zeros(WIDTH)
+
+        def forward(self, output: Tensor, target: Tensor) -> Any:
+            self.calls += 1
+            centre = self.centre if self.calls > 100 else 0.0
+            self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+            return functional.mse_loss(output - centre, target)
+
+    with pytest.raises(AuditError, match="once it has grown"):
+        made(layers(), schedule="1f1b", loss_fn=Centred()).step(rows(), target=rows(2))
+
+
+# ---- tensors that a forward leaves behind ------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    def __init__(self, is_detached: bool = False) -> None:
+        super().__init__()
+        self.linear, self.is_detached = nn.Linear(WIDTH, WIDTH), is_detached
+        self.features: Any = None
+        self.store: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        self.features = self.store["x"] = x.detach() if self.is_detached else x
+        return x
+
+
+def take_features(layer: Keeps, kept: list[Tensor]) -> Any:
+    return layer.features
+
+
+def take_entry(layer: Keeps, kept: list[Tensor]) -> Any:
+    return layer.store["x"]
+
+
+def take_from_hook(layer: Keeps, kept: list[Tensor]) -> Any:
+    return kept[-1]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("take", [take_features, take_entry, take_from_hook])
+def test_backward_from_a_kept_tensor_is_refused(take: Any, checkpoint: str) -> None:
+    layer, kept = Keeps(), list[Tensor]()
+    layer.register_forward_hook(lambda module, args, output: kept.append(output))
+    pipe = made(layers(layer), checkpoint=checkpoint)
+    for _ in range(2):
+        output = pipe(rows())
+        features = take(layer, kept)
+        assert features.shape == (4, WIDTH)  # its numbers may be looked at
+        with pytest.raises(RunError, match="a tensor that a layer or a hook has kept in"):
+            (output.square().mean() + features.square().mean()).backward()
+
+
+def test_kept_tensor_without_a_graph_is_left_alone() -> None:
+    torch.manual_seed(0)
+    layer = Keeps(is_detached=True)
+    expect_equal(layers(layer), "call")
+    assert not layer.features.requires_grad
+
+
+# ---- random numbers ----------------------------------------------------------------------------
+
+
+def test_loss_that_draws_with_python_is_not_audited(caplog: pytest.LogCaptureFixture) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) * (1 + random.random())
+
+    made(layers(), chunks=1, loss_fn=loss_fn).step(rows(), target=rows(2))
+    assert "because loss_fn draws from random or numpy.random" in caplog.text
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * self.draw(x)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.rand_like,
+        torch.randn_like,
+        lambda x: torch.rand(len(x), 1) < 0.5,
+        lambda x: x.new_empty(len(x), 1).bernoulli_(0.7),
+        lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
+        lambda x: torch.normal(x.detach(), 1.0),
+        lambda x: torch.randint(1, 5, (len(x), 1)),
+        lambda x: torch.empty_like(x).exponential_().log(),
+        lambda x: torch.multinomial(x.detach().softmax(1), 2).sum(1, keepdim=True),
+        lambda x: torch.poisson(x.detach().abs()),
+        lambda x: torch.empty_like(x).geometric_(0.5),  # one that has no fixed result
+        lambda x: functional.dropout(x, 0.5),
+    ],
+)
+def test_layers_that_draw_for_each_row_raise_no_alarm(
+    draw: Callable[[Tensor], Any], door: str
+) -> None:
+    pipe = made(layers(Draws(draw)))
+    for seed in range(2):
+        try:
+            run(pipe, door, seed)
+        except AuditError:
+            raise
+        except PenstockError:
+            pytest.fail("it should train")
+    assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), CellRngMode)
