@@ -274,7 +274,7 @@ class DistributedEngine:
     @contextmanager
     def open_exchange(self, request: Request) -> Iterator[RankExchange]:
         """Let all ranks run a method of the model together, with the same random numbers."""
-        with self.groups.guarded_call("generate", SLOW_CALL_TIMEOUT_FACTOR) as name:
+        with self.groups.guarded_call("generate", FIRST_CALL_TIMEOUT_FACTOR) as name:
             # The call opens new groups after a fault.
             channel, device = self.groups.pipeline_channel, self.groups.device
             # A rank may have a streamer that the others do not have.
