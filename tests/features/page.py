@@ -56,7 +56,8 @@ def written(verdicts: Verdicts) -> str:
             LIMITS,
             verdicts,
             notes,
-            "[Errors and restrictions](restrictions.md) has each message, with more on what to do.\n",
+            "[Errors and restrictions](restrictions.md) has each message, with more on what to "
+            "do.\n",
         ),
         *(f"{number}. {_quoted(message)}\n" for message, number in notes.items()),
     ]
