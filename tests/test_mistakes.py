@@ -182,6 +182,7 @@ TABLE: dict[str, list[Mistake]] = {
     ],
     "Words of other libraries": [
         Mistake("pipe.module.state_dict()", ATTRIBUTE, "'module'", "pipe.state_dict()"),
+        Mistake("pipe.generate(x)", TYPE, "a Sequential has none", "a generate of its own"),
         Mistake(
             "pipe.train_batch(iter(loader))", ATTRIBUTE, "'train_batch'", "pipe.step(x, target"
         ),
