@@ -2,5 +2,7 @@
 
 accelerate      `adapt`: an `Accelerator` that knows the ranks of a pipe
 transformers    `PipeTrainer`, and `PipeTrainerMixin` for TRL's `SFTTrainer`
+lightning       `PenstockStrategy` for the Trainer, and `PenstockFabricStrategy`
+                (`pytorch_lightning`: the same for the package of that name)
 torchtitan      `make_pipelining_fn`: a pipe behind torchtitan's `pipelining_fn`
 """
