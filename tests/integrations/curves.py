@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from transformers import (
 
 from penstock import Pipe
 from penstock.integrations.transformers import PipeTrainer
+from tests.integrations.curve import Curve, Killed
 
 Rows = list[dict[str, Any]]
 VOCABULARY = 64
@@ -165,10 +166,6 @@ UNTIED = {
 }
 
 
-class Killed(Exception):
-    """Stands for the kill of a run."""
-
-
 class KillAfterSave(TrainerCallback):  # type: ignore[misc]
     """Ends a run as soon as the checkpoint of a step is written."""
 
@@ -178,36 +175,6 @@ class KillAfterSave(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             raise Killed
-
-
-@dataclass
-class Curve:
-    """What a run has logged: (loss, gradient norm) by step, and the evaluation loss by step."""
-
-    steps: dict[int, tuple[float, float]] = field(default_factory=dict)
-    evaluations: dict[int, float] = field(default_factory=dict)
-
-    def add(self, log_history: list[dict[str, float]]) -> None:
-        for entry in log_history:
-            step = int(entry["step"])
-            if "grad_norm" in entry:
-                self.steps[step] = entry["loss"], entry["grad_norm"]
-            if "eval_loss" in entry:
-                self.evaluations[step] = entry["eval_loss"]
-
-    def compute_difference(self, other: Curve) -> float:
-        """Return the largest relative difference of any number. Raise if one is missing."""
-        assert self.steps.keys() == other.steps.keys(), (self.steps.keys(), other.steps.keys())
-        assert self.evaluations.keys() == other.evaluations.keys()
-        pairs = [
-            *(
-                (a, b)
-                for k in self.steps
-                for a, b in zip(self.steps[k], other.steps[k], strict=True)
-            ),
-            *((self.evaluations[k], other.evaluations[k]) for k in self.evaluations),
-        ]
-        return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
 
 def make_arguments(folder: str, **options: Any) -> TrainingArguments:

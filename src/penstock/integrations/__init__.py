@@ -3,6 +3,8 @@
 accelerate             `adapt`: an `Accelerator` that knows the ranks of a pipe
 transformers           `PipeTrainer`, and `PipeTrainerMixin` for TRL's `SFTTrainer`
 transformers_callback  `PipelineCallback`: logs and draws the steps of a `PipeTrainer`
-lightning_callback     `PipelineMonitor`: the same for the Trainer of Lightning
+lightning              `PenstockStrategy` for the Trainer, and `PenstockFabricStrategy`
+                       (`pytorch_lightning`: the same for the package of that name)
+lightning_callback     `PipelineMonitor`: logs and draws the steps of a Trainer of Lightning
 torchtitan             `make_pipelining_fn`: a pipe behind torchtitan's `pipelining_fn`
 """
