@@ -13,7 +13,7 @@
 # make studio    build the studio, the page that `penstock studio` opens; needs npm
 # make browser   install Chromium (apt, as root) and playwright-core (npm) for the tests of the studio
 # make features  rewrite docs/features.md from a run of its tests; a minute
-# make frameworks  train with Trainers of Hugging Face, unsplit and as pipes, and compare the curves; ten minutes
+# make frameworks  train with Trainers of Hugging Face and Lightning, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
 #                each with the audit and without it; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.

@@ -7,6 +7,7 @@ run in the meantime.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Generator
@@ -73,7 +74,7 @@ AUDITED = tuple(
 def audit_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn the audit off by default, except in the tests above."""
     if not request.node.nodeid.startswith(AUDITED):
-        defaults = Pipe.__init__.__kwdefaults__
+        defaults = inspect.unwrap(Pipe.__init__).__kwdefaults__
         assert defaults is not None
         monkeypatch.setitem(defaults, "audit", "off")
 

@@ -83,6 +83,7 @@ COMMANDS = (
     "show {name:gpipe} -p {n:2} -m {n:2} --save {path:saved.txt} --messages --trace {path:t.json}",
     "show 1f1b -p 2 -m 2 --svg {path:out.svg}",
     "show {path:good.txt} --memory {n:3} --skip {n:0}:{n:1}",
+    "show {path:step.json} --plan {path:plan.json} --html {path:step.html}",
     "compare --ranks {n:2} --chunks {n:3} --stages-per-rank {n:1} --memory {n:4}",
     "compare -p {n:2} -m {n:2} --cost F={n:1},W={n:2} --checkpoint {name:never} --json",
     "compare -p 2 -m 2 --html {path:report.html}",

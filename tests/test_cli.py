@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import penstock
-from penstock import Cost, StageGraph, cli, schedules, simulate
+from penstock import Cost, StageGraph, cli, lower, schedules, simulate
 from penstock.cli import report
 from penstock.schedules.ir import Send
 from penstock.schedules.notation import loads
@@ -821,6 +821,49 @@ def test_studio_prints_its_address_serves_until_ctrl_c_and_ends(tmp_path: Path) 
         process.communicate()
 
 
+def test_show_writes_a_schedule_as_one_html_file(run: Run, tmp_path: Path) -> None:
+    answer = run("show zb-v -p 2 -m 4 --html report.html")
+    assert answer.out.endswith("wrote report.html\n")
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<svg") == 1
+    assert "0F0 0F1" in text
+
+
+def test_show_says_what_cost_the_time_of_a_measured_step(run: Run, tmp_path: Path) -> None:
+    plan = simulate(lower(schedules.one_f_one_b(3, 4)), Cost.even((0, 1, 2), F=0.001))
+    plan.save(tmp_path / "plan.json")
+    simulate(plan.program, plan.cost.scaled([1, 1, 2])).save(tmp_path / "step.json")
+    answer = run("show step.json --plan plan.json --html step.html")
+    assert answer.code == 0
+    assert "more than planned" in answer.out
+    assert "of stage 2 took" in answer.out
+    assert answer.out.endswith("wrote step.html\n")
+    text = (tmp_path / "step.html").read_text()
+    assert text.count("<svg") == 2
+    assert "of stage 2 took" in text
+    assert "more even cut" in run("show step.json").out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("show step.json --memory 3", "--memory does not apply to a measured step"),
+        ("show step.json --cost F=2", "--cost does not apply to a measured step"),
+        ("show 1f1b -p 2 -m 4 --plan step.json", "--plan is for a measured step"),
+        ("show broken.json", "this is not a timeline"),
+        ("show missing.json", "missing.json"),
+    ],
+)
+def test_show_refuses_what_does_not_fit_a_measured_step(
+    options: str, words: str, run: Run, tmp_path: Path
+) -> None:
+    simulate(lower(schedules.one_f_one_b(2, 4))).save(tmp_path / "step.json")
+    (tmp_path / "broken.json").write_text("{}")
+    answer = run(options)
+    assert answer.code == 2
+    assert words in answer.err
+
+
 def test_compare_writes_one_html_file(run: Run, tmp_path: Path) -> None:
     answer = run("compare -p 2 -m 4 --html report.html")
     assert answer.out.endswith("wrote report.html\n")
@@ -840,5 +883,7 @@ def test_check_writes_one_html_file(run: Run, tmp_path: Path) -> None:
     answer = run("check factories_html:make --stages 2 --schedules 1f1b --html report.html")
     assert (answer.code, answer.out.splitlines()[-1]) == (0, "wrote report.html")
     text = (tmp_path / "report.html").read_text()
-    assert "<h1>Equal</h1>" in text
+    assert "<h1>A pipe computes what the model computes</h1>" in text
+    assert text.count("<td class='good'>equal</td>") >= 4
+    assert text.count("<svg") == 1
     assert "<td>1f1b</td>" in text

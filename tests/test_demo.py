@@ -44,7 +44,8 @@ pytest.importorskip("matplotlib")
 
 TINY = DemoSize(width=8, blocks=2, heads=2, context=8, rows=4)
 CPUS = parse_devices("cpu,cpu")
-PICTURES = {f"{name}.{kind}" for name in ("naive", "pipeline") for kind in ("svg", "png", "json")}
+KINDS = ("svg", "png", "json", "html")
+PICTURES = {f"{name}.{kind}" for name in ("naive", "pipeline") for kind in KINDS}
 
 Run = Callable[[str], int]
 LaidOut = tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]]

@@ -53,6 +53,9 @@ from penstock.schedules.notation import dumps, loads
 from penstock.schedules.simulator import Deadlock, Sends, Span, Wait, play
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.schedules.verify import require_sound, verify
+from penstock.tracebacks import full_tracebacks
+from penstock.vocabulary import PACKAGE_NAMES as _PACKAGE_NAMES
+from penstock.vocabulary import suggest as _suggest
 
 if _typing.TYPE_CHECKING:
     from penstock.checker.check import check
@@ -123,6 +126,7 @@ __all__ = [
     "check",
     "draw",
     "dumps",
+    "full_tracebacks",
     "init",
     "is_checkpointing",
     "is_recomputing",
@@ -180,6 +184,9 @@ _ON_DEMAND = {
 def __getattr__(name: str) -> _typing.Any:
     if (error := _get_deprecated_error(name)) is not None:
         return error
+    if name in _PACKAGE_NAMES:
+        # Not an AttributeError, of which `from penstock import name` would drop the text.
+        raise ImportError(f"penstock has no {name}. {_suggest(name, _PACKAGE_NAMES)}")
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'penstock' has no attribute '{name}'")
     value = getattr(_importlib.import_module(f"penstock.{_ON_DEMAND[name]}"), name)

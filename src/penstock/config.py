@@ -26,7 +26,10 @@ def check_chunks(chunks: Any) -> None:
     """Raise if `chunks`, the number of micro-batches, is not a positive integer."""
     # A bool is an int in Python, and `chunks=True` is a mistake.
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ArgumentError(f"chunks must be a positive integer, not {chunks!r}")
+        raise ArgumentError(
+            f"chunks must be a positive integer, not {chunks!r}. It is the number of micro-batches "
+            "of a batch, such as 8."
+        )
 
 
 def resolve_chunks(chunks: Any, n_microbatches: Any) -> Any:

@@ -126,7 +126,10 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
     tensors = list_tensors(list(inputs))
     if not tensors and not list_tensors(list(side)):
         kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
-        raise PenstockTypeError(f"a pipe needs a tensor among its inputs, but got {kinds}")
+        raise PenstockTypeError(
+            f"a pipe needs a tensor among its inputs, but got {kinds}. Pass the batch as tensors, "
+            "whose rows are split into micro-batches."
+        )
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong and device is not None:
         raise ArgumentError(

@@ -109,6 +109,12 @@ class ModelSummary:
         """Return the units of a stage."""
         return [unit for unit in self.units if unit.stage == stage]
 
+    def unit_costs(self, unit: UnitSummary) -> tuple[float, ...]:
+        """Return the seconds of F, I and W if all were measured, else the bytes of parameters."""
+        if self.is_measured and unit.seconds is not None:
+            return unit.seconds
+        return (float(unit.parameter_bytes),)
+
     def stage_seconds(self, stage: int) -> ComputeSeconds:
         """Return the seconds of a stage: the sum over its units that were measured."""
         measured = [unit.seconds for unit in self.stage_units(stage) if unit.seconds is not None]

@@ -7,17 +7,19 @@ process, `DistributedEngine` if each rank is a process.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
 from penstock.config import (
@@ -31,8 +33,9 @@ from penstock.config import (
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.ddp import EnclosingDDP
 from penstock.data_parallel.sync import Replicas
-from penstock.errors import RunError
+from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.microbatch import move_to_device
+from penstock.model.example_hints import check_example, explained_example
 from penstock.model.framework_attributes import (
     MODEL_ATTRIBUTES,
     ModelForward,
@@ -83,7 +86,14 @@ from penstock.runtime.preemption import (
 )
 from penstock.runtime.program_cache import ProgramCache
 from penstock.runtime.request import Request
-from penstock.runtime.step import Engine, PreparedPipe, StepResult, run_forward, run_step
+from penstock.runtime.step import (
+    Engine,
+    PreparedPipe,
+    StepResult,
+    run_forward,
+    run_generate,
+    run_step,
+)
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lowering import CHECKPOINT_MODES, Recomputation, resolve_recomputation
@@ -105,6 +115,8 @@ from penstock.torch_compat import (
     not_compiled,
     outside_compiler,
 )
+from penstock.tracebacks import add_hint, entry_point, fold_frames
+from penstock.vocabulary import PIPE_ATTRIBUTES, explain_key_prefix, suggest
 
 if TYPE_CHECKING:
     from penstock.checkpoint.local_state import OptimizerArgument
@@ -205,6 +217,7 @@ class Pipe(nn.Module):
 
     loss_fn: LossFn | None
 
+    @entry_point
     def __init__(
         self,
         module: nn.Module,
@@ -239,14 +252,24 @@ class Pipe(nn.Module):
         groups = None if topology is None else open_process_groups(topology, devices, heartbeat)
         # Among processes, an error in the arguments of one rank must be raised on all of them, so
         # even the checks run inside the guard.
-        with (
+        guard = (
             nullcontext("")
             if groups is None
-            else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
+            else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR)
+        )
+        with (
+            guard as call_name,
+            explained_example(module, example),
         ):
             chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)
+            if isinstance(module, Pipe):
+                raise PenstockTypeError(
+                    "the model is a pipe already. Make the new pipe from the model itself. As a "
+                    "layer of another pipe, put it into an nn.Sequential."
+                )
             check_model(module, chunks)
+            check_example(example)
             check_choices(runtime=runtime, reduction=reduction)
             check_choices(data=data, outputs=outputs, shapes=shapes)
             check_loss_fn(loss_fn)
@@ -324,6 +347,7 @@ class Pipe(nn.Module):
                 sync_initial_state(groups, self._placed_partition.tied_tensors, self._replicas)
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
+        self._step_hooks: OrderedDict[int, Callable[[StepResult], object]] = OrderedDict()
         self._save_history = SaveHistory()
         self._preemption = PreemptionPlan()
         self.training = module.training
@@ -454,9 +478,14 @@ class Pipe(nn.Module):
         >>> pipe[0].weight.grad.shape
         torch.Size([8, 4])
         """
-        self._save_if_preempted(training=False)
-        request = self._build_request(inputs, keyword_inputs)
-        return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
+        # `entry_point` would add a frame, which the compiler would have to be kept out of.
+        try:
+            self._save_if_preempted(training=False)
+            request = self._build_request(inputs, keyword_inputs)
+            return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
+        except Exception as error:
+            fold_frames(error)
+            raise
 
     @not_compiled
     def step(
@@ -509,19 +538,47 @@ class Pipe(nn.Module):
         >>> result.loss.shape, pipe[0].weight.grad.shape
         (torch.Size([]), torch.Size([8, 4]))
         """
-        self._save_if_preempted(training=True)
-        if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
-            self._enclosing_ddp.check_step_allowed()
-        if scale is not None and self._placed_partition.partition.has_input("scale"):
-            keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
-        if scale is not None:
-            check_scale(scale)
-        request = self._build_step_request(
-            inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
-        )
-        if optimizer is not None:
-            request.check_optimizer()
-        return outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
+        try:
+            self._save_if_preempted(training=True)
+            if self._enclosing_ddp.is_wrapped or get_active_ddp() is not None:
+                self._enclosing_ddp.check_step_allowed()
+            if scale is not None and self._placed_partition.partition.has_input("scale"):
+                keyword_inputs, scale = {**keyword_inputs, "scale": scale}, None
+            if scale is not None:
+                check_scale(scale)
+            request = self._build_step_request(
+                inputs, keyword_inputs, target, loss_fn, outputs, scaler, optimizer, scale
+            )
+            if optimizer is not None:
+                request.check_optimizer(self.parameters())
+            result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
+        except Exception as error:
+            fold_frames(error)
+            raise
+        for hook in tuple(self._step_hooks.values()):
+            hook(result)
+        return result
+
+    def register_step_hook(self, hook: Callable[[StepResult], object]) -> RemovableHandle:
+        """Call a function with the result of every `step` from now on, such as to log it.
+
+        Args:
+            hook: The function. It runs after the step, in the thread that called it; what it
+                returns is ignored. With several processes it runs on every rank.
+
+        Returns:
+            A handle whose `remove()` takes the hook away.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"], loss_fn=nn.MSELoss())
+        >>> handle = pipe.register_step_hook(lambda result: print(result.metrics()["rows"]))
+        >>> _ = pipe.step(torch.ones(6, 4), target=torch.zeros(6, 2))
+        6
+        >>> handle.remove()
+        """
+        handle = RemovableHandle(self._step_hooks)
+        self._step_hooks[handle.id] = hook
+        return handle
 
     def _build_step_request(
         self,
@@ -555,6 +612,57 @@ class Pipe(nn.Module):
             uses_model_loss=loss_fn is None,
         )
 
+    @entry_point
+    @not_compiled
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own `generate`, with each layer where it is.
+
+        It works for models of transformers and for any model with a method `generate`, and gives
+        the tokens of the unsplit model. Its own code runs: caches of keys and values stay on the
+        devices of their layers, and streamers, logits processors and stopping criteria work. There
+        is no second copy of the model. The mode stays as it is: call `eval()` first, as for the
+        model.
+
+        With processes, every rank calls this with the same arguments, and gets the same tokens. The
+        random state is that of the first rank. A streamer may be on some ranks only.
+
+        Args:
+            *args: The arguments of the model's `generate`.
+            **kwargs: Those given by name.
+
+        Returns:
+            What the model's `generate` returns.
+
+        Raises:
+            PenstockTypeError: If the model has no `generate`.
+            RemoteError: With processes, if another rank fails, or the arguments differ.
+            RunError: With processes, if the model cannot be run together: a layer draws random
+                numbers, or has shapes that depend on values.
+
+        >>> from torch import nn
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        ...
+        ...     def forward(self, ids):
+        ...         return self.head(self.embed(ids))
+        ...
+        ...     @torch.no_grad()
+        ...     def generate(self, ids, new_tokens):
+        ...         for _ in range(new_tokens):
+        ...             ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], dim=1)
+        ...         return ids
+        >>> ids = torch.zeros(2, 3, dtype=torch.long)
+        >>> pipe = Pipe(Model(), stages=2, devices=["cpu", "cpu"], example=ids)
+        >>> pipe.generate(ids, new_tokens=2).shape
+        torch.Size([2, 5])
+        """
+        self._save_if_preempted(training=False)
+        request = self._build_request(args, kwargs)
+        return outside_compiler(run_generate)(self._prepared_pipe, request, self._engine)
+
+    @entry_point
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -627,6 +735,7 @@ class Pipe(nn.Module):
         return self._engine.forecast(self._build_request(), cost)
 
     @disable_compile
+    @entry_point
     def memory(
         self, *inputs: Any, target: Any = None, loss_fn: LossFn | None = None, **keyword_inputs: Any
     ) -> Memory:
@@ -655,6 +764,7 @@ class Pipe(nn.Module):
         request = self._build_step_request(inputs, keyword_inputs, target, loss_fn)
         return self._engine.measure_memory(request)
 
+    @entry_point
     def summary(self) -> str:
         """Describe the stages: their layers, parameters and messages, and the slowest one.
 
@@ -690,12 +800,13 @@ class Pipe(nn.Module):
         gain = 1 - after.seconds / before.seconds
         return f"a new plan would gain {gain:.0%}" if gain > 0.005 else "no new plan is faster"
 
+    @entry_point
     def replan(
         self,
         *,
         chunks: int | Sequence[int] | None = None,
         solver_seconds: float = 10.0,
-        progress: Callable[[str, float], None] | None = None,
+        progress: Callable[[str, float], None] | bool | None = None,
     ) -> Plan:
         """Plan again with the costs that the last step has measured in place of the profile.
 
@@ -705,7 +816,8 @@ class Pipe(nn.Module):
         Args:
             chunks: The number of micro-batches, or those to try.
             solver_seconds: How long the exact solver may run, if `ortools` is installed.
-            progress: Called with what is being done and the fraction that is done.
+            progress: True to show a bar; or a function that is called with what is being done and
+                the fraction that is done.
 
         Returns:
             The new plan.
@@ -734,6 +846,7 @@ class Pipe(nn.Module):
 
     # ---- checkpoints ----------------------------------------------------------------------
 
+    @entry_point
     def save(
         self,
         folder: PathLike,
@@ -781,6 +894,7 @@ class Pipe(nn.Module):
         ):
             return self._build_saver().save(folder, optimizer, extra, background, keep, model)
 
+    @entry_point
     def save_on_preemption(
         self,
         folder: PathLike,
@@ -856,6 +970,7 @@ class Pipe(nn.Module):
         signals.end_preemption()
         raise SystemExit(signals.PREEMPTED_EXIT_CODE)
 
+    @entry_point
     def load(
         self,
         path: PathLike,
@@ -891,6 +1006,7 @@ class Pipe(nn.Module):
         ):
             return self._build_saver().load(path, optimizer, trust, model)
 
+    @entry_point
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file, under the model's names.
 
@@ -913,6 +1029,7 @@ class Pipe(nn.Module):
         with self._engine.guarded_slow_call("exporting", file=Path(file).absolute()):
             return self._build_saver().export(file)
 
+    @entry_point
     def save_pretrained(self, folder: PathLike) -> Path:
         """Write a folder that `from_pretrained` of transformers or peft can read.
 
@@ -953,7 +1070,27 @@ class Pipe(nn.Module):
             model = None if placed is None else placed.partition.model
             if name in MODEL_ATTRIBUTES and hasattr(model, name):
                 return getattr(model, name)
+            if name in PIPE_ATTRIBUTES:
+                hint = suggest(name, PIPE_ATTRIBUTES)
+                raise AttributeError(f"'Pipe' object has no attribute '{name}'. {hint}") from None
             raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module or a tensor may be a child, which comes first.
+        if not isinstance(value, nn.Module | torch.Tensor):
+            if name in _METHOD_NAMES and not callable(value):
+                raise PenstockTypeError(
+                    f"pipe.{name} is a method, and was to be replaced by {value!r}. Call it: "
+                    f"pipe.{name}(...)."
+                )
+            if name in _FIXED_ATTRIBUTES:
+                raise ArgumentError(
+                    f"pipe.{name} = {value!r} would change nothing: the model is split when the "
+                    f"pipe is made. Make another Pipe with {_FIXED_ATTRIBUTES[name]}."
+                )
+            if name == "chunks":
+                check_chunks(value)
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -1009,6 +1146,40 @@ class Pipe(nn.Module):
             module.training = mode
         return self
 
+    @entry_point
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy parameters and buffers from a state dict of the model.
+
+        Args:
+            state_dict: The state dict of the unsplit model, or of a pipe of it.
+            strict: Whether the keys must be exactly those of the model.
+            assign: Whether to take the tensors themselves instead of copying their values.
+
+        Returns:
+            The missing and the unexpected keys, as `nn.Module.load_state_dict` does.
+
+        Raises:
+            RuntimeError: If keys or shapes differ. A prefix that a wrapper has added to all keys,
+                such as "module.", is named in a note.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except Exception as error:
+            hint = explain_key_prefix(state_dict, self.state_dict())
+            if hint:
+                add_hint(error, hint)
+            raise
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        # nn.DataParallel calls this for its copies on other GPUs.
+        raise RunError(
+            "the pipe is wrapped in nn.DataParallel, which would copy all stages to every GPU. "
+            "Leave the wrapper out: a pipe uses several GPUs itself. For replicas, use "
+            "penstock.init(dp=2) under torchrun."
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """Apply a conversion such as `half()`, of the pipe or of a module that contains it."""
         check_keeps_device(fn, self._placed_partition.devices.values())
@@ -1016,6 +1187,14 @@ class Pipe(nn.Module):
         self._placed_partition.partition.refresh(fn)
         return self
 
+
+_METHOD_NAMES = frozenset({"eval", "forward", "load", "parameters", "save", "step", "train"})
+_FIXED_ATTRIBUTES = {
+    "devices": "devices=",
+    "partition": "stages= or units=",
+    "schedule": "schedule=",
+    "stages": "stages=",
+}
 
 # The attributes of a pipe that give way to a child, parameter or buffer of the same name.
 _PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {

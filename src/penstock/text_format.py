@@ -106,6 +106,17 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
+def format_plural(count: int, noun: str) -> str:
+    """Return a number of things.
+
+    >>> format_plural(1, "rank"), format_plural(8, "micro-batch")
+    ('1 rank', '8 micro-batches')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def format_number(value: float) -> str:
     """Return a number with four significant digits, and with a prefix if it is large.
 

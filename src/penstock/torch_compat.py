@@ -134,9 +134,11 @@ def _probe(
     return _StandIn("missing", (Exception,), {"path": path})
 
 
-def _probe_together(paths: Iterable[str], feature: str) -> list[Any]:
+def _probe_together(paths: Iterable[str], feature: str, fallback: Any = _NO_FALLBACK) -> list[Any]:
     """Return the objects at these paths, or one stand-in for all of them if one is missing."""
-    apis = [_probe(path, feature) for path in paths]
+    apis = [_probe(path, feature, fallback=fallback) for path in paths]
+    if fallback is not _NO_FALLBACK:
+        return [fallback] * len(apis) if any(api is fallback for api in apis) else apis
     missing = next((api for api in apis if isinstance(api, _StandIn)), None)
     return apis if missing is None else [missing] * len(apis)
 
@@ -751,6 +753,153 @@ class CompileFriendlyDispatchMode(EagerDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Return True: the mode does not need to see inside compiled code."""
         return True
+
+
+# ---- kernels of operations that draw random numbers ----------------------------------------------
+#
+# A dispatch mode sees every operation, and each one then goes through Python. Only those that draw
+# are of interest. The dispatcher can tell them apart by itself: a thread may add a dispatch key to
+# all of its operations, and an operator without a kernel for that key falls through it, which is
+# decided when kernels are registered and costs a call nothing.
+#
+#     TESTING_ONLY_GenericMode   the key: it comes before all others, and PyTorch uses it nowhere
+#     its fallback               falls through
+#     an operator that draws     has a Python kernel, which calls the handler
+#     a composite operator       falls through, and its parts are seen
+#
+# The registrations stay, but no thread has the key outside of a cell, so they are no patch:
+# without the key the dispatcher does not look at them. They are made when a thread first asks.
+
+_DRAW_KEY = "TESTING_ONLY_GenericMode"
+_parse_key, _include_key, _is_key_included, _exclude_key = _probe_together(
+    [
+        "torch._C._dispatch_key_parse",
+        "torch._C._dispatch_tls_set_dispatch_key_included",
+        "torch._C._dispatch_tls_is_dispatch_key_included",
+        "torch._C._dispatch_tls_set_dispatch_key_excluded",
+    ],
+    RANDOM_NUMBERS,
+    fallback=None,
+)
+_get_operator_names, _get_overload, _has_kernel = _probe_together(
+    [
+        "torch._C._dispatch_get_all_op_names",
+        "torch._C._get_operation_overload",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+    ],
+    RANDOM_NUMBERS,
+    fallback=None,
+)
+_get_mode_of_kind = _probe("torch._C._get_dispatch_mode", RANDOM_NUMBERS, fallback=None)
+_mode_kinds = _probe("torch._C._TorchDispatchModeKey", RANDOM_NUMBERS, fallback=None)
+_higher_order_operators = _probe("torch._ops._higher_order_ops", RANDOM_NUMBERS, fallback=None)
+_higher_order_defaults = _probe(
+    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", RANDOM_NUMBERS, fallback=None
+)
+
+# Called with an operator that draws, its arguments and its keyword arguments.
+DrawHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# It chooses a kernel for attention, and has the tag of the kernels that it chooses from.
+_DRAWS_NOTHING = "aten::_fused_sdp_choice"
+
+_draw_key: Any = None  # None until the kernels are registered
+_draw_kernels: dict[Any, bool] = {}  # operators that draw: whether they have a kernel
+# By namespace; PyTorch drops the registrations of a library that nobody refers to.
+_draw_libraries: dict[str, torch.library.Library] = {}
+_draw_lock = threading.Lock()
+
+
+def register_draw_kernels(handler: DrawHandler) -> bool:
+    """Let a handler run the operations that draw, in threads that have the draw key.
+
+    The handler removes the key while it runs one. Only the first call does anything.
+
+    Returns:
+        Whether this PyTorch has all that it takes. Otherwise no thread ever has the key.
+    """
+    global _draw_key
+    if _draw_key is not None:
+        return True
+    required = _parse_key, _has_kernel, _get_mode_of_kind, _mode_kinds, _higher_order_operators
+    if None in (*required, _higher_order_defaults):
+        return False
+    with _draw_lock:
+        if _draw_libraries:  # another thread was first, or it has failed before
+            return _draw_key is not None
+        _draw_libraries["_"] = torch.library.Library("_", "IMPL")
+        try:
+            key = _parse_key(_DRAW_KEY)
+            _draw_libraries["_"].fallback(torch.library.fallthrough_kernel, _DRAW_KEY)
+        except (AttributeError, RuntimeError):  # the key is gone, or other code has it
+            return False
+        # Most of the thousands of operators do not draw, and a Python object for each takes long.
+        for name in _get_operator_names():
+            qualified, _, overload = name.partition(".")
+            found = _get_overload(qualified, overload)
+            if found is not None and torch.Tag.nondeterministic_seeded in found[2]:
+                namespace, _, packet = qualified.partition("::")
+                overloads = getattr(getattr(torch.ops, namespace), packet)
+                _register_draw_kernel(getattr(overloads, overload or "default"), handler)
+        # Higher-order operators, such as `flex_attention`, look up their kernels in Python, where
+        # the fallback is not seen. Those that are defined later take their keys from the list.
+        for operator in list(_higher_order_operators.values()):
+            operator.fallthrough(key)
+        _higher_order_defaults.append(key)
+        _draw_key = key
+    return True
+
+
+def add_draw_kernel(operator: Any, handler: DrawHandler) -> None:
+    """Register a kernel for an operator that draws and that was defined after the others."""
+    if _draw_key is not None and operator not in _draw_kernels:
+        with _draw_lock:
+            _register_draw_kernel(operator, handler)
+
+
+def _register_draw_kernel(operator: Any, handler: DrawHandler) -> None:
+    name = operator.name()
+    has_kernel = not _has_kernel(name, "CompositeImplicitAutograd") and name != _DRAWS_NOTHING
+    if has_kernel and operator not in _draw_kernels:
+        namespace = operator.namespace
+        if namespace not in _draw_libraries:
+            _draw_libraries[namespace] = torch.library.Library(namespace, "IMPL")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            return handler(operator, args, kwargs)
+
+        _draw_libraries[namespace].impl(operator, kernel, _DRAW_KEY)
+    _draw_kernels[operator] = has_kernel
+
+
+def set_draw_key(is_included: bool) -> bool:
+    """Add the draw key to the operations of this thread, or remove it.
+
+    Returns:
+        Whether they had it before.
+    """
+    if _draw_key is None:
+        return False
+    before: bool = _is_key_included(_draw_key)
+    if before is not is_included:
+        _include_key(_draw_key, is_included)
+        if is_included:  # PyTorch excludes all keys before Python's in what a dispatch mode calls
+            _exclude_key(_draw_key, False)
+    return before
+
+
+def has_draw_key() -> bool:
+    """Return whether the operations of this thread have the draw key."""
+    return _draw_key is not None and _is_key_included(_draw_key)
+
+
+def is_under_compiler() -> bool:
+    """Return whether the operations of this thread are traced on fake tensors, by the compiler.
+
+    Such an operation draws nothing, and a generator among its arguments would be a constant.
+    """
+    kinds = _mode_kinds.FAKE, _mode_kinds.PROXY
+    return any(_get_mode_of_kind(kind) is not None for kind in kinds)
 
 
 # ---- calls that a function mode does not see -----------------------------------------------------

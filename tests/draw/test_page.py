@@ -11,6 +11,7 @@ from penstock import Cost, draw, lower, schedules, simulate
 from penstock.draw.page import HtmlPage, comparison_page, plan_page
 from penstock.draw.svg import PlotPoint, scatter_svg, timeline_svg
 from penstock.planning import search_plan
+from penstock.planning.plan import describe_certificate, list_stages
 from penstock.schedules.request import ScheduleRequest, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -77,5 +78,11 @@ def test_plan_page_has_the_certificate_and_the_forecast(tmp_path: Path) -> None:
     plan = search_plan(small_profile(), solver_seconds=0)
     plan_page(plan).write(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
-    assert html.escape(str(plan)) in text
     assert text.count("<svg") == 1
+    assert plan.certificate is not None
+    for sentence in describe_certificate(plan, plan.certificate):
+        assert html.escape(sentence[1:]) in text
+    for choice in [other.choice for other in plan.alternatives]:
+        assert f">{choice}</td>" in text
+    for row in list_stages(plan):
+        assert all(f">{html.escape(cell)}</t" in text for cell in row)

@@ -111,10 +111,12 @@ def test_exception_in_a_step_is_raised_unchanged_with_its_location(
     with pytest.raises(Burst, match=f"at {action}") as caught:
         pipe.step(numbered(CHUNKS))
     stage, microbatch = action[0], action[2]
-    assert caught.value.__notes__ == [
+    location, hidden_frames = caught.value.__notes__
+    assert location == (
         f"in stage {stage} (layer {stage}: Traced), micro-batch {microbatch}, action {action} on "
         f"rank {stage} (cpu)"
-    ]
+    )
+    assert "penstock.full_tracebacks(True) shows them" in hidden_frames
     assert frames(caught.value)[-2:] == ["tell", "burst"]
     assert ("backward" if "B" in action else "forward") in frames(caught.value)
     program = pipe.forecast().program
@@ -158,7 +160,7 @@ def test_exception_in_the_loss_function(runtime: str) -> None:
 
     with pytest.raises(Burst, match="in the loss") as caught:
         pipe.step(numbered(CHUNKS), loss_fn=picky)
-    assert "stage 2 (layer 2: Traced), micro-batch 1, action 2R1" in caught.value.__notes__[0]
+    assert "stage 2 (layer 2: Traced), micro-batch 1, action 2R1" in caught.value.__notes__[1]
     assert works(fuse, pipe)
 
 

@@ -56,7 +56,7 @@ def written(verdicts: Verdicts) -> str:
             LIMITS,
             verdicts,
             notes,
-            "[Restrictions](restrictions.md) has each message, with more on what to do.\n",
+            "[Errors and restrictions](restrictions.md) has each message, and says what to do.\n",
         ),
         *(f"{number}. {_quoted(message)}\n" for message, number in notes.items()),
     ]

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 # Not collected for doctests: they import the libraries.
-collect_ignore = ["curves.py", "frameworks.py", "processes.py", "sft.py"]
+collect_ignore = [
+    "curves.py",
+    "frameworks.py",
+    "lightning_curves.py",
+    "lightning_processes.py",
+    "processes.py",
+    "sft.py",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from transformers import (
 
 from penstock import Pipe
 from penstock.integrations.transformers import PipeTrainer
+from tests.integrations.curve import Curve, Killed
 
 Rows = list[dict[str, Any]]
 VOCABULARY = 64
@@ -60,7 +62,7 @@ def make_llama_lora(dropout: float = 0.0) -> Any:
     return get_peft_model(make_llama(), adapters)
 
 
-def make_gpt2(dropout: float = 0.0) -> Any:
+def make_gpt2(dropout: float = 0.0, tied: bool = True) -> Any:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -69,12 +71,13 @@ def make_gpt2(dropout: float = 0.0) -> Any:
         n_head=2,
         n_positions=32,
         use_cache=False,
+        tie_word_embeddings=tied,
         **rates,
     )
     return GPT2LMHeadModel(config)
 
 
-def make_bert(dropout: float = 0.0) -> Any:
+def make_bert(dropout: float = 0.0, tied: bool = True) -> Any:
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -82,6 +85,7 @@ def make_bert(dropout: float = 0.0) -> Any:
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=32,
+        tie_word_embeddings=tied,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
@@ -155,9 +159,11 @@ MODELS = {
     "Llama + LoRA": ModelCase(make_llama_lora),
 }
 
-
-class Killed(Exception):
-    """Stands for the kill of a run."""
+# Those of which two layers share a weight by default, without that.
+UNTIED = {
+    "GPT-2": ModelCase(partial(make_gpt2, tied=False)),
+    "BERT": ModelCase(partial(make_bert, tied=False)),
+}
 
 
 class KillAfterSave(TrainerCallback):  # type: ignore[misc]
@@ -169,36 +175,6 @@ class KillAfterSave(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             raise Killed
-
-
-@dataclass
-class Curve:
-    """What a run has logged: (loss, gradient norm) by step, and the evaluation loss by step."""
-
-    steps: dict[int, tuple[float, float]] = field(default_factory=dict)
-    evaluations: dict[int, float] = field(default_factory=dict)
-
-    def add(self, log_history: list[dict[str, float]]) -> None:
-        for entry in log_history:
-            step = int(entry["step"])
-            if "grad_norm" in entry:
-                self.steps[step] = entry["loss"], entry["grad_norm"]
-            if "eval_loss" in entry:
-                self.evaluations[step] = entry["eval_loss"]
-
-    def compute_difference(self, other: Curve) -> float:
-        """Return the largest relative difference of any number. Raise if one is missing."""
-        assert self.steps.keys() == other.steps.keys(), (self.steps.keys(), other.steps.keys())
-        assert self.evaluations.keys() == other.evaluations.keys()
-        pairs = [
-            *(
-                (a, b)
-                for k in self.steps
-                for a, b in zip(self.steps[k], other.steps[k], strict=True)
-            ),
-            *((self.evaluations[k], other.evaluations[k]) for k in self.evaluations),
-        ]
-        return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
 
 def make_arguments(folder: str, **options: Any) -> TrainingArguments:

@@ -1,10 +1,11 @@
-"""Compare Hugging Face Trainers that train a pipe with the same Trainers on the unsplit model.
+"""Compare Trainers of Hugging Face and Lightning on a pipe with the same on the unsplit model.
 
     python -m tests.integrations.frameworks            all rows; a few minutes
     python -m tests.integrations.frameworks T5 SFT     rows with one of these words
 
 Every row trains 20 steps in float32, on uneven last batches and labels of which some are ignored,
 with evaluations in between. It prints the largest relative difference of any loss or gradient norm.
+Rows in bfloat16 print it in parts of what that precision allows, times 1e-6.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from transformers import Trainer, logging
 
 from penstock.integrations.transformers import PipeTrainer
 from tests.distributed.ranks import ranks
-from tests.integrations.curves import MODELS, Curve, KillAfterSave, train
+from tests.integrations.curve import Curve
+from tests.integrations.curves import MODELS, UNTIED, KillAfterSave, train
+from tests.integrations.lightning_curves import PACKAGES, fit, run_fabric
+from tests.integrations.lightning_processes import fit_on_ranks, run_fabric_on_ranks
 from tests.integrations.processes import train_on_ranks
 from tests.integrations.sft import train_sft
 
@@ -38,12 +42,11 @@ Row = tuple[str, Callable[[str], float]]
 
 
 @cache
-def train_unsplit(name: str, accumulation: int, even: bool = False) -> Curve:
+def train_unsplit(name: str, accumulation: int, even: bool = False, tied: bool = True) -> Curve:
+    case = MODELS[name] if tied else UNTIED[name]
     with tempfile.TemporaryDirectory() as folder:
         rows: dict[str, Any] = EVEN if even else {}
-        return train(
-            MODELS[name], folder, Trainer, gradient_accumulation_steps=accumulation, **rows
-        )
+        return train(case, folder, Trainer, gradient_accumulation_steps=accumulation, **rows)
 
 
 @cache
@@ -65,17 +68,33 @@ def compare_trainer(name: str, trainer_class: type[Trainer], accumulation: int) 
     return f"{name:13} {title:20} accumulation {accumulation}", run
 
 
-def compare_resumed(name: str) -> Row:
+def compare_resumed(name: str, trainer_class: type[Trainer]) -> Row:
+    is_plain = trainer_class is Trainer
+    options: dict[str, Any] = {**SAVES, "label_names": ["labels"]} if is_plain else SAVES
+    # The checkpoints of a plain Trainer refuse tied weights; see docs/frameworks.md.
+    tied = not is_plain or name not in UNTIED
+
     def run(folder: str) -> float:
+        case = MODELS[name] if tied else UNTIED[name]
         first, second = {"stages": 2}, {"stages": 3, "chunks": 4}
         kill = [KillAfterSave(10)]
-        curve = train(MODELS[name], folder, pipe_options=first, callbacks=kill, **SAVES)
+        curve = train(case, folder, trainer_class, pipe_options=first, callbacks=kill, **options)
         assert max(curve.steps) == 10
         checkpoint = f"{folder}/checkpoint-10"
-        train(MODELS[name], folder, pipe_options=second, curve=curve, resume=checkpoint, **SAVES)
-        return curve.compute_difference(train_unsplit(name, 1))
+        train(
+            case,
+            folder,
+            trainer_class,
+            pipe_options=second,
+            curve=curve,
+            resume=checkpoint,
+            **options,
+        )
+        return curve.compute_difference(train_unsplit(name, 1, tied=tied))
 
-    return f"{name:13} {'PipeTrainer':20} killed at step 10, resumed with 3 stages", run
+    title = "Trainer(model=pipe)" if is_plain else "PipeTrainer"
+    weights = "" if tied else ", untied weights"
+    return f"{name:13} {title:20} killed at step 10, resumed with 3 stages{weights}", run
 
 
 def train_with_dropout(name: str) -> Row:
@@ -141,12 +160,144 @@ def compare_resumed_processes(name: str) -> Row:
     )
 
 
+# ---- Lightning -----------------------------------------------------------------------------------
+
+BF16_TOLERANCE = 2e-2  # bfloat16 has 8 bits, and micro-batches are rounded one by one
+LIGHTNING: dict[str, dict[str, Any]] = {
+    "accumulation 1": {},
+    "accumulation 3": {"accumulate_grad_batches": 3},
+    "clipping by norm": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "float64": {"precision": "64-true"},
+    "bfloat16": {"precision": "bf16-mixed"},
+    "manual": {"kind": "Manual"},
+    "manual, accumulation 3": {"kind": "Manual", "module_options": {"accumulation": 3}},
+    "manual, two optimizers": {"kind": "TwoOptimizers"},
+}
+LOSS_METHODS = {"loss_methods": ("compute_loss",)}
+
+
+def _name_lightning(what: str, where: str) -> str:
+    return f"{'Lightning':13} {what:20} {where}"
+
+
+def _allow_bf16(difference: float, options: dict[str, Any]) -> float:
+    """Return the difference, in parts of what its precision allows."""
+    is_bf16 = str(options.get("precision")).startswith("bf16")
+    return difference * TOLERANCE / BF16_TOLERANCE if is_bf16 else difference
+
+
+def compare_lightning(package: str, name: str, schedule: str, **pipe_options: Any) -> Row:
+    def run(folder: str) -> float:
+        options = LIGHTNING[name]
+        expected = fit(package, **options).curve
+        pipe = {"schedule": schedule, **pipe_options}
+        curve = fit(package, pipe_options=pipe, **options).curve
+        return _allow_bf16(curve.compute_difference(expected), options)
+
+    door = ", loss_methods" if pipe_options else ""
+    return _name_lightning("Trainer", f"{package}: {name}, {schedule}{door}"), run
+
+
+def compare_fabric(package: str, kind: str, accumulation: int, precision: str = "32-true") -> Row:
+    def run(folder: str) -> float:
+        options: dict[str, Any] = {
+            "kind": kind,
+            "accumulation": accumulation,
+            "clip": {"max_norm": 0.3},
+            "precision": precision,
+        }
+        curve = run_fabric(package, pipe_options={}, **options)
+        difference = curve.compute_difference(run_fabric(package, **options))
+        return _allow_bf16(difference, options)
+
+    where = f"{package}: {kind}, accumulation {accumulation}, {precision}"
+    return _name_lightning("Fabric", where), run
+
+
+def compare_lightning_resumed(fabric: bool, processes: int) -> Row:
+    def run(folder: str) -> float:
+        if processes:
+            function = run_fabric_on_ranks if fabric else fit_on_ranks
+            options = {"folder": folder, "kill_at": 10}
+            curve: Curve = ranks(processes).run(function, 1, options)[0]
+        elif fabric:
+            curve = run_fabric(pipe_options={}, folder=folder, kill_at=10)
+        else:
+            curve = fit(pipe_options={}, folder=folder, kill_at=10).curve
+        assert max(curve.steps) == 10
+        other = {"stages": 3}
+        if fabric:
+            run_fabric(pipe_options=other, curve=curve, resume=f"{folder}/step-10.ckpt")
+            return curve.compute_difference(run_fabric())
+        checkpoint = f"{folder}/epoch=1-step=10.ckpt"
+        fit(pipe_options=other, curve=curve, resume=checkpoint)
+        return curve.compute_difference(fit().curve)
+
+    where = f"{processes} processes" if processes else "one process"
+    what = "Fabric" if fabric else "Trainer"
+    return _name_lightning(what, f"{where}: killed at step 10, then one with 3 stages"), run
+
+
+def compare_lightning_processes(fabric: bool, size: int, dp: int, accumulation: int) -> Row:
+    def run(folder: str) -> float:
+        rows: dict[str, Any] = {
+            "rows": 20
+        }  # even for two replicas, and uneven for micro-batches of one
+        if fabric:
+            options: dict[str, Any] = {"accumulation": accumulation, "clip": {"max_norm": 0.3}}
+            expected = run_fabric(**rows, **options)
+        else:
+            options = {"accumulate_grad_batches": accumulation, "gradient_clip_val": 0.3}
+            expected = fit(**rows, **options).curve
+        function = run_fabric_on_ranks if fabric else fit_on_ranks
+        curves: list[Curve] = ranks(size).run(function, dp, {**rows, **options})
+        return max(curve.compute_difference(expected) for curve in curves)
+
+    where = f"{size} processes: pp {size // dp} x dp {dp}, accumulation {accumulation}"
+    return _name_lightning("Fabric" if fabric else "Trainer", where), run
+
+
+def compare_manual_processes(size: int, dp: int) -> Row:
+    def run(folder: str) -> float:
+        options: dict[str, Any] = {"kind": "Manual", "rows": 20}
+        expected = fit(**options).curve
+        arguments = {**options, "pipe_options": LOSS_METHODS}
+        curves: list[Curve] = ranks(size).run(fit_on_ranks, dp, arguments)
+        return max(curve.compute_difference(expected) for curve in curves)
+
+    return _name_lightning("Trainer", f"{size} processes: pp {size // dp} x dp {dp}, manual"), run
+
+
+def list_lightning_rows() -> Iterator[Row]:
+    for package in PACKAGES:
+        for name in LIGHTNING:
+            yield compare_lightning(package, name, "1f1b")
+        for kind in ("Automatic", "Network"):
+            for accumulation in (1, 3):
+                yield compare_fabric(package, kind, accumulation)
+    yield compare_lightning("lightning", "accumulation 3", "zb-h1")
+    yield compare_lightning("lightning", "manual", "zb-h1", **LOSS_METHODS)
+    yield compare_lightning("lightning", "manual, two optimizers", "1f1b", **LOSS_METHODS)
+    yield compare_fabric("lightning", "Network", 1, "bf16-mixed")
+    for fabric in (False, True):
+        for processes in (0, 2):
+            yield compare_lightning_resumed(fabric, processes)
+        for accumulation in (1, 3):
+            yield compare_lightning_processes(fabric, 2, 1, accumulation)
+            yield compare_lightning_processes(fabric, 4, 2, accumulation)
+    for size, dp in ((2, 1), (4, 2)):
+        yield compare_manual_processes(size, dp)
+
+
 def list_rows() -> Iterator[Row]:
     for name in MODELS:
         for accumulation in (1, 3):
             yield compare_trainer(name, PipeTrainer, accumulation)
             yield compare_trainer(name, Trainer, accumulation)
-        yield compare_resumed(name)
+        yield compare_resumed(name, PipeTrainer)
+        if name != "T5":  # it always ties its embeddings, which a plain Trainer cannot save
+            yield compare_resumed(name, Trainer)
         yield train_with_dropout(name)
     for accumulation in (1, 3):
         yield compare_sft(accumulation, lora=False)
@@ -156,6 +307,7 @@ def list_rows() -> Iterator[Row]:
         yield compare_processes("Llama", 2, 1, accumulation)
         yield compare_processes("Llama", 4, 2, accumulation)
     yield compare_resumed_processes("Llama")
+    yield from list_lightning_rows()
 
 
 def main(words: list[str]) -> int:

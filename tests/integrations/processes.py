@@ -9,7 +9,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import set_seed
 
-from tests.integrations.curves import MODELS, Curve, make_arguments, make_pipe, train
+from tests.integrations.curve import Curve
+from tests.integrations.curves import MODELS, make_arguments, make_pipe, train
 
 
 def choose_processes(replicas: int) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from penstock.integrations.transformers import PipeTrainerMixin
+from tests.integrations.curve import Curve, Killed
 from tests.integrations.curves import (
     VOCABULARY,
-    Curve,
-    Killed,
     make_arguments,
     make_llama,
     make_llama_lora,

@@ -20,9 +20,9 @@ from transformers import Trainer, set_seed
 from penstock import ArgumentError, PenstockTypeError, Pipe
 from penstock.integrations.transformers import OPTIMIZER_FOLDER, PipeTrainer
 from tests.distributed.ranks import RanksFailed, ranks
+from tests.integrations.curve import Curve
 from tests.integrations.curves import (
     MODELS,
-    Curve,
     KillAfterSave,
     ModelCase,
     make_arguments,

@@ -211,7 +211,7 @@ def test_call_inside_the_cache_of_parametrizations_is_refused() -> None:
     assert pipe.step(x, loss_fn=lambda y: y.square().mean()).loss > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which PyTorch imports
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")  # PyTorch scripts its own functions
 def test_forward_mode_derivatives_are_refused() -> None:
     """The tangent was lost between the stages, and the output had none."""
     pipe, x = Pipe(nn.Sequential(nn.Linear(4, 4)), chunks=2), torch.ones(4, 4)

@@ -48,7 +48,7 @@ REFUSALS = """\
 ## Refused models and their error messages
 
 Penstock refuses these when the pipe is made, or when the forward takes a path that it did not take
-before. [Restrictions](restrictions.md) says what to do, and what Penstock cannot detect.
+before. [Errors and restrictions](restrictions.md) says what to do, and what Penstock cannot detect.
 
 """
 

@@ -7,6 +7,8 @@ import random
 import warnings
 from collections.abc import Callable
 from itertools import product
+from threading import Thread
+from typing import Any
 
 import numpy
 import pytest
@@ -17,7 +19,17 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from penstock import Pipe
 from penstock.errors import RunError
-from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock.stage.rng import (
+    CellRngKernels,
+    CellRngMode,
+    DrawRedirect,
+    advance_caller_rng,
+    derive_cell_seed,
+    is_inside_cell,
+    peek_seed,
+    suspend_cell_rng,
+)
+from penstock.torch_compat import get_dispatch_modes, set_draw_key
 from tests.support import (
     CHECKPOINTS,
     RUNTIMES,
@@ -38,6 +50,65 @@ def attended(x: Tensor) -> Tensor:
     return found.reshape(-1, WIDTH)
 
 
+def multi_headed(x: Tensor) -> Tensor:
+    """A composite that draws in C++, below the functions that Python calls."""
+    rows, weight = x.unsqueeze(0), torch.eye(WIDTH, dtype=x.dtype)
+    found, _ = functional.multi_head_attention_forward(
+        rows, rows, rows, WIDTH, 2, weight.repeat(3, 1), None, None, None, False, 0.3, weight, None,
+        need_weights=False,
+    )  # fmt: skip
+    return found.squeeze(0)
+
+
+def scripted_dropout(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a DeprecationWarning, and since 2.14 a FutureWarning
+        script = torch.jit.script(dropout_in_c)
+    dropped: Tensor = script(x)
+    return dropped
+
+
+def dropout_in_c(x: Tensor) -> Tensor:
+    return torch.dropout(x, 0.3, True)
+
+
+@torch.library.custom_op("penstock_tests::noise", mutates_args=())
+def custom_noise(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+def save_factor(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.factor = torch.where(inputs[0] == 0, 0, output / inputs[0])
+
+
+custom_noise.register_autograd(
+    lambda ctx, gradient: gradient * ctx.factor, setup_context=save_factor
+)
+
+
+def noisy(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+def drawn_in_backward(x: Tensor) -> Tensor:
+    """A backward that the layer calls in its forward, which draws."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        copied: Tensor = DrawsInBackward.apply(leaf)  # type: ignore[no-untyped-call]
+        (factor,) = torch.autograd.grad(copied.sum(), leaf)
+    return x * factor
+
+
 DRAWS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.4),
     "alpha": lambda: nn.AlphaDropout(0.4),
@@ -53,6 +124,12 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
     "multinomial": lambda: Do(lambda x: x[:, torch.multinomial(torch.ones(WIDTH), 3)].repeat(1, 2)),
     "gumbel": lambda: Do(lambda x: x * functional.gumbel_softmax(x, hard=False)),
     "attention": lambda: Do(attended),
+    "multi-head attention": lambda: Do(multi_headed),
+    "operator": lambda: Do(lambda x: x * torch.ops.aten.bernoulli.p(torch.ones_like(x), 0.5)),
+    "scripted": lambda: Do(scripted_dropout),
+    "custom operator": lambda: Do(lambda x: custom_noise(x)),
+    "vmap": lambda: Do(torch.vmap(noisy, randomness="different")),
+    "backward": lambda: Do(drawn_in_backward),
     "random": lambda: Do(lambda x: x * random.random()),
     "numpy": lambda: Do(lambda x: x * float(numpy.random.rand())),
 }
@@ -302,3 +379,156 @@ def test_python_random_state_is_unchanged() -> None:
     state = random.getstate()
     Pipe(nn.Sequential(nn.Dropout(), Watch(lambda x: None)), 2, stages=2)(torch.ones(4, 4))
     assert random.getstate() == state
+
+
+# ---- CellRngKernels -----------------------------------------------------------------------
+
+
+def kernels_of(seed: int) -> CellRngKernels:
+    assert CellRngKernels.are_available()
+    return CellRngKernels(DrawRedirect(seed))
+
+
+@each_runtime
+def test_only_the_first_forward_of_a_stage_that_draws_runs_under_a_dispatch_mode(
+    runtime: str,
+) -> None:
+    """Every operation of every forward once went through Python if a stage had a dropout."""
+    modes: list[int] = []
+    layers = [nn.Dropout(0.4), Watch(lambda x: modes.append(len(get_dispatch_modes())))]
+    pipe = Pipe(
+        nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)), 2, "never", stages=[2, 1], runtime=runtime
+    )
+    for _ in range(2):
+        pipe(torch.ones(4, WIDTH)).sum().backward()
+    assert modes == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind not in ("random", "numpy")])
+def test_kernels_and_mode_draw_the_same_numbers(kind: str) -> None:
+    layer, x = DRAWS[kind]().double(), torch.randn(5, WIDTH, dtype=torch.float64)
+    before = torch.get_rng_state()
+    with CellRngMode(3) as mode:
+        expected = [layer(x.clone()), layer(x.clone())]
+    with kernels_of(3) as kernels:
+        assert is_inside_cell()
+        found = [layer(x.clone()), layer(x.clone())]
+    assert mode.has_drawn
+    assert kernels.redirect.has_drawn
+    assert not torch.equal(*found)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not is_inside_cell()
+
+
+def test_kernels_and_modes_of_nested_cells() -> None:
+    def draw(*seeds_of_modes: tuple[Callable[[int], Any], int]) -> list[float]:
+        numbers: list[float] = []
+        if seeds_of_modes:
+            (context, seed), *inner = seeds_of_modes
+            with context(seed):
+                numbers += [torch.rand(1).item(), *draw(*inner), torch.rand(1).item()]
+        return numbers
+
+    both: list[Callable[[int], Any]] = [kernels_of, CellRngMode]
+    for outer, inner in product(both, repeat=2):
+        assert draw((outer, 1), (inner, 2))[1:3] == draw((CellRngMode, 2))
+        assert draw((outer, 1), (inner, 2))[::3] == draw((CellRngMode, 1))
+        with outer(1), inner(2):
+            state = torch.get_rng_state()
+            with suspend_cell_rng():
+                assert not is_inside_cell()
+                torch.rand(1)
+            assert is_inside_cell()
+            assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_kernels_leave_other_threads_and_generators_of_layers_alone() -> None:
+    drawn: list[Tensor] = []
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    with kernels_of(1) as kernels:
+        other = Thread(target=lambda: drawn.append(torch.rand(3)))
+        other.start()
+        other.join()
+        drawn.append(torch.rand(3, generator=torch.Generator().manual_seed(0)))
+        functional.dropout(torch.ones(3), 0.5, training=False)
+        assert not kernels.redirect.has_drawn
+        assert kernels.redirect.used_own_generator
+    assert torch.equal(drawn[0], expected)
+    assert torch.equal(drawn[1], expected)
+
+
+def test_threads_of_autograd_draw_from_the_only_cell_or_not_at_all() -> None:
+    """Autograd gives its threads the dispatch key of the thread that calls a backward."""
+    drawn: list[Any] = []
+
+    def draw() -> None:
+        set_draw_key(True)
+        try:
+            drawn.append(torch.rand(1).item())
+        except RunError as error:
+            drawn.append(str(error))
+        set_draw_key(False)
+
+    def run() -> None:
+        thread = Thread(target=draw)
+        thread.start()
+        thread.join()
+
+    with CellRngMode(1):
+        expected = torch.rand(1).item()
+    with kernels_of(1):
+        run()
+    run()
+    assert drawn[0] == expected
+    assert "draws random numbers in the thread" in drawn[1]
+
+
+def test_operator_that_draws_and_is_defined_later() -> None:
+    """The mode of the first forward registers a kernel for it."""
+    CellRngKernels.are_available()
+    library = torch.library.Library("penstock_tests_later", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    library.impl("noise", lambda x: x + torch.rand_like(x), "CPU")
+    noise: Any = torch.ops.penstock_tests_later.noise
+    pipe = Pipe(nn.Sequential(Do(noise), nn.Linear(WIDTH, 1)), 2, stages=2)
+    outputs = []
+    with torch.no_grad():
+        for _ in range(2):
+            torch.manual_seed(0)
+            outputs.append(pipe(torch.zeros(4, WIDTH)))
+    assert torch.equal(*outputs)
+
+
+def test_higher_order_operators_run_in_a_stage_that_draws() -> None:
+    """They look up their kernels in Python, where no fallback of the dispatcher is seen."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(x: Tensor) -> Tensor:
+        heads = functional.dropout(x, 0.3).view(1, 2, -1, WIDTH)
+        found: Tensor = flex_attention(heads, heads, heads)
+        return found.view_as(x)
+
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Do(attend)), 2, "never", stages=2)
+    outputs = []
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # it computes without a fused kernel
+        for _ in range(2):
+            torch.manual_seed(0)
+            outputs.append(pipe(torch.ones(16, WIDTH)))
+    assert torch.equal(*outputs)
+
+
+def test_function_compiled_inside_a_layer_that_draws() -> None:
+    """Only modules are known to be compiled; fake tensors must not draw from the cell."""
+    drop = torch.compile(lambda x: functional.dropout(x, 0.3) * 2, backend="aot_eager")
+    pipe = Pipe(nn.Sequential(Do(drop), nn.Linear(WIDTH, 1)), 2, "never", stages=2)
+    outputs = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        outputs.append(pipe(torch.ones(4, WIDTH)))
+        outputs[-1].sum().backward()
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])

@@ -180,8 +180,15 @@ const checks = {
 
   async "share by URL"() {
     await reset();
+    await page.hover("#table tbody tr:first-child");  // rows arrive one by one below the pointer
     await page.fill("#ranks", "6");
     await page.press("#ranks", "Enter");
+    await until(() => window.studio.answer?.ranks === 6 && !/…/.test(document.getElementById("table").textContent));
+    await page.fill("#chunks", "1.5");
+    await page.press("#chunks", "Enter");
+    assert(/'1.5' is not a whole number/.test(await page.textContent("#error")), "a bad number is refused in words");
+    await page.fill("#chunks", "8");
+    await page.press("#chunks", "Enter");
     await page.fill("#skips", "0:3, 2:5");
     await page.press("#skips", "Enter");
     await until(() => window.studio.answer?.ranks === 6 && window.studio.setting.skips.length === 2);
@@ -292,6 +299,28 @@ const checks = {
     assert(wide <= 390, `the page is ${wide} pixels wide on a phone`);
     await shot("phone");
     await page.setViewportSize({ width: 1440, height: 900 });
+  },
+
+  async "embedded in another page"() {
+    const frame = await context.newPage(), asked = [];
+    frame.on("request", (request) => asked.push(request.url()));
+    await frame.setViewportSize({ width: 900, height: 760 });
+    await frame.goto(`${address}?embed`);
+    await frame.waitForFunction(() => performance.getEntriesByName("first-picture").length === 1);
+    await frame.waitForTimeout(300);
+    assert(!asked.some((url) => /pyodide/.test(url)), "Python is not loaded before somebody uses the studio");
+    assert(await frame.evaluate(() => document.querySelectorAll("#table tbody tr").length >= 15 && !/…/.test(document.getElementById("table").textContent)), "the table is there without Python");
+    await frame.evaluate(() => window.postMessage({ theme: "dark" }, location.origin));
+    await frame.waitForFunction(() => document.documentElement.dataset.theme === "dark" && window.studio.lanes.theme === "dark");
+    await frame.click("[data-schedule='zb-v']");
+    await frame.waitForFunction(() => window.studio.answer?.facts?.schedule === "zb-v");
+    const [left, right, wide] = await frame.evaluate(() => [document.querySelector(".panel.left").getBoundingClientRect().right, document.querySelector(".panel.right").getBoundingClientRect().left, document.documentElement.scrollWidth]);
+    assert(left <= right && wide <= 900, `the panels do not overlap: ${left}, ${right}, ${wide}`);
+    const [whole] = await Promise.all([context.waitForEvent("page"), frame.click("#whole")]);
+    await whole.waitForFunction(() => window.studio?.answer?.facts?.schedule === "zb-v");
+    assert(!/embed/.test(whole.url()), "a window of its own is not embedded");
+    await whole.close();
+    await frame.close();
   },
 
   async "no request leaves localhost"() {

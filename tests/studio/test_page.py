@@ -34,6 +34,7 @@ CHECKS = (
     "bad files",
     "dark theme",
     "phone width",
+    "embedded in another page",
     "no request leaves localhost",
     "no error in the console",
 )

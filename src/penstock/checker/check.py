@@ -28,6 +28,7 @@ from penstock.checker.trial import (
     run_trial,
 )
 from penstock.config import RUNTIMES
+from penstock.display import shown_progress, write_line
 from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.model.isolation import preserve_rng
 from penstock.model.sequential import is_plain_sequential
@@ -38,6 +39,7 @@ from penstock.schedules.lowering import CHECKPOINT_MODES
 from penstock.schedules.registry import ScheduleLike, resolve_schedule
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import LossFn, extract_model_loss, parse_loss
+from penstock.tracebacks import entry_point
 
 ALL_SCHEDULES = "all"
 DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES = ("never", "always"), ("inline", "threads")
@@ -46,6 +48,7 @@ DEFAULT_CHECKPOINTS, DEFAULT_RUNTIMES = ("never", "always"), ("inline", "threads
 ProgressCallback = Callable[[int, int, str], None]
 
 
+@entry_point
 def check(
     model: nn.Module,
     *batch: Any,
@@ -61,7 +64,7 @@ def check(
     tolerance: float = 1e-10,
     quick: bool = False,
     quiet: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback | bool | None = None,
     **side: Any,
 ) -> Report:
     """Run a model unsplit and as a pipe, under every schedule, and compare all numbers.
@@ -90,8 +93,9 @@ def check(
         quick: Try two combinations only, and do not measure memory: recomputation in threads
             under 1F1B, and a split backward under ZB-H1. This takes seconds.
         quiet: Do not print the report.
-        progress: Called before each run with the number of runs done, the number of all runs,
-            and the name of the next one.
+        progress: True to show a bar, in a notebook or a terminal; or a function that is called
+            before each run with the number of runs done, the number of all runs, and the name of
+            the next one.
         **side: Inputs by name.
 
     Returns:
@@ -119,11 +123,11 @@ def check(
         combinations = [c for c in combinations if (c.schedule_name, *c[2:]) in _QUICK_COMBINATIONS]
     if target is not None and loss_fn is None:
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
-    with _preserve_global_state():
+    with _preserve_global_state(), _shown_runs(progress) as shown:
         arguments = _collect_arguments(model, batch, side, target)
         checked = CheckedModel(model, arguments, loss_fn, reduction, stages, chunks, units)
         expected, checked = _prepare_reference(checked.copy_to_float64())
-        rows = tuple(_run_trials(checked, expected, combinations, not quick, progress))
+        rows = tuple(_run_trials(checked, expected, combinations, not quick, shown))
         report = Report(
             _describe_model(checked),
             str(expected.dependence),
@@ -137,7 +141,7 @@ def check(
             hints = tuple(find_hints(checked, expected.dependence, report))
             report = replace(report, hints=hints)
     if not quiet:
-        print(report)  # noqa: T201
+        write_line(str(report))
     return report
 
 
@@ -160,10 +164,10 @@ def _collect_arguments(
 def _accepts(model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any]) -> bool:
     """Return whether the model, or the first layer of a Sequential, can be called like this."""
     is_sequential = is_plain_sequential(model)
-    first = next(iter(model.children()), model) if is_sequential else model
+    entry = next(iter(model.children()), model) if is_sequential else model
     try:
         # The inputs by name of a Sequential may belong to any layer.
-        inspect.signature(first.forward).bind(*batch, **({} if is_sequential else side))
+        inspect.signature(entry.forward).bind(*batch, **({} if is_sequential else side))
     except TypeError:
         return False
     return True
@@ -313,6 +317,21 @@ def _run_trials(
         yield run_trial(checked, expected, profiler, schedule, case)
     if progress is not None:
         progress(len(combinations), len(combinations), "done")
+
+
+@contextmanager
+def _shown_runs(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
+    """Yield the function to report runs to: the caller's own, or for True one that shows a bar."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    with shown_progress(progress) as shown:
+
+        def report(done: int, total: int, next_run: str) -> None:
+            if shown is not None:
+                shown(f"{done} of {total} runs: {next_run}", done / max(total, 1))
+
+        yield report
 
 
 def _describe_loss(loss_fn: LossFn | None, checked_loss_fn: LossFn | None) -> str:

@@ -11,13 +11,15 @@ Report
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from penstock.draw.page import HtmlPage
 from penstock.errors import PenstockError
-from penstock.text_format import choose_byte_unit
+from penstock.text_format import choose_byte_unit, make_printable
 
 # The columns of the table. "inputs" are gradients of the inputs, "again" is a second step that adds
 # to the gradients of the first, and "random" compares runs with equal and with different seeds.
@@ -285,6 +287,12 @@ class Report:
         lines += [f"reference  {self.reference}", ""]
         return "\n".join([*lines, *align_columns(self.table()), "", *self.summary()])
 
+    def __repr__(self) -> str:
+        return f"Report({next(self.summary()).removesuffix(':')})"
+
+    def _repr_html_(self) -> str:
+        return report_page(self).fragment()
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report for `json.dumps`. Infinite differences are null."""
         return {
@@ -301,6 +309,31 @@ class Report:
             "left_out": self.left_out,
             "runs": [{**vars(run.case), **_result_as_dict(run.result)} for run in self.rows],
         }
+
+
+def report_page(report: Report) -> HtmlPage:
+    """Return the report as a page, for `penstock check --html` and for notebooks."""
+    title = "A pipe computes what the model computes"
+    if not report.ok:
+        title = "A pipe does NOT compute what the model computes"
+    page = HtmlPage(title, make_printable(report.model))
+    page.paragraph(f"Compared with {make_printable(report.reference)}.")
+    page.paragraph(f"Loss: {make_printable(report.loss)}.")
+    headings, *rows = report.table()
+    page.table(headings, rows, tone=_choose_tone)
+    page.paragraph(
+        "Inputs: gradients of the inputs. Again: a second step that adds to the gradients of the "
+        "first. Random: runs with equal and with different seeds. Memory: the measured peak and "
+        "its forecast. A dash: there was nothing to compare."
+    )
+    page.preformatted(make_printable("\n".join(report.summary())))
+    return page
+
+
+def _choose_tone(cell: str) -> str:
+    if cell == "equal":
+        return "good"
+    return "bad" if re.fullmatch(r"failed|inf|\de[-+]\d+", cell) else ""
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -154,8 +154,10 @@ def list_saves(folder: Path) -> list[SaveEntry]:
         except _Vanished:
             # It was removed, so there is a newer save, which may not have been in the list.
             continue
-        found = [entry for entry in entries if entry is not None]
-        return sorted([*found, *_examine_old_link(folder, found)], key=lambda entry: entry.number)
+        checkpoints = [entry for entry in entries if entry is not None]
+        return sorted(
+            [*checkpoints, *_examine_old_link(folder, checkpoints)], key=lambda entry: entry.number
+        )
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -358,12 +360,12 @@ def _check_not_superseded(
 
 def _remove_old_saves(folder: Path, newest: int, keep: int) -> None:
     """Remove complete saves that are older than the newest `keep`. A damaged one does not count."""
-    kept = 0
+    kept_count = 0
     for entry in reversed(list_saves(folder)):
         if not entry.is_loadable or entry.number > newest:
             continue
-        if kept < keep:
-            kept += _has_all_files(entry)
+        if kept_count < keep:
+            kept_count += _has_all_files(entry)
         elif entry.manifest is not None or (entry.path / _OLD_MARKER).exists():
             _remove(entry.path)
     # The link of an earlier version would name an old save, or nothing, from now on.

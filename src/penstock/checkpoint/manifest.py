@@ -308,12 +308,13 @@ class VerifiedFile(io.RawIOBase):
 
     def _read_block(self, index: int, target: memoryview) -> None:
         """Read a block and compare its digest."""
-        first = index * BLOCK_SIZE
-        self._file.seek(first)
+        offset = index * BLOCK_SIZE
+        self._file.seek(offset)
         length = _read_into(self._file, target)
         if hashlib.sha256(target[:length]).hexdigest() != self._record.digests[index]:
             raise damage_error(
-                self._path, f"its bytes {first} to {first + len(target) - 1} are not those written"
+                self._path,
+                f"its bytes {offset} to {offset + len(target) - 1} are not those written",
             )
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
@@ -352,13 +353,15 @@ def _read_into(file: io.FileIO, target: memoryview) -> int:
 def check_size(path: Path, record: FileRecord) -> None:
     """Raise if a file is missing or has another size than it was written with."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         raise damage_error(path, "the file is missing") from None
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
         raise damage_error(path, "it is not a file")
-    if found.st_size != record.size:
-        raise damage_error(path, f"it has {found.st_size} bytes and was written with {record.size}")
+    if status.st_size != record.size:
+        raise damage_error(
+            path, f"it has {status.st_size} bytes and was written with {record.size}"
+        )
 
 
 def check_file(path: Path, record: FileRecord, all_bytes: bool) -> None:

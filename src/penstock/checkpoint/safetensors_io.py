@@ -349,6 +349,9 @@ def _get_slices(item: ReadItem) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + length) for begin, length in ranges)
 
 
+_TORCH_SAVE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+
+
 def open_safetensors(path: Path) -> Any:
     """Open a file with the safetensors library. Raise `MissingExtra` if it is not installed."""
     try:
@@ -358,6 +361,11 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
+        if path.suffix in _TORCH_SAVE_SUFFIXES:
+            raise CheckpointError(
+                f"'{path}' looks like a file of torch.save, which pipe.load does not read. Write "
+                "pipe.load_state_dict(torch.load(path, weights_only=True)). Nothing was loaded."
+            ) from None
         raise CheckpointError(
             f"'{path}' is not a safetensors file, or is damaged: {error}. Nothing was loaded."
         ) from None

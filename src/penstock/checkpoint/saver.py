@@ -231,8 +231,8 @@ class Saver:
         history, transactions = self.history, list[SaveTransaction]()  # one, on rank 0
 
         def begin() -> str:
-            writer, known = identify_writer(history.token), history.known.get(root)
-            transactions.append(begin_save(root, writer, known, keep, find_step(extra)))
+            writer, known_id = identify_writer(history.token), history.known.get(root)
+            transactions.append(begin_save(root, writer, known_id, keep, find_step(extra)))
             return str(transactions[0].directory)
 
         def commit(files: Mapping[str, FileRecord]) -> None:
@@ -325,9 +325,9 @@ class Saver:
             return
         entries = list_saves(checkpoint.parent)
         whole = [entry for entry in entries if entry.state == "whole"]
-        known = [entry for entry in whole if entry.path == checkpoint or not is_newest]
-        if known:
-            self.history.known[checkpoint.parent] = known[-1].save_id
+        seen_entries = [entry for entry in whole if entry.path == checkpoint or not is_newest]
+        if seen_entries:
+            self.history.known[checkpoint.parent] = seen_entries[-1].save_id
 
     @_one_at_a_time
     def export(self, file: PathLike) -> Path:

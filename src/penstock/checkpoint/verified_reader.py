@@ -70,9 +70,9 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return a known class, dtype or layout. Raise for everything else."""
         if global_name in _KNOWN_CLASSES.get(module_name, ()):
-            known = super().find_class(module_name, global_name)
-            self._attributes.setdefault(known, dict(vars(known)))
-            return known
+            cls = super().find_class(module_name, global_name)
+            self._attributes.setdefault(cls, dict(vars(cls)))
+            return cls
         if module_name == "torch" and _is_torch_constant(getattr(torch, global_name, None)):
             return getattr(torch, global_name)
         # Two things are written as a function and its arguments.
@@ -84,15 +84,15 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def _check_classes_unchanged(self) -> None:
         """Undo what a pickle has set on a class instead of on an object, and raise."""
-        for known, attributes in self._attributes.items():
-            changed = [n for n, v in vars(known).items() if attributes.get(n) is not v]
+        for cls, attributes in self._attributes.items():
+            changed = [n for n, v in vars(cls).items() if attributes.get(n) is not v]
             for name in changed:
                 if name in attributes:
-                    setattr(known, name, attributes[name])
+                    setattr(cls, name, attributes[name])
                 else:
-                    delattr(known, name)
+                    delattr(cls, name)
             if changed:
-                raise pickle.UnpicklingError(f"it changes {known.__name__}.{changed[0]}.")
+                raise pickle.UnpicklingError(f"it changes {cls.__name__}.{changed[0]}.")
 
 
 def _is_torch_constant(value: object) -> bool:

@@ -85,8 +85,8 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
         write_file_synced(path, json.dumps(asdict(writer)).encode())
         while others := _find_writers(folder, path):
             for name, other in others.items():
-                touched, seen = first_seen.setdefault(name, (other.touched, time.monotonic()))
-                was_touched, watched = other.touched != touched, time.monotonic() - seen
+                touched, seen_at = first_seen.setdefault(name, (other.touched, time.monotonic()))
+                was_touched, watched = other.touched != touched, time.monotonic() - seen_at
                 if not other.is_local and not was_touched and watched >= SILENT_SECONDS:
                     # The clock of the file system was set back: the file is dated in the future.
                     (folder / name).unlink(missing_ok=True)
@@ -98,11 +98,11 @@ def acquire_lock(folder: Path, writer: Writer) -> WriterLock:
                         "to another folder."
                     )
             if time.monotonic() >= deadline and not is_told:
-                is_told, first = True, next(iter(others.values())).writer
+                is_told, other_writer = True, next(iter(others.values())).writer
                 _log.warning(
                     "penstock: %s was saving to '%s'. Waiting until it is known to be alive or "
                     "dead, for at most %g s.",
-                    first or "a process",
+                    other_writer or "a process",
                     folder,
                     SILENT_SECONDS,
                 )

@@ -20,6 +20,7 @@ import os
 import sys
 import traceback
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -47,6 +48,7 @@ from penstock.cli.options import (
     parse_costs,
     parse_skip,
     read_schedule_file,
+    read_timeline_file,
     simulate_file,
 )
 from penstock.cli.report import (
@@ -59,12 +61,13 @@ from penstock.cli.report import (
     show_activity,
     summarize,
 )
-from penstock.draw.page import comparison_page
+from penstock.draw.page import comparison_page, schedule_page
 from penstock.errors import ArgumentError, PenstockError
+from penstock.schedules.explain import compare_run
 from penstock.schedules.ir import Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import dumps
 from penstock.schedules.request import ScheduleRequest, check_cells
-from penstock.schedules.timeline import Timeline
+from penstock.schedules.timeline import Timeline, simulate
 from penstock.schedules.verify import verify
 from penstock.text_format import make_printable
 
@@ -155,6 +158,11 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Save the picture as SVG.")] = None,
     png: Annotated[Path | None, typer.Option(help="Save the picture as PNG.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Save a trace for Perfetto.")] = None,
+    html: HtmlOption = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="With a measured step: its forecast, a file of Timeline.save."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the schedule as text.")] = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="With --save: include the messages between ranks.")
@@ -163,8 +171,14 @@ def show(
         int | None, typer.Option(min=1, max=10_000, help="Columns of the text picture.")
     ] = None,
 ) -> None:
-    """Show a schedule: its picture, bubble, peak and messages."""
+    """Show a schedule or a measured step: its picture, bubble, peak and messages.
+
+    For a file of result.timeline.save(...), it also says what cost the time.
+    """
     check_memory_option(memory)
+    measured = ranks is None and chunks is None and Path(name).suffix.lower() == ".json"
+    if plan and not measured:
+        raise ArgumentError("--plan is for a measured step: a .json file of Timeline.save")
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path and path.suffix.lower() != suffix:
             raise ArgumentError(f"{path}: the file name must end in {suffix}")
@@ -174,8 +188,25 @@ def show(
         raise ArgumentError(f"--placement applies to fit only; {name} has its own placement")
     skips = tuple(parse_skip(text) for text in skip or [])
     costs = parse_costs(cost)
+    sentences: Sequence[str] = ()
+    forecast = None
     with show_activity("simulating"):
-        if ranks is None or chunks is None:
+        if measured:
+            applies_to_schedules = {
+                "--stages-per-rank": stages_per_rank is not None,
+                "--cost": cost != DEFAULT_COSTS,
+                "--checkpoint": checkpoint != "never",
+                "--skip": bool(skips),
+                "--memory": memory is not None,
+            }
+            for option in (option for option, given in applies_to_schedules.items() if given):
+                raise ArgumentError(f"{option} does not apply to a measured step")
+            timeline = read_timeline_file(Path(name))
+            forecast = read_timeline_file(plan) if plan else None
+            sentences = compare_run(
+                forecast or simulate(timeline.program, timeline.cost), timeline
+            ).sentences
+        elif ranks is None or chunks is None:
             if checkpoint != "never" or stages_per_rank is not None:
                 raise ArgumentError(
                     "--checkpoint and --stages-per-rank apply to named schedules only"
@@ -191,6 +222,10 @@ def show(
             _check_memory_cap(name, timeline, request)
         name = make_printable(name)
         _write_pictures(timeline, name, svg, png, trace)
+        if html and measured:
+            draw.run_page(timeline, html, forecast)
+        elif html:
+            schedule_page(name, timeline).write(html)
         if save:
             save.write_text(dumps(timeline.program if messages else timeline.program.schedule))
         facts = summarize(name, timeline)
@@ -199,7 +234,9 @@ def show(
         print(json.dumps(facts))
     else:
         print_timeline(facts, timeline, picture)
-        for path in filter(None, (svg, png, trace, save)):
+        for sentence in sentences:
+            print(sentence)
+        for path in filter(None, (svg, png, trace, html, save)):
             print(f"wrote {make_printable(str(path))}")
 
 

@@ -15,10 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.checker.check import ProgressCallback, check
-from penstock.checker.report import Report
+from penstock.checker.report import Report, report_page
 from penstock.cli.factory import call_factory, run_user_code
 from penstock.cli.report import show_activity
 from penstock.draw.page import HtmlPage
+from penstock.draw.svg import timeline_svg
+from penstock.schedules.families import make
+from penstock.schedules.lowering import lower
+from penstock.schedules.timeline import simulate
 from penstock.text_format import make_printable
 
 
@@ -46,7 +50,7 @@ def run(request: CheckRequest) -> bool:
         factory_result = call_factory(request.factory)
         report = _check_model(request, factory_result, progress)
     if request.html:
-        _build_page(report).write(request.html)
+        _build_page(report, request.stages, request.chunks).write(request.html)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -56,13 +60,15 @@ def run(request: CheckRequest) -> bool:
     return report.ok
 
 
-def _build_page(report: Report) -> HtmlPage:
-    page = HtmlPage("Equal" if report.ok else "NOT equal", make_printable(report.model))
-    page.paragraph(f"Compared with {make_printable(report.reference)}.")
-    page.paragraph(f"The loss is {make_printable(report.loss)}.")
-    headings, *rows = report.table()
-    page.table(headings, rows)
-    page.preformatted(make_printable("\n".join(report.summary())))
+def _build_page(report: Report, stages: int, chunks: int) -> HtmlPage:
+    page = report_page(report)
+    page.heading("The schedules that ran")
+    page.paragraph("Simulated; every stage takes the same time.")
+    for name, ranks in dict.fromkeys(
+        (run.case.schedule, run.case.ranks) for run in report.compared
+    ):
+        schedule = make(name, ranks, chunks, stages // ranks)
+        page.picture(timeline_svg(simulate(lower(schedule)), title=name))
     return page
 
 

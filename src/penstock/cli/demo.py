@@ -255,10 +255,13 @@ def _save_pictures(
         "naive": ("naive model parallelism, measured", naive.timeline),
         "pipeline": (f"pipeline under {request.schedule}, measured", pipelined.timeline),
     }
+    forecasts = {"naive": naive.forecast, "pipeline": pipelined.forecast}
     for name, (title, timeline) in pictures.items():
         for suffix in (".svg", ".png"):
             draw.picture(timeline, request.out / f"{name}{suffix}", title=title)
         draw.write_trace(timeline, request.out / f"{name}.json")
+        draw.run_page(timeline, request.out / f"{name}.html", forecasts[name])
         path = make_printable(str(request.out / name))
         print(f"  {path}.svg, .png: the picture of the {name} step")
         print(f"  {path}.json: its trace, for https://ui.perfetto.dev")
+        print(f"  {path}.html: the step beside its forecast, and what cost the time")

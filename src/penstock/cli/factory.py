@@ -32,9 +32,9 @@ def call_factory(path: str) -> dict[str, Any]:
 
 def load_factory(path: str) -> FactoryResult:
     """Import MODULE, call FACTORY, and return the model with an example."""
-    made = call_factory(path)
-    inputs: list[Any] = list(made["batch"])
-    side = dict(made.get("side") or {})
+    result = call_factory(path)
+    inputs: list[Any] = list(result["batch"])
+    side = dict(result.get("side") or {})
     if len(inputs) == 1 and isinstance(inputs[0], dict):
         side |= inputs.pop()
     if inputs and side:
@@ -42,7 +42,7 @@ def load_factory(path: str) -> FactoryResult:
             f"{path} returns inputs by position and by name. An example has one or the other: "
             "return all of them by name, as the batch."
         )
-    return FactoryResult(made["model"], side or tuple(inputs), made.get("units"))
+    return FactoryResult(result["model"], side or tuple(inputs), result.get("units"))
 
 
 @contextmanager

@@ -23,7 +23,11 @@ MAX_FILE_BYTES = 32 * 2**20  # a program of so many cells takes about 20 MB
 SKIP_WITH_PROGRAM = "a program lists its own edges. Write the skip there instead of using --skip"
 
 ScheduleArgument = Annotated[
-    str, typer.Argument(help=f"{', '.join(schedules.FAMILIES)}, fit, or a saved file.")
+    str,
+    typer.Argument(
+        help=f"{', '.join(schedules.FAMILIES)}, fit, or a file: a schedule, or a step that "
+        "Timeline.save wrote."
+    ),
 ]
 _RANKS_OPTION = typer.Option("--ranks", "-p", max=MAX_SIZE, help="Workers, each with one device.")
 _CHUNKS_OPTION = typer.Option("--chunks", "-m", max=MAX_SIZE, help="Micro-batches in a step.")
@@ -113,6 +117,14 @@ def read_schedule_file(file: Path) -> Schedule | Program:
         return loads(content.decode("utf-8-sig"))  # some editors begin with a BOM
     except UnicodeDecodeError:
         raise FormatError("this is not a schedule:", [f"{file} is not text"]) from None
+
+
+def read_timeline_file(file: Path) -> Timeline:
+    """Return the timeline in a file of `Timeline.save`."""
+    if file.stat().st_size > MAX_FILE_BYTES:
+        size = f"{file} has more than {format_binary_bytes(MAX_FILE_BYTES)}"
+        raise FormatError("this is not a timeline:", [size])
+    return Timeline.load(file)
 
 
 def simulate_file(

@@ -37,13 +37,13 @@ def _profile_factory(target: str, devices: int | None, optimizer: str) -> Profil
 
     # What the factory and the model print goes to stderr: stdout has the plan alone.
     with redirect_stdout(sys.stderr), show_activity("measuring the model") as tell:
-        made = load_factory(target)
+        loaded = load_factory(target)
         with run_user_code(f"{target}: the model cannot be measured"):
             return profile_model(
-                made.model,
-                made.example,
+                loaded.model,
+                loaded.example,
                 list_planned_devices(devices),
-                units=made.units,
+                units=loaded.units,
                 optimizer=optimizer,
                 progress=lambda what, fraction: tell(f"{what}, {fraction:.0%}"),
             )
@@ -55,10 +55,15 @@ def run_split(target: str, stages: int, chunks: int, balance: str | None) -> Non
     from penstock.model.placement import split
 
     with redirect_stdout(sys.stderr), show_activity("tracing and measuring the model"):
-        made = load_factory(target)
+        loaded = load_factory(target)
         with run_user_code(f"{target}: the model cannot be cut"):
             partition = split(
-                made.model, stages, made.example, chunks=chunks, units=made.units, balance=balance
+                loaded.model,
+                stages,
+                loaded.example,
+                chunks=chunks,
+                units=loaded.units,
+                balance=balance,
             )
     print(make_printable(str(partition)))
 

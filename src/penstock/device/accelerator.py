@@ -10,6 +10,7 @@ folder asks for the type of a device.
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -188,6 +189,22 @@ def get_allocated_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(module.current_allocated_memory())
     return int(module.memory_allocated(device))
+
+
+def get_peak_bytes(device: torch.device) -> int:
+    """Return the most bytes of tensors that an accelerator has held since its peak was last reset.
+
+    On the CPU it is the most memory that this process has had. 0 where nobody can say.
+    """
+    if not is_accelerator(device):
+        try:
+            import resource
+        except ImportError:  # on Windows
+            return 0
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most  # Linux counts in KiB
+    get_most = getattr(_get_module(device.type), "max_memory_allocated", None)
+    return int(get_most(device)) if get_most is not None else 0
 
 
 def get_allocated_bytes_by_stream(device_type: str) -> dict[int, int]:

@@ -464,10 +464,17 @@ def resolve_device(device: Any) -> Device:
     """
     if isinstance(device, Cpu | Gpu):
         return device
-    named: torch.device = torch.device(device)
+    available = list_accelerators()
+    try:
+        named: torch.device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        names = ", ".join(map(str, ("cpu", *available)))
+        raise ArgumentError(
+            f"{device!r} is not a device. The devices that PyTorch sees here are {names}; a GPU is "
+            "called 'cuda:0'."
+        ) from error
     if named.type == "cpu":
         return Cpu()
-    available = list_accelerators()
     if torch.device(named.type, named.index or 0) not in available:
         names = ", ".join(map(str, ("cpu", *available)))
         raise ArgumentError(

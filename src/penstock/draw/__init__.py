@@ -12,6 +12,7 @@ chain          a model: its units, the cuts and the values that cross them, as S
 This package does not import torch. See README.md.
 """
 
+import penstock.draw.notebook  # noqa: F401 (registers how notebooks show values)
 from penstock.draw.gallery import Exhibit, exhibits, write_gallery
 from penstock.draw.memory import memory
 from penstock.draw.model_picture import chain

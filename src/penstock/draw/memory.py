@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
 from typing import TYPE_CHECKING
 
-from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, SHADES, write_figure
+from penstock.draw.style import (
+    DARK,
+    FAINT,
+    FILL,
+    IDLE,
+    LEGEND_STYLE,
+    SHADES,
+    PictureFile,
+    write_figure,
+)
 from penstock.schedules.ir import Op
 from penstock.schedules.timeline import Timeline
 from penstock.text_format import format_bytes
@@ -25,27 +33,34 @@ PEAK_HEIGHT = 0.9  # the height of the highest curve, as a fraction of its strip
 def memory(
     forecast: Timeline,
     measured: Sequence[Curve],
-    path: str | PathLike[str],
+    path: PictureFile = None,
     *,
     title: str | None = None,
-) -> None:
-    """Draw the measured memory of all ranks over the forecast, into an SVG or PNG file.
+    format: str | None = None,
+) -> Figure:
+    """Draw the measured memory of all ranks over the forecast.
 
     Args:
         forecast: The simulated timeline.
         measured: The curve of each rank, as pairs (time, bytes), by the times of the forecast.
-        path: The file to write. Its suffix, .svg or .png, decides the format.
+        path: The file to write: a path that ends in .svg or .png, or a file that is open for
+            writing. None only returns the figure.
         title: A title above the picture.
+        format: "svg" or "png". By default the suffix decides; for an open file without a name, a
+            binary one is PNG and a text file SVG.
+
+    Returns:
+        The figure of matplotlib. It is not one of pyplot's, so a notebook shows it once.
 
     Raises:
-        ArgumentError: The suffix is neither .svg nor .png.
+        ArgumentError: The format is neither SVG nor PNG.
         MissingExtra: matplotlib is not installed.
     """
     ranks = max(forecast.ranks, 1)
     top, strip = (0.5 if title is None else 0.8), min(0.6, 8 / ranks)
     width, height = LEFT + PLOT + RIGHT, top + strip * ranks + FOOT
     peaks = [max((size for _, size in curve), default=0.0) for curve in measured]
-    with write_figure(path, width, height) as figure:
+    with write_figure(path, width, height, format) as figure:
         if title is not None:
             left = LEFT / width
             figure.text(left, 1 - 0.3 / height, title, size=12, weight="bold", color=DARK)
@@ -53,6 +68,7 @@ def memory(
         axes = figure.add_axes((LEFT / width, FOOT / height, PLOT / width, strip * ranks / height))
         _draw_curves(axes, forecast, measured, max([*peaks, *forecast.peak, 1.0]))
         _draw_peaks(axes, forecast, peaks, strip * ranks)
+    return figure
 
 
 def _draw_legend(figure: Figure, left: float, top: float) -> None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.style import DARK, FAINT, GRID, IDLE, SHADES, write_figure
-from penstock.model_summary import ModelSummary, Transfer, UnitSummary
+from penstock.draw.style import DARK, FAINT, GRID, IDLE, SHADES, PictureFile, write_figure
+from penstock.model_summary import ModelSummary, Transfer
 from penstock.schedules.ir import OP_RULES, Op
 from penstock.text_format import format_bytes, format_count, format_seconds
 
@@ -138,21 +137,33 @@ LETTER_WIDTH = 0.58 / 72  # the width of a letter in inches, per point of font s
 FONT_SIZE = 7.0  # the size of most letters, in points
 
 
-def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None = None) -> None:
-    """Draw a model that was cut into stages into an SVG or PNG file.
+def chain(
+    outline: ModelSummary,
+    path: PictureFile = None,
+    *,
+    title: str | None = None,
+    format: str | None = None,
+) -> Figure:
+    """Draw a model that was cut into stages: its units, the cuts, and what crosses them.
 
     Args:
         outline: The summary of the model, its cuts and its transfers.
-        path: The file to write. Its suffix, .svg or .png, decides the format.
+        path: The file to write: a path that ends in .svg or .png, or a file that is open for
+            writing. None only returns the figure.
         title: A title above the picture; by default the model's name and its number of stages.
+        format: "svg" or "png". By default the suffix decides; for an open file without a name, a
+            binary one is PNG and a text file SVG.
+
+    Returns:
+        The figure of matplotlib. It is not one of pyplot's, so a notebook shows it once.
 
     Raises:
-        ArgumentError: The suffix is neither .svg nor .png.
+        ArgumentError: The format is neither SVG nor PNG.
         MissingExtra: matplotlib is not installed.
     """
     arcs = list(build_arcs(outline))
     sheet = _layout_model(outline, arcs)
-    with write_figure(path, sheet.width, sheet.height) as figure:
+    with write_figure(path, sheet.width, sheet.height, format) as figure:
         _draw_header(figure, sheet, outline, title)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_xlim(0, sheet.width)
@@ -166,6 +177,7 @@ def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None
             _draw_arc(
                 axes, sheet, arc, index, (ports[index, arc.start], ports[index, arc.end]), tops
             )
+    return figure
 
 
 # ---- the layout ---------------------------------------------------------------------------
@@ -315,12 +327,12 @@ def _draw_arc(
 
 def _draw_bars(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> list[float]:
     """Draw a bar for each unit and return the height of its upper end."""
-    most = max((sum(_unit_costs(outline, piece)) for piece in outline.units), default=0.0) or 1.0
+    most = max((sum(outline.unit_costs(piece)) for piece in outline.units), default=0.0) or 1.0
     inner = layout.pitch * (0.84 if layout.pitch > 0.2 else 0.9)
     tops = []
     for index, piece in enumerate(outline.units):
         top = layout.bars_bottom
-        loads = _unit_costs(outline, piece)
+        loads = outline.unit_costs(piece)
         # A unit that costs almost nothing still gets a visible bar.
         least = max(0.05 - MAX_BAR_HEIGHT * sum(loads) / most, 0.0)
         for op, load in zip(OPS, loads, strict=False):
@@ -338,13 +350,6 @@ def _draw_bars(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> list[
             top += height
         tops.append(top)
     return tops
-
-
-def _unit_costs(outline: ModelSummary, piece: UnitSummary) -> tuple[float, ...]:
-    """Return the seconds of F, I and W if they were measured, else the bytes of the parameters."""
-    if outline.is_measured and piece.seconds is not None:
-        return piece.seconds
-    return (float(piece.parameter_bytes),)
 
 
 def _draw_names(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from penstock.draw.style import find_sent_messages, shift_to_zero
+from penstock.draw.style import TextFile, find_sent_messages, shift_to_zero, write_text
 from penstock.schedules.ir import Compute
 from penstock.schedules.timeline import Timeline
 
@@ -41,14 +39,14 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": [*_thread_names(timeline), *events], "displayTimeUnit": "ms"}
 
 
-def write_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
+def write_trace(timeline: Timeline, path: TextFile) -> None:
     """Write a timeline as a JSON file that https://ui.perfetto.dev can open.
 
     Args:
         timeline: The timeline, simulated or measured.
-        path: The file to write.
+        path: The file to write, or an open text file.
     """
-    Path(path).write_text(json.dumps(trace(timeline), separators=(",", ":")), encoding="utf-8")
+    write_text(path, json.dumps(trace(timeline), separators=(",", ":")))
 
 
 def _micros(seconds: float) -> float:

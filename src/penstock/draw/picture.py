@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import style
-from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, SentMessage
+from penstock.draw.style import DARK, FAINT, FILL, IDLE, LEGEND_STYLE, PictureFile, SentMessage
 from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
@@ -33,34 +32,41 @@ Rect = tuple[float, float, int]  # (start, end, rank)
 
 def picture(
     timeline: Timeline,
-    path: str | PathLike[str],
+    path: PictureFile = None,
     *,
     skips: bool = False,
     memory: bool = True,
     title: str | None = None,
-) -> None:
-    """Draw a timeline into an SVG or PNG file.
+    format: str | None = None,
+) -> Figure:
+    """Draw a timeline as a picture, into an SVG or PNG file or for a notebook.
 
     Args:
         timeline: The timeline, simulated or measured.
-        path: The file to write. Its suffix, .svg or .png, decides the format.
+        path: The file to write: a path that ends in .svg or .png, or a file that is open for
+            writing. None only returns the figure.
         skips: Whether to draw the messages between stages that are not neighbours.
         memory: Whether to add the panel of live activations: one strip per rank, all to one scale,
             with the rank's peak at the right.
         title: A title above the picture.
+        format: "svg" or "png". By default the suffix decides; for an open file without a name, a
+            binary one is PNG and a text file SVG.
+
+    Returns:
+        The figure of matplotlib. It is not one of pyplot's, so a notebook shows it once.
 
     Raises:
-        ArgumentError: The suffix is neither .svg nor .png.
+        ArgumentError: The format is neither SVG nor PNG.
         MissingExtra: matplotlib is not installed.
 
     Example:
         >>> from penstock import draw, lower, schedules, simulate
         >>> timeline = simulate(lower(schedules.one_f_one_b(ranks=4, chunks=8)))
-        >>> draw.picture(timeline, "1f1b.svg")  # doctest: +SKIP
+        >>> figure = draw.picture(timeline, "1f1b.svg")  # doctest: +SKIP
     """
     timeline = style.shift_to_zero(timeline)
     sheet = layout_timeline(timeline, memory, title)
-    with style.write_figure(path, sheet.width, sheet.height) as figure:
+    with style.write_figure(path, sheet.width, sheet.height, format) as figure:
         _draw_header(figure, sheet, timeline, title)
         draw_legend(figure, sheet, timeline, skips)
         lowest = add_panel(figure, sheet, sheet.top, sheet.lanes_height)
@@ -72,6 +78,7 @@ def picture(
             _draw_memory(lowest, sheet, timeline)
         unit = choose_time_unit(timeline.makespan)
         lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
+    return figure
 
 
 # ---- the layout ---------------------------------------------------------------------------

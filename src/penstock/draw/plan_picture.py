@@ -4,32 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isinf
-from os import PathLike
 from typing import TYPE_CHECKING
 
 from penstock.draw import style
 from penstock.draw.picture import add_panel, draw_lanes, draw_legend, layout_timeline
-from penstock.draw.style import DARK, FAINT, FILL, IDLE, SHADES
+from penstock.draw.style import DARK, FAINT, FILL, IDLE, SHADES, PictureFile
 from penstock.planning.plan import Plan
 from penstock.schedules.ir import Op
 from penstock.text_format import choose_time_unit, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CUT_HEIGHT, GAP, MEMORY_ROW = 0.9, 0.5, 0.26  # inches
 
 
-def plan(plan: Plan, path: str | PathLike[str], *, title: str | None = None) -> None:
-    """Draw a plan into an SVG or PNG file.
+def plan(
+    plan: Plan, path: PictureFile = None, *, title: str | None = None, format: str | None = None
+) -> Figure:
+    """Draw a plan: its cut, the forecast timeline, and memory against the cap.
 
     Args:
         plan: The plan.
-        path: The file to write. Its suffix, .svg or .png, decides the format.
+        path: The file to write: a path that ends in .svg or .png, or a file that is open for
+            writing. None only returns the figure.
         title: A title above the picture; by default the choice in one line.
+        format: "svg" or "png". By default the suffix decides; for an open file without a name, a
+            binary one is PNG and a text file SVG.
+
+    Returns:
+        The figure of matplotlib. It is not one of pyplot's, so a notebook shows it once.
 
     Raises:
-        ArgumentError: The suffix is neither .svg nor .png.
+        ArgumentError: The format is neither SVG nor PNG.
         MissingExtra: matplotlib is not installed.
     """
     timeline = plan.timeline
@@ -40,7 +48,7 @@ def plan(plan: Plan, path: str | PathLike[str], *, title: str | None = None) -> 
     sheet = replace(sheet, gap=GAP + 0.15, memory_height=memory_height, right=1.5)
     lanes_top = sheet.top + CUT_HEIGHT + GAP
     whole = replace(sheet, top=lanes_top)
-    with style.write_figure(path, whole.width, whole.height) as figure:
+    with style.write_figure(path, whole.width, whole.height, format) as figure:
         left = whole.left / whole.width
         figure.text(left, 1 - 0.3 / whole.height, title, size=12, weight="bold", color=DARK)
         caption = style.format_caption(timeline)
@@ -53,6 +61,7 @@ def plan(plan: Plan, path: str | PathLike[str], *, title: str | None = None) -> 
         lanes.set_xlabel(f"time ({unit.name})" if unit.name else "time")
         memory_top = lanes_top + whole.lanes_height + whole.gap
         _draw_memory(add_panel(figure, whole, memory_top, memory_height), plan)
+    return figure
 
 
 def _draw_cut(axes: Axes, plan: Plan) -> None:
@@ -89,7 +98,7 @@ def _draw_cut(axes: Axes, plan: Plan) -> None:
 def _draw_memory(axes: Axes, plan: Plan) -> None:
     """Draw the peak of each rank, what is there anyway, and the cap."""
     peaks, resident = plan.forecast.peak, plan.forecast.resident
-    known = [cap for cap in plan.memory if not isinf(cap)]
+    finite_caps = [cap for cap in plan.memory if not isinf(cap)]
     ranks = range(plan.ranks)
     axes.barh(ranks, peaks, height=0.75, color=SHADES[Op.F][1])
     axes.barh(ranks, resident, height=0.75, color=FILL)
@@ -97,7 +106,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
         if not isinf(cap):
             axes.plot([cap, cap], [rank - 0.45, rank + 0.45], color=DARK, linewidth=1.5)
     axes.set_facecolor(IDLE)
-    axes.set_xlim(0, 1.02 * max([*peaks, *known, 1.0]))
+    axes.set_xlim(0, 1.02 * max([*peaks, *finite_caps, 1.0]))
     axes.set_ylim(plan.ranks - 0.5, -0.5)
     axes.set_ylabel("rank")
     axes.set_yticks(list(ranks)[:: max(1, plan.ranks // 16)])

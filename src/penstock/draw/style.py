@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import TextIOBase
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from penstock.errors import ArgumentError, MissingExtra
+from penstock.errors import ArgumentError, MissingExtra, PenstockTypeError
 from penstock.schedules.ir import Compute, Message, Op, Schedule, consumes, produces
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
@@ -57,13 +58,19 @@ def contrasting_ink(colour: str) -> str:
 # ---- words --------------------------------------------------------------------------------
 
 
-def format_caption(timeline: Timeline) -> str:
-    """Return the caption: makespan, bubble and peak memory."""
+def format_caption(timeline: Timeline, format_size: Callable[[float], str] = format_number) -> str:
+    """Return the caption: makespan, bubble and peak memory.
+
+    Args:
+        timeline: The timeline.
+        format_size: A function that writes a size of activations: micro-batches by default.
+    """
     makespan = choose_time_unit(timeline.makespan).format(timeline.makespan)
-    peaks = [format_number(peak) for peak in timeline.peak]
-    peak = format_number(max(timeline.peak, default=0.0))
+    peaks = [format_size(peak) for peak in timeline.peak]
+    peak = format_size(max(timeline.peak, default=0.0))
     if len(set(peaks)) > 1 and len(peaks) <= 16:
-        peak += f" ({' '.join(peaks)})"
+        separator = ", " if any(" " in text for text in peaks) else " "
+        peak += f" ({separator.join(peaks)})"
     elif len(set(peaks)) == 1 and len(peaks) > 1:
         peak += " on every rank"
     return f"makespan {makespan}, bubble {timeline.bubble:.1%}, peak {peak}"
@@ -159,25 +166,60 @@ LEGEND_STYLE: dict[str, Any] = {
 }
 
 
+TextFile = str | PathLike[str] | IO[str]  # a file to write text to: its path, or an open file
+# A file to draw into: its path, an open file, or None for no file.
+PictureFile = str | PathLike[str] | IO[Any] | None
+
+
 @contextmanager
-def write_figure(path: str | PathLike[str], width: float, height: float) -> Iterator[Figure]:
+def write_figure(
+    file: PictureFile, width: float, height: float, file_format: str | None = None
+) -> Iterator[Figure]:
     """Yield a figure of this size in inches, and write it to an SVG or PNG file afterwards.
 
-    The file has no date and no program version, so that equal figures are equal files.
+    The file has no date and no program version, so that equal figures are equal files. pyplot does
+    not know the figure: it keeps no reference, and a notebook does not show the figure by itself.
     """
-    file = Path(path)
-    suffix = file.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ArgumentError(
-            f"cannot draw into '{file.name}': the file name must end in {' or '.join(SUFFIXES)}"
-        )
+    file_format = _choose_format(file, file_format)
     try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401 (the message is about this one)
+
+        from penstock.draw.figure import PictureFigure, applied_style
     except ImportError:
         raise MissingExtra("matplotlib", "draw", "a picture") from None
-    unstamped = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
-    with style.context(MATPLOTLIB_STYLE, after_reset=True):
-        figure = Figure(figsize=(width, height))
+    with applied_style():
+        figure = PictureFigure(figsize=(width, height))
         yield figure
-        figure.savefig(file, format=suffix[1:], dpi=160, metadata=unstamped)
+        if file is not None:
+            figure.save(file, file_format)
+
+
+def _choose_format(file: PictureFile, file_format: str | None) -> str:
+    """Return "svg" or "png": as asked for, by the suffix of a path, or by the kind of a file."""
+    is_path, is_text = isinstance(file, str | PathLike), isinstance(file, TextIOBase)
+    if not (is_path or file is None or hasattr(file, "write")):
+        raise PenstockTypeError(
+            f"cannot draw into a {type(file).__name__}: pass a path, an open file, or None."
+        )
+    name = Path(file).name if isinstance(file, str | PathLike) else getattr(file, "name", None)
+    suffix = Path(name).suffix.lower() if isinstance(name, str) else ""
+    if file_format is None and suffix not in SUFFIXES:
+        if is_path:
+            raise ArgumentError(
+                f"cannot draw into '{name}': the file name must end in {' or '.join(SUFFIXES)}"
+            )
+        suffix = ".svg" if is_text else ".png"
+    chosen = suffix[1:] if file_format is None else file_format
+    if f".{chosen}" not in SUFFIXES:
+        raise ArgumentError(f"format must be 'svg' or 'png', not {file_format!r}")
+    if chosen == "png" and is_text:
+        raise ArgumentError("a PNG cannot be written to a text file: open it with 'wb', or use SVG")
+    return chosen
+
+
+def write_text(file: TextFile, text: str) -> None:
+    """Write a text to a file, in UTF-8 if it is given by its path."""
+    if isinstance(file, str | PathLike):
+        Path(file).write_text(text, encoding="utf-8")
+    else:
+        file.write(text)

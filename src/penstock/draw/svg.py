@@ -6,27 +6,34 @@ and in HTML pages that carry their pictures with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
 from penstock.draw import style
 from penstock.draw.style import DARK, FAINT, FILL, GRID, IDLE
+from penstock.model_summary import ModelSummary
 from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.timeline import Timeline
-from penstock.text_format import choose_time_unit, format_number
+from penstock.text_format import choose_time_unit, format_bytes, format_count, format_number
 
-LEFT, TOP, RIGHT = 64, 58, 48  # margins in pixels
+LEFT, TOP, RIGHT = 64, 58, 64  # margins in pixels
 FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 
 
-def timeline_svg(timeline: Timeline, title: str = "", width: int = 1120) -> str:
+def timeline_svg(
+    timeline: Timeline,
+    title: str = "",
+    width: int = 1120,
+    format_size: Callable[[float], str] = format_number,
+) -> str:
     """Return a timeline as the text of an SVG picture: its lanes, and the live activations.
 
     Args:
         timeline: The timeline, simulated or measured.
         title: A title above the picture.
         width: The width in pixels.
+        format_size: A function that writes a size of activations: micro-batches by default.
 
     Returns:
         One `<svg>` element.
@@ -44,14 +51,12 @@ def timeline_svg(timeline: Timeline, title: str = "", width: int = 1120) -> str:
     memory_top = TOP + row * ranks + 40
     height = memory_top + strip * ranks + 34
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height:.0f}' "
-        f"viewBox='0 0 {width} {height:.0f}' {FONT} font-size='11'>",
-        f"<rect width='{width}' height='{height:.0f}' fill='white'/>",
+        *_open(width, height),
         _text(LEFT, 18, title, DARK, "font-size='15' font-weight='600'"),
-        _text(LEFT, 36, style.format_caption(timeline), FAINT),
+        _text(LEFT, 36, style.format_caption(timeline, format_size), FAINT),
         *_legend(timeline),
         *_lanes(timeline, row, scale),
-        *_memory(timeline, memory_top, strip, scale),
+        *_memory(timeline, memory_top, strip, scale, format_size),
         *_axis(timeline, height - 30, scale),
         "</svg>",
     ]
@@ -116,7 +121,13 @@ def _rank_labels(ranks: int, top: float, row: float) -> Iterator[str]:
         yield _text(LEFT - 8, y, f"rank {rank}", DARK, "text-anchor='end'")
 
 
-def _memory(timeline: Timeline, top: float, strip: float, scale: float) -> Iterator[str]:
+def _memory(
+    timeline: Timeline,
+    top: float,
+    strip: float,
+    scale: float,
+    format_size: Callable[[float], str],
+) -> Iterator[str]:
     yield _text(LEFT, top - 8, "live activations", FAINT)
     yield _text(LEFT + timeline.makespan * scale + 8, top - 8, "peak", FAINT)
     most = max(timeline.peak, default=0.0) or 1.0
@@ -132,7 +143,7 @@ def _memory(timeline: Timeline, top: float, strip: float, scale: float) -> Itera
         path.append(f"L{right:.2f} {level:.2f}L{right:.2f} {base:.2f}z")
         yield f"<path d='{''.join(path)}' fill='{FILL}' stroke='{FAINT}' stroke-width='0.5'/>"
         if rank % every == 0:
-            yield _text(right + 8, base - 2, format_number(timeline.peak[rank]), DARK)
+            yield _text(right + 8, base - 2, format_size(timeline.peak[rank]), DARK)
     yield from _rank_labels(timeline.ranks, top, strip)
 
 
@@ -142,6 +153,113 @@ def _axis(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
     for share in range(5):
         time = timeline.makespan * share / 4
         yield _text(LEFT + time * scale, y + 14, unit.format(time), FAINT, "text-anchor='middle'")
+
+
+# ---- memory -------------------------------------------------------------------------------
+
+
+def memory_svg(
+    forecast: Timeline, measured: Sequence[Sequence[tuple[float, float]]], width: int = 900
+) -> str:
+    """Return the measured memory of all ranks over the forecast, as the text of an SVG picture.
+
+    Args:
+        forecast: The simulated timeline, with activations in bytes.
+        measured: The curve of each rank, as pairs (time, bytes), by the times of the forecast.
+        width: The width in pixels.
+    """
+    strip, top, right = max(4.0, min(40.0, 600 / max(forecast.ranks, 1))), 30, 150
+    height = top + strip * forecast.ranks + 10
+    scale = (width - LEFT - right) / (forecast.makespan or 1.0)
+    peaks = [max((size for _, size in curve), default=0.0) for curve in measured]
+    most = max([*peaks, *forecast.peak, 1.0])
+    line, edge = style.SHADES[Op.F][0], LEFT + forecast.makespan * scale
+    parts = [
+        *_open(width, height),
+        f"<rect x='{LEFT}' y='8' width='11' height='9' fill='{line}'/>",
+        _text(LEFT + 15, 16, "measured", DARK),
+        f"<rect x='{LEFT + 84}' y='8' width='11' height='9' fill='{FILL}'/>",
+        _text(LEFT + 99, 16, "forecast", DARK),
+        _text(edge + 8, 22, "peak", FAINT),
+        _text(edge + 78, 22, "forecast", FAINT),
+    ]
+    every = max(1, round(12 / strip))
+    for rank in range(forecast.ranks):
+        base = top + (rank + 1) * strip - 2
+        parts.append(_box(LEFT, base - strip * 0.9, edge - LEFT, strip * 0.9, IDLE))
+        for curve, closed in ((forecast.memory(rank), True), (measured[rank], False)):
+            path, level = [f"M{LEFT} {base:.2f}"], base
+            for time, size in dict(curve).items():
+                x = LEFT + (time - forecast.start) * scale
+                new = base - size / most * strip * 0.88
+                path.append(f"L{x:.2f} {level:.2f}L{x:.2f} {new:.2f}")
+                level = new
+            path.append(f"L{edge:.2f} {level:.2f}" + (f"L{edge:.2f} {base:.2f}z" if closed else ""))
+            look = f"fill='{FILL}'" if closed else f"fill='none' stroke='{line}' stroke-width='1.6'"
+            parts.append(f"<path d='{''.join(path)}' {look}/>")
+        if rank % every == 0:
+            middle = base - strip * 0.45 + 4
+            parts.append(_text(edge + 8, middle, format_bytes(peaks[rank]), DARK))
+            parts.append(_text(edge + 78, middle, format_bytes(forecast.peak[rank]), FAINT))
+    return "\n".join([*parts, *_rank_labels(forecast.ranks, top, strip), "</svg>"])
+
+
+def _open(width: float, height: float) -> list[str]:
+    """Return the start of a picture with a white background."""
+    return [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "
+        f"viewBox='0 0 {width:.0f} {height:.0f}' {FONT} font-size='11'>",
+        f"<rect width='{width:.0f}' height='{height:.0f}' fill='white'/>",
+    ]
+
+
+# ---- models -------------------------------------------------------------------------------
+
+
+def model_svg(outline: ModelSummary, width: int = 900) -> str:
+    """Return a model that was cut into stages as the text of an SVG picture: a bar for each unit.
+
+    `draw.chain` also draws the values that cross the cuts. It needs matplotlib.
+
+    Args:
+        outline: The summary of the model and its cuts.
+        width: The width in pixels.
+    """
+    bars, top = 90.0, 40
+    pitch = min(60.0, (width - 2 * 12) / max(len(outline.units), 1))
+    letters = max((len(unit.name) for unit in outline.units), default=0)
+    names = min(letters, 26) * 5.4 + 8 if pitch >= 9 else 0.0
+    height, wide = top + bars + names + 12, 24 + pitch * len(outline.units)
+    costs = [outline.unit_costs(unit) for unit in outline.units]
+    most = max(map(sum, costs), default=0.0) or 1.0
+    parts, start = _open(max(wide, 320.0), height), 12.0
+    for stage, count in enumerate(outline.counts):
+        if stage % 2 == 0:
+            parts.append(_box(start, 4, pitch * count, height - 8, IDLE))
+        words = [f"stage {stage}", format_count(outline.stage_parameter_counts[stage])]
+        for row, words_of_row in enumerate(words if pitch * count >= 58 else [str(stage)]):
+            look = "text-anchor='middle'" + (" font-weight='600'" if row == 0 else "")
+            colour = FAINT if row else DARK
+            parts.append(
+                _text(start + pitch * count / 2, 18 + 14 * row, words_of_row, colour, look)
+            )
+        start += pitch * count
+    for index, (unit, cost) in enumerate(zip(outline.units, costs, strict=True)):
+        x, y = 12 + pitch * index, top + bars
+        for op, load in zip((Op.F, Op.I, Op.W), cost, strict=False):
+            high = max(load / most * (bars - 4), 0.8)
+            y -= high
+            shade = style.SHADES[op][unit.stage % 2]
+            parts.append(_box(x + pitch * 0.08, y, pitch * 0.84, high, shade))
+        if names:
+            name = unit.name if len(unit.name) <= 26 else "…" + unit.name[-25:]
+            place = f"translate({x + pitch / 2 + 3:.1f} {top + bars + 5:.1f}) rotate(90)"
+            size = min(9.0, pitch * 0.7)
+            parts.append(
+                f"<text transform='{place}' fill='{DARK}' font-size='{size:.1f}'>"
+                f"{escape(name)}</text>"
+            )
+    return "\n".join([*parts, "</svg>"])
 
 
 # ---- points -------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from penstock.checkpoint.pretrained_names import (
 )
 from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.integrations.accelerate import adapt, count_replicas
+from penstock.integrations.transformers_callback import PipelineCallback as PipelineCallback
 from penstock.model.framework_attributes import find_base_model
 from penstock.pipe import Pipe
 from penstock.runtime.step import StepResult
@@ -70,6 +71,17 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
             self.can_return_loss = can_return_loss(base_class)
             if self.args.label_names is None:
                 self.label_names = find_labels(base_class)
+        for callback in self.callback_handler.callbacks:
+            self._bind_callback(callback)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback. A `PipelineCallback` logs through this Trainer."""
+        super().add_callback(callback)
+        self._bind_callback(self.callback_handler.callbacks[-1])
+
+    def _bind_callback(self, callback: Any) -> None:
+        if isinstance(callback, PipelineCallback):
+            callback.bind(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and make the accelerator count replicas of the pipe."""

@@ -26,6 +26,7 @@ from penstock.launch.torchrun_env import (
 )
 from penstock.runtime.distributed.links import GLOO, LINK_BACKENDS, find_link_backend
 from penstock.runtime.distributed.store import JoinedRanks, join_rendezvous, wait_for_keys
+from penstock.tracebacks import entry_point
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others at exit
@@ -37,6 +38,7 @@ GLOO_DRAIN_SECONDS = 0.05
 _initialized: list[tuple[RankEnv, JoinedRanks]] = []  # empty, or one entry: the group of `init`
 
 
+@entry_point
 def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = None) -> DeviceMesh:
     """Connect the processes that `torchrun` started, and return a mesh over their ranks.
 

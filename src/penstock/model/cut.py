@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import find_all_mesh_groups, take_maximum
 from penstock.device.accelerator import get_model_name, is_accelerator
-from penstock.errors import ArgumentError, CutError, PenstockTypeError
+from penstock.errors import ArgumentError, CutError, PenstockError, PenstockTypeError
 from penstock.microbatch import scatter
 from penstock.model.describe import describe_traced_model
 from penstock.model.huggingface import (
@@ -139,7 +139,9 @@ def choose_unit_counts(
     timeout = inf if peers or limits.measured_together else 0.5
     costs = profile_calls(unit_calls, limits.devices[0], timeout)
     cost_rows = take_maximum(list(map(astuple, costs)), peers, limits.devices[0])
-    costs = [UnitCost(f, i, w, int(kept), int(size)) for f, i, w, kept, size in cost_rows]
+    costs = [
+        UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in cost_rows
+    ]
     # The first stage keeps the most micro-batches in flight. Which stage a unit goes to is not
     # known yet, so every unit counts as if it were there.
     if balance == "memory":
@@ -304,9 +306,14 @@ def trace_with_enough_units(
     unit_selector = find_planned_units(model) if unit_selector is None else unit_selector
     expanded: set[str] = set()
     while True:
-        trace, constants, units = trace_expanding_units(
-            model, unit_selector, example.args, kwargs, device, expanded
-        )
+        try:
+            trace, constants, units = trace_expanding_units(
+                model, unit_selector, example.args, kwargs, device, expanded
+            )
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                error.add_note("This happened while Penstock traced the model on the example.")
+            raise
         traced_model = TracedModel(model, units, trace, constants, (example.args, kwargs))
         calls = traced_model.calls
         if len(calls) >= stages:

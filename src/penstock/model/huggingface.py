@@ -37,8 +37,8 @@ def build_default_kwargs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[st
             raise CutError(
                 f"{name} was given to {type(model).__name__}, but a cache of keys and values is "
                 f"filled inside the units of all stages and cannot be traced. Leave {name} out. A "
-                "pipe computes whole sequences; to generate text, use the model itself, or under "
-                "torchrun a new one that loads pipe.export(file)."
+                "call of a pipe computes whole sequences; to generate text with a cache, use "
+                "pipe.generate."
             )
     if "use_cache" in kwargs:
         return {}

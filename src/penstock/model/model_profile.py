@@ -19,6 +19,7 @@ from torch import nn
 
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
+from penstock.display import Progress
 from penstock.errors import ArgumentError
 from penstock.microbatch import scatter
 from penstock.model.cut import (
@@ -41,9 +42,6 @@ from penstock.planning.profile import (
     UnitSeconds,
     ValueProfile,
 )
-
-# Called with what is measured and the fraction that is done.
-Progress = Callable[[str, float], None]
 
 # The bytes of an optimizer's state, for each byte of gradients.
 OPTIMIZER_FACTORS = {
@@ -209,7 +207,7 @@ def _build_unit(
     tensors = list(iter_module_tensors(module))
     is_last = index == len(samples[0].by_kind[kinds[0]]) - 1
     # The loss keeps about as much as the output, as a cross-entropy does.
-    kept = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * is_last)
+    activation_bytes = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * is_last)
     return UnitProfile(
         name=name,
         seconds={
@@ -222,7 +220,7 @@ def _build_unit(
         },
         parameter_bytes=sum(t.nbytes for t in tensors),
         gradient_bytes=sum(t.nbytes for t in tensors if t.requires_grad),
-        activation=kept,
+        activation=activation_bytes,
     )
 
 

@@ -11,23 +11,47 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from penstock.draw.model_picture import chain
-from penstock.model.report import format_summary
+from penstock.draw.notebook import partition_html
+from penstock.draw.style import PictureFile
+from penstock.model.report import describe_for_notebook, format_summary, format_title
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs
 from penstock.model_summary import ModelSummary
 from penstock.schedules.ir import StageGraph
 from penstock.stage.stage import Stage
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # The units with the stages of their calls, and the stages of operations between units by function.
 StageMap = tuple[list[tuple[nn.Module, list[int]]], Mapping[Any, Sequence[int | None]]]
 
 
-@dataclass(frozen=True, eq=False)
+class TensorExchange(Protocol):
+    """The connection between processes that run a method of the model together."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    def broadcast(self, source_rank: int, tensor: Tensor) -> Tensor:
+        """Return the tensor of one rank on every rank.
+
+        The other ranks pass a tensor of the same shape and dtype. All get a contiguous one.
+        """
+
+    def find_draws(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return the result of a call, and whether it drew random numbers."""
+
+    def check_same(self, result: Any) -> None:
+        """Raise if the ranks have different integers, such as tokens, in their results."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Partition(ABC):
     """A model cut into stages, as `penstock.split` returns it and `Pipe` runs it.
 
@@ -63,23 +87,36 @@ class Partition(ABC):
     def __str__(self) -> str:
         return format_summary(self.outline)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({format_title(self.outline)})"
+
+    def _repr_html_(self) -> str:
+        return partition_html(self.outline, *describe_for_notebook(self.outline))
+
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of units of each stage. `stages=` takes such a list."""
         return self.outline.counts
 
-    def draw(self, path: str | PathLike[str], *, title: str | None = None) -> None:
+    def draw(
+        self, path: PictureFile = None, *, title: str | None = None, format: str | None = None
+    ) -> Figure:
         """Draw the model as a chain of units with the cuts.
 
         Args:
-            path: The file to write, which ends in .svg or .png.
+            path: The file to write: a path that ends in .svg or .png, or a file that is open for
+                writing. None only returns the figure.
             title: A title above the picture.
+            format: "svg" or "png", if the path does not say it.
+
+        Returns:
+            The figure of matplotlib.
 
         Raises:
             ArgumentError: If the path has another suffix.
             MissingExtra: If matplotlib is not installed.
         """
-        chain(self.outline, path, title=title)
+        return chain(self.outline, path, title=title, format=format)
 
     def compute_modules(self) -> list[nn.Module]:
         """Return the layers of all stages, and the modules that the user put around them."""
@@ -195,6 +232,21 @@ class Partition(ABC):
         units = dict(self.named_roots())
         by_unit = [(units[name], stages) for name, stages in self.find_unit_stages().items()]
         return by_unit, self.find_function_stages()
+
+    @abstractmethod
+    def run_method(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        placement: Sequence[int],
+        exchange: TensorExchange | None,
+    ) -> Any:
+        """Return the result of a method of the model, which calls its forward many times.
+
+        Each unit runs where it is. `placement` has the rank of each stage; if ranks are processes,
+        `exchange` connects them, and all of them call this.
+        """
 
     @abstractmethod
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -40,6 +40,7 @@ from penstock.model.cut import (
     trace_with_enough_units,
 )
 from penstock.model.describe import measure_transfer_bytes
+from penstock.model.example_hints import check_example, explained_example
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition
 from penstock.model.profiler import measure_layer_bytes, measure_layer_times, profile_layers
@@ -82,6 +83,7 @@ from penstock.schedules.registry import (
     resolve_schedule,
 )
 from penstock.stage.stage import Stage
+from penstock.tracebacks import entry_point
 
 # The bytes that ranks may use: a number, a text such as "24GB" or "90%", a fraction of the device
 # from 0 to 1, or one of these for each rank.
@@ -236,14 +238,22 @@ def check_split_request(module: nn.Module, request: SplitRequest) -> None:
             f"stages must be a number of stages, or a list with the number of layers of each "
             f"stage, not {stages!r}"
         )
+    if isinstance(request.balance, list | tuple):
+        raise ArgumentError(
+            f"balance is what the cut balances: 'time', 'memory' or 'parameters'. The number of "
+            f"layers of each stage is called stages={list(request.balance)}."
+        )
     if isinstance(devices, str | torch.device):
         raise ArgumentError(
             f"devices must be a list with one device for each rank, such as ['{devices}', "
-            f"'{devices}'], not '{devices}'"
+            f"'{devices}'], not '{devices}'. Without devices, the ranks use the GPUs of this "
+            "machine, or the CPU."
         )
     if isinstance(devices, int):
         raise ArgumentError(
-            f"devices must be a list with one device for each rank, not their number, {devices}"
+            f"devices must be a list with one device for each rank, not their number, {devices}. "
+            f"Write stages={devices} and leave devices out to use the GPUs of this machine, or the "
+            "CPU."
         )
     if devices is not None and not len(devices):
         raise ArgumentError("devices is empty. Pass at least one device, or leave it out.")
@@ -558,7 +568,9 @@ def _choose_layer_counts(
                 request, stage_devices, placement, measured_together, nearest
             )
             capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)
-            profiles = [UnitCost(f, i, w, int(kept), int(size)) for f, i, w, kept, size in rows]
+            profiles = [
+                UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in rows
+            ]
             return find_cut_within(limits, profiles, capacities)
         if balance == "time":
             costs = measure_layer_times(layers, example, unpack=unpack, device=device, **limit)
@@ -592,6 +604,7 @@ def describe_placement(placed_partition: PlacedPartition) -> list[str]:
 # ---- penstock.split ------------------------------------------------------------------------------
 
 
+@entry_point
 def split(
     model: nn.Module,
     stages: int | Sequence[int],
@@ -649,6 +662,7 @@ def split(
     """
     check_model(model)
     check_chunks(chunks)
+    check_example(example)
     request = SplitRequest(
         stages,
         None,
@@ -667,4 +681,5 @@ def split(
     count = count_stages(stages)
     ranks = -(-count // default_stages_per_rank(request.schedule))  # rounded up
     placement = choose_placement(request.schedule, ranks, count)
-    return partition_model(model, request, stages, [device] * count, placement)
+    with explained_example(model, example):
+        return partition_model(model, request, stages, [device] * count, placement)

@@ -14,8 +14,10 @@ from torch import nn
 
 from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
+from penstock.display import Progress, shown_progress
 from penstock.errors import ArgumentError
-from penstock.model.model_profile import Progress, profile_model, trace_for_plan
+from penstock.model.example_hints import check_example, explained_example
+from penstock.model.model_profile import profile_model, trace_for_plan
 from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
@@ -26,6 +28,7 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.families import FAMILIES, make
 from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Schedule
+from penstock.tracebacks import entry_point
 
 _ACCELERATOR_SHARE = 0.9  # of its memory: libraries and the audit of the first step need some, too
 # Stages keep a little more than the profile of their units tells: gradients between I and W,
@@ -43,6 +46,7 @@ class ModelPlan(Plan):
     units: UnitSelector = field(default=None, compare=False)
 
 
+@entry_point
 def plan(
     model: nn.Module,
     example: Any,
@@ -56,7 +60,7 @@ def plan(
     chunks: int | Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
     solver_seconds: float = 10.0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> ModelPlan:
     """Choose cut, placement, schedule, micro-batches, recomputation and runtime for a model.
 
@@ -79,7 +83,8 @@ def plan(
         chunks: The number of micro-batches, or those to try.
         schedules: The names of the schedules to try.
         solver_seconds: How long the exact solver may run, if `ortools` is installed.
-        progress: Called with what is being done and the fraction that is done.
+        progress: True to show a bar, in a notebook or a terminal; or a function that is called with
+            what is being done and the fraction that is done.
 
     Returns:
         The plan, for `Pipe(model, plan=plan)`. Print it to see why.
@@ -96,38 +101,42 @@ def plan(
     check_model(model)
     if example is None:
         raise ArgumentError("a plan needs measurements. Pass a batch as example=.")
+    check_example(example)
     rank_devices = list_planned_devices(devices)
     if memory is None and list_accelerators():
         memory = _ACCELERATOR_SHARE
 
-    def report(what: str, fraction: float, start: float, share: float) -> None:
-        if progress is not None:
-            progress(what, start + share * fraction)
+    with shown_progress(progress) as shown:
 
-    profile = profile_model(
-        model,
-        example,
-        rank_devices,
-        units=units,
-        optimizer=optimizer,
-        progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
-    )
-    caps = resolve_memory(memory, profile.devices)
-    search = partial(
-        search_plan,
-        profile,
-        objective=objective,
-        chunks=[chunks] if isinstance(chunks, int) else chunks,
-        schedules=schedules,
-        solver_seconds=solver_seconds,
-        progress=lambda what, fraction: report(what, fraction, 0.5, 0.5),
-    )
-    try:
-        found = search(memory=[cap * _SEARCH_SHARE for cap in caps])
-    except ArgumentError:
-        found = search(memory=caps)
-    found = replace(found, memory=caps)
-    return attach_model(found, example, target, tuple(rank_devices), units)
+        def report(what: str, fraction: float, start: float, share: float) -> None:
+            if shown is not None:
+                shown(what, start + share * fraction)
+
+        with explained_example(model, example):
+            profile = profile_model(
+                model,
+                example,
+                rank_devices,
+                units=units,
+                optimizer=optimizer,
+                progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
+            )
+        caps = resolve_memory(memory, profile.devices)
+        search = partial(
+            search_plan,
+            profile,
+            objective=objective,
+            chunks=[chunks] if isinstance(chunks, int) else chunks,
+            schedules=schedules,
+            solver_seconds=solver_seconds,
+            progress=lambda what, fraction: report(what, fraction, 0.5, 0.5),
+        )
+        try:
+            chosen_plan = search(memory=[cap * _SEARCH_SHARE for cap in caps])
+        except ArgumentError:
+            chosen_plan = search(memory=caps)
+    chosen_plan = replace(chosen_plan, memory=caps)
+    return attach_model(chosen_plan, example, target, tuple(rank_devices), units)
 
 
 def replan(
@@ -135,7 +144,7 @@ def replan(
     measured: Cost,
     chunks: int | Sequence[int] | None,
     solver_seconds: float,
-    progress: Progress | None,
+    progress: Progress | bool | None,
 ) -> tuple[Plan, Plan]:
     """Search again with measured seconds of the stages in place of the profile's.
 
@@ -157,14 +166,15 @@ def replan(
             units[index] = _scale_unit(units[index], forward, backward)
     profile = replace(current.profile, units=tuple(units))
     before = current.with_profile(profile)
-    after = search_plan(
-        profile,
-        memory=current.memory,
-        objective=current.objective,
-        chunks=[chunks] if isinstance(chunks, int) else chunks,
-        solver_seconds=solver_seconds,
-        progress=progress,
-    )
+    with shown_progress(progress) as shown:
+        after = search_plan(
+            profile,
+            memory=current.memory,
+            objective=current.objective,
+            chunks=[chunks] if isinstance(chunks, int) else chunks,
+            solver_seconds=solver_seconds,
+            progress=shown,
+        )
     if before.seconds <= after.seconds:
         after = before
     if isinstance(current, ModelPlan):

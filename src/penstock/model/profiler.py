@@ -385,8 +385,8 @@ class _CallProfiler(Skips):
                 saved.update(_find_storage(tensor))
         self._is_first_run = False
         inputs, outputs = parts
-        own = {s for t in iter_module_tensors(self._module) for s in _find_storage(t)}
-        inner = saved - own - inputs - outputs
+        parameters = {s for t in iter_module_tensors(self._module) for s in _find_storage(t)}
+        inner = saved - parameters - inputs - outputs
         self._saved_parts = (
             sum(storage.nbytes() for storage in inner),
             not inputs.isdisjoint(saved),

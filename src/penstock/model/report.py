@@ -28,24 +28,43 @@ LARGE_SKIP_RATIO = 3.0  # advise on a skip that is this many times the usual tra
 
 def format_summary(summary: ModelSummary, with_advice: bool = True) -> str:
     """Return the whole report, or all of it but the advice."""
-    lines = [_format_title(summary), "", *_format_table(summary), ""]
+    lines = [format_title(summary), "", *_format_table(summary), ""]
+    for heading, entries in list_sections(summary, with_advice):
+        lines += _format_section(heading, entries)
+    return "\n".join(lines)
+
+
+def list_sections(summary: ModelSummary, with_advice: bool = True) -> list[tuple[str, list[str]]]:
+    """Return the sections below the table, each with its heading and entries."""
     sends = [
         f"stage {transfer.src} to {transfer.dst}: {_format_value(transfer)}"
         for transfer in summary.transfers
         if not transfer.is_skip
     ]
-    for heading, entries in (
+    return [
         ("sends", _merge_duplicates(sends)),
         ("skips", _merge_duplicates(list(_format_skips(summary)))),
         ("shared", list(_format_shared_parameters(summary))),
         ("slowest" if summary.is_measured else "largest", [_format_slowest_stage(summary)]),
         ("advice", [suggest_improvement(summary)] if with_advice else []),
-    ):
-        lines += _format_section(heading, entries)
-    return "\n".join(lines)
+    ]
 
 
-def _format_title(summary: ModelSummary) -> str:
+def describe_for_notebook(
+    summary: ModelSummary,
+) -> tuple[str, list[tuple[str, ...]], list[tuple[str, str]]]:
+    """Return the title, the rows of the table with all units, and the sections in one line each."""
+    headings, *rows = list_stage_rows(summary)
+    table = [(*headings, "units")]
+    for stage, row in enumerate(rows):
+        names = collapse_name_ranges([unit.name for unit in summary.stage_units(stage)])
+        table.append((*row, ", ".join(names)))
+    sections = [(heading, "; ".join(lines)) for heading, lines in list_sections(summary) if lines]
+    return format_title(summary), table, sections
+
+
+def format_title(summary: ModelSummary) -> str:
+    """Return the model, its stages and its parameters in one line."""
     counts = " + ".join(map(str, summary.counts))
     units = "unit" if summary.counts == (1,) else "units"
     return (
@@ -68,21 +87,27 @@ def _format_section(heading: str, entries: Sequence[str]) -> Iterator[str]:
 
 
 def _format_table(summary: ModelSummary) -> Iterator[str]:
-    """Yield the table: a row for each stage, with the names of its units at the end.
+    """Yield the table: a row for each stage, with the names of its units at the end."""
+    rows = list_stage_rows(summary)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    names_width = max(LINE_WIDTH - sum(widths) - 2 * len(widths), 40)
+    for stage, row in enumerate(rows, -1):  # -1 is the row of headings
+        cells = "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        names = _format_unit_names(summary, stage, names_width) if stage >= 0 else ["units"]
+        for line in names:
+            yield f"{cells}  {line}"
+            cells = " " * len(cells)
+
+
+def list_stage_rows(summary: ModelSummary) -> list[tuple[str, ...]]:
+    """Return the headings and a row for each stage, without the names of its units.
 
     A column without a single value (nothing was measured, for example) is left out.
     """
     rows = [_COLUMN_HEADINGS, *(_format_row(summary, stage) for stage in range(summary.num_stages))]
     columns = range(len(_COLUMN_HEADINGS))
     shown = [column for column in columns if any(row[column] != "-" for row in rows[1:])]
-    widths = {column: max(len(row[column]) for row in rows) for column in shown}
-    names_width = max(LINE_WIDTH - sum(widths.values()) - 2 * len(shown), 40)
-    for stage, row in enumerate(rows, -1):  # -1 is the row of headings
-        cells = "  ".join(f"{row[column]:>{widths[column]}}" for column in shown)
-        names = _format_unit_names(summary, stage, names_width) if stage >= 0 else ["units"]
-        for line in names:
-            yield f"{cells}  {line}"
-            cells = " " * len(cells)
+    return [tuple(row[column] for column in shown) for row in rows]
 
 
 _COLUMN_HEADINGS = ("stage", "parameters", "bytes", "keeps", "ms of F/I/W", "receives", "sends")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
@@ -21,10 +21,10 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PenstockTypeError, RunError
+from penstock.errors import ArgumentError, CutError, PenstockTypeError, RunError
 from penstock.microbatch import check_inputs, have_equal_rows, move_to_device, scatter
 from penstock.model.describe import describe_sequential
-from penstock.model.partition import Partition
+from penstock.model.partition import Partition, TensorExchange
 from penstock.model.sequential_stage import (
     SideInputs,
     SkipRoute,
@@ -211,9 +211,9 @@ def refuse_forward(*_: object, **__: object) -> NoReturn:
     """Stand in for the forward of a model of which this process trains only a part."""
     raise RunError(
         "this model was given to a Pipe over several processes, and this process has trained only "
-        "its own stages. The other layers have old weights here. Call the pipe instead. For the "
-        "whole model (to generate text, say), write it with pipe.export(file) and load the file "
-        "into a new model."
+        "its own stages. The other layers have old weights here. Call the pipe instead, and "
+        "pipe.generate for text. For the whole model, write it with pipe.export(file) and load the "
+        "file into a new model."
     )
 
 
@@ -251,7 +251,15 @@ class SequentialRef:
 def check_model(module: nn.Module, chunks: int = 1) -> None:
     """Raise if the argument is not a module, or is one that cannot be cut."""
     if not isinstance(module, nn.Module):
-        raise PenstockTypeError(f"a pipe needs an nn.Module, not {type(module).__name__}")
+        raise PenstockTypeError(
+            f"a pipe needs an nn.Module, not {type(module).__name__}. {_suggest_model(module)}"
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise PenstockTypeError(
+            f"an nn.{type(module).__name__} has no forward, so it is not a model that a pipe could "
+            "run. Write nn.Sequential(*layers)."
+        )
+    _check_not_dispatched(module)
     for name, layer in module.named_modules() if chunks > 1 else ():
         if getattr(layer, "scale_grad_by_freq", None) is True:
             raise ArgumentError(
@@ -262,6 +270,34 @@ def check_model(module: nn.Module, chunks: int = 1) -> None:
     if is_plain_sequential(module):
         check_children(module)
         verify_skippables(module)
+
+
+def _suggest_model(value: Any) -> str:
+    """Return how to make a model of something that is not one."""
+    if isinstance(value, type):
+        return f"Make an object of the class: {value.__name__}(...)."
+    if isinstance(value, str):
+        return "Load the model first, for example with from_pretrained, and pass the object."
+    if isinstance(value, Iterable):
+        return "Put the layers into an nn.Sequential: nn.Sequential(*layers)."
+    if hasattr(value, "get_fwd_recv_ops"):  # a PipelineStage of torch.distributed.pipelining
+        return "Pass the whole model: a pipe makes the stages itself, with stages=4."
+    if callable(value):
+        return "Call the function, and pass the model that it returns."
+    return "Pass the model itself."
+
+
+def _check_not_dispatched(module: nn.Module) -> None:
+    """Raise if accelerate moves the inputs of layers, because of `device_map=`."""
+    for layer in module.modules():
+        hook = getattr(layer, "_hf_hook", None)
+        # Hooks that move tensors have an execution device. Several hooks are in a list.
+        if any(hasattr(h, "execution_device") for h in getattr(hook, "hooks", [hook])):
+            raise CutError(
+                "the model was loaded with device_map=, so accelerate moves tensors from layer to "
+                "layer, which contradicts the stages of a pipe. Load the model without device_map; "
+                "Pipe(model, stages=4, example=batch) places its layers on devices."
+            )
 
 
 def check_children(module: nn.Module) -> None:
@@ -296,7 +332,7 @@ def check_children(module: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SequentialPartition(Partition):
     """A Sequential cut between its layers.
 
@@ -438,6 +474,21 @@ class SequentialPartition(Partition):
     def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run all layers one after the other."""
         return _UnsplitSequential(self.stages)(*args, **kwargs)
+
+    def run_method(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        placement: Sequence[int],
+        exchange: TensorExchange | None,
+    ) -> Any:
+        """Raise: the stages run the layers of a Sequential, and never the Sequential itself."""
+        raise PenstockTypeError(
+            f"pipe.{name} runs the {name} of the model, and a Sequential has none. Put the layers "
+            f"into a module with a forward and a {name} of its own, and make the Pipe from it with "
+            "example=."
+        )
 
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Return None: a layer that computes a loss does not show how it counts."""

@@ -93,6 +93,8 @@ class StageInputs:
     unsplit_tensors: tuple[Tensor, ...] = ()
     # whether the losses of a step, which the model computes itself, are known to be sums
     sums_loss: bool = False
+    # whether the outputs of a step contain the loss, which the model computes itself
+    outputs_have_loss: bool = False
 
     def refine_reduction(self, reduction: LossReduction) -> LossReduction:
         """Return the reduction, as far as the inputs show more about the model's own loss."""
@@ -120,9 +122,25 @@ class StageInputs:
             _weight_loss(*pair) for pair in zip(losses, self.loss_shares, strict=True)
         ]
         total = torch.stack(weighted_losses).sum().to(losses[0].dtype)
+        return self._gather_with_loss(outputs, losses[0], total)
+
+    def merge_step_outputs(self, outputs: Sequence[Any], loss: Tensor) -> Any:
+        """Combine the outputs of a step, which has this loss, into the output of the batch.
+
+        If they contain the model's own loss, that is the loss of the step, as in `pipe(x)`.
+        """
+        first_loss = find_loss_tensor(outputs[0]) if self.outputs_have_loss else None
+        if not isinstance(first_loss, Tensor) or has_weighted_loss(outputs[0]):
+            return gather(outputs, self.rows)
+        return self._gather_with_loss(outputs, first_loss, loss.to(first_loss.dtype))
+
+    def _gather_with_loss(self, outputs: Sequence[Any], first_loss: Tensor, total: Tensor) -> Any:
+        """Join the outputs, with the loss of the batch in the place of the first one's loss."""
+        if outputs[0] is first_loss:
+            return total
         leaves = pytree.tree_leaves(outputs[0])
-        loss_index = next(index for index, leaf in enumerate(leaves) if leaf is losses[0])
-        return total if outputs[0] is losses[0] else gather(outputs, self.rows, {loss_index: total})
+        loss_index = next(index for index, leaf in enumerate(leaves) if leaf is first_loss)
+        return gather(outputs, self.rows, {loss_index: total})
 
     @property
     def averages_loss_by_rows(self) -> bool:

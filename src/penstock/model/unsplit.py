@@ -144,11 +144,11 @@ class _StageSwitchMode(TorchFunctionMode):
             if stage is not None:
                 self._enter_stage(stage)
         if self.current_device is not None:
-            args, kwargs = _gather_operands(func, args, kwargs, self.current_device)
+            args, kwargs = gather_operands(func, args, kwargs, self.current_device)
         return func(*args, **kwargs)
 
 
-def _gather_operands(
+def gather_operands(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move operands that are on several devices to one of them.

@@ -104,8 +104,8 @@ def _most_seconds_before_first_gradient(
     for s in stages:
         size = cost.activation[s]
         if recomputed[s]:
-            kept = cost.stage_input[s]
-            items += [(cost.F[s], kept), ((cost.R or cost.F)[s], size - kept)]
+            input_size = cost.stage_input[s]
+            items += [(cost.F[s], input_size), ((cost.R or cost.F)[s], size - input_size)]
         else:
             items.append((cost.F[s], size))
     items.sort(key=lambda item: item[0] / item[1] if item[1] else inf, reverse=True)

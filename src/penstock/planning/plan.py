@@ -7,23 +7,23 @@ plan as if it were new.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf, isinf
 from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
-from penstock.errors import ArgumentError, FormatError, InvalidScheduleError
-from penstock.planning.profile import Profile, check_format, read_json
+from penstock.display import render_html
+from penstock.errors import ArgumentError
+from penstock.planning.profile import Profile, parse_json, read_json, write_json
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
 from penstock.schedules.cost import exceeds
+from penstock.schedules.explain import split_bubble
 from penstock.schedules.families import FAMILIES, make
 from penstock.schedules.fit import Objective
-from penstock.schedules.ir import Compute, Program, Schedule, consumes
+from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.lowering import lower, recompute
 from penstock.schedules.notation import dumps, loads
 from penstock.schedules.timeline import Timeline, simulate
@@ -276,8 +276,7 @@ class Plan:
             ArgumentError: A field is missing or wrong, or the plan does not fit in memory.
             InvalidScheduleError: The schedule deadlocks or is incomplete.
         """
-        check_format(data, "penstock plan", _VERSION)
-        try:
+        with parse_json(data, "plan", _VERSION):
             profile = Profile.from_json(data["profile"])
             placement = tuple(int(rank) for rank in data["placement"])
             chunks = int(data["chunks"])
@@ -304,13 +303,6 @@ class Plan:
                 alternatives=tuple(Alternative(**row) for row in data.get("alternatives", ())),
                 certificate=Certificate(**certificate) if certificate else None,
             )
-        except (ArgumentError, InvalidScheduleError, FormatError):
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ArgumentError(
-                f"this plan is damaged: {type(error).__name__} {error}. Write it again with "
-                "Plan.save."
-            ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a JSON file, which can be read, compared and edited.
@@ -318,7 +310,7 @@ class Plan:
         Args:
             path: The file to write.
         """
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -355,6 +347,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_describe_plan(self))
 
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
+
 
 def describe_choice(
     schedule: str,
@@ -377,65 +372,10 @@ def describe_choice(
     return f"{schedule}, {placed}, {chunks} micro-batches, {how_much}, {runtime}"
 
 
-def split_bubble(timeline: Timeline) -> dict[str, float]:
-    """Return the idle share of all ranks' time, by cause: fill, drain, messages and waits."""
-    causes = dict.fromkeys(("fill", "drain", "messages", "waits"), 0.0)
-    whole = timeline.ranks * timeline.makespan
-    schedule, graph = timeline.program.schedule, timeline.program.graph
-    ends = {
-        (action.stage, action.microbatch, action.op.value in "FR"): span.end
-        for lane in timeline.computes
-        for span in lane
-        if isinstance(action := span.action, Compute) and action.op.value in "FBI"
-    }
-    last = timeline.start + timeline.makespan
-    for lane in timeline.computes:
-        if not lane:
-            causes["fill"] += timeline.makespan
-            continue
-        causes["fill"] += lane[0].start - timeline.start
-        causes["drain"] += last - lane[-1].end
-        for before, span in pairwise(lane):
-            gap = span.start - before.end
-            assert isinstance(span.action, Compute)
-            if gap <= 0:
-                continue
-            # The wait for the message that arrives last: computed elsewhere first, then sent.
-            in_flight = 0.0
-            for message in consumes(span.action, graph):
-                if schedule.crosses(message):
-                    made = ends[message.src, message.microbatch, message.src < message.dst]
-                    arrives = made + timeline.cost.send_seconds(message.src, message.dst)
-                    if arrives >= span.start - 1e-9 * timeline.makespan:
-                        in_flight = max(in_flight, min(gap, span.start - made))
-            causes["messages"] += in_flight
-            causes["waits"] += gap - in_flight
-    return {cause: seconds / whole if whole else 0.0 for cause, seconds in causes.items()}
-
-
 def _describe_plan(plan: Plan) -> list[str]:
-    forecast, seconds = plan.forecast, plan.costs.cost
+    forecast = plan.forecast
     lines = [f"plan for {plan.profile.model}: {plan.describe_choice()}", ""]
-    rows: list[Sequence[str]] = [("stage", "rank", "units", "F", "I", "W", "recompute")]
-    for stage, names in enumerate(plan.stage_units):
-        shown = ", ".join(collapse_name_ranges(list(names)))
-        columns = (seconds.F[stage], seconds.I[stage], seconds.W[stage])
-        rows.append(
-            (
-                str(stage),
-                str(plan.placement[stage]),
-                shown if len(shown) <= 40 else f"{shown[:37]}...",
-                *map(format_seconds, columns),
-                "yes" if plan.recompute[stage] else "no",
-            )
-        )
-    lines += [*_format_table(rows), ""]
-    bubble = sum(forecast.bubble.values())
-    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in forecast.bubble.items())
-    lines.append(
-        f"step {format_seconds(forecast.step)}, period {format_seconds(forecast.period)}, "
-        f"{bubble:.1%} idle ({causes})"
-    )
+    lines += [*_format_table(list_stages(plan)), "", describe_step(plan)]
     for rank, (peak, cap) in enumerate(zip(forecast.peak, plan.memory, strict=True)):
         limit = "no cap" if isinf(cap) else f"of {format_bytes(cap)}, {peak / cap:.0%}"
         static = format_bytes(forecast.resident[rank])
@@ -448,19 +388,54 @@ def _describe_plan(plan: Plan) -> list[str]:
                 f"  {format_seconds(other.seconds)} (+{slower:.1%}), {format_bytes(other.peak)}: "
                 f"{other.choice}"
             )
-    if certificate := plan.certificate:
-        gap, schedule_gap = (
-            max(0.0, plan.seconds / bound - 1) if bound else 0.0
-            for bound in (certificate.bound, certificate.schedule_bound)
-        )
-        lines += [
-            "",
-            f"certificate: no plan in the searched space ({certificate.space}) is faster than "
-            f"{format_seconds(certificate.bound)}; this one is within {gap:.1%}.",
-            f"This schedule is within {schedule_gap:.1%} of the best for its cut and memory. "
-            f"({certificate.method})",
-        ]
+    if plan.certificate:
+        first, second = describe_certificate(plan, plan.certificate)
+        lines += ["", f"certificate: {first}", second]
     return lines
+
+
+def list_stages(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the table of a plan's stages: a header, and a row for each."""
+    seconds = plan.costs.cost
+    rows: list[tuple[str, ...]] = [("stage", "rank", "units", "F", "I", "W", "recompute")]
+    for stage, names in enumerate(plan.stage_units):
+        shown = ", ".join(collapse_name_ranges(list(names)))
+        columns = (seconds.F[stage], seconds.I[stage], seconds.W[stage])
+        rows.append(
+            (
+                str(stage),
+                str(plan.placement[stage]),
+                shown if len(shown) <= 40 else f"{shown[:37]}...",
+                *map(format_seconds, columns),
+                "yes" if plan.recompute[stage] else "no",
+            )
+        )
+    return rows
+
+
+def describe_step(plan: Plan) -> str:
+    """Return a line on the times of a step, and why ranks are idle in it."""
+    forecast = plan.forecast
+    bubble = sum(forecast.bubble.values())
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in forecast.bubble.items())
+    return (
+        f"step {format_seconds(forecast.step)}, period {format_seconds(forecast.period)}, "
+        f"{bubble:.1%} idle ({causes})"
+    )
+
+
+def describe_certificate(plan: Plan, certificate: Certificate) -> tuple[str, str]:
+    """Return two sentences: how far the plan, and its schedule, are from the best."""
+    gap, schedule_gap = (
+        max(0.0, plan.seconds / bound - 1) if bound else 0.0
+        for bound in (certificate.bound, certificate.schedule_bound)
+    )
+    return (
+        f"no plan in the searched space ({certificate.space}) is faster than "
+        f"{format_seconds(certificate.bound)}; this one is within {gap:.1%}.",
+        f"This schedule is within {schedule_gap:.1%} of the best for its cut and memory. "
+        f"({certificate.method})",
+    )
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -11,15 +11,17 @@ unit, belong to the last unit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isinf, isnan
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from penstock.errors import ArgumentError, PenstockTypeError
-from penstock.text_format import parse_bytes
+from penstock.display import render_html
+from penstock.errors import ArgumentError, PenstockError, PenstockTypeError
+from penstock.text_format import format_plural, parse_bytes
 
 _VERSION = 1
 
@@ -186,6 +188,15 @@ class Profile:
             if not 0 <= low < high:
                 yield f"link ({low}, {high}) does not name a lower and a higher rank"
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(device.kind for device in self.devices))
+        sizes = {"unit": len(self.units), "row": self.rows, "device": len(self.devices)}
+        counted = ", ".join(format_plural(size, noun) for noun, size in sizes.items())
+        return f"Profile({self.model}, {counted}: {kinds})"
+
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
+
     @property
     def unit_names(self) -> tuple[str, ...]:
         """The names of the units."""
@@ -262,8 +273,7 @@ class Profile:
         Raises:
             ArgumentError: It is not a profile, or a field is missing or wrong.
         """
-        check_format(data, "penstock profile", _VERSION)
-        try:
+        with parse_json(data, "profile", _VERSION):
             return cls(
                 model=str(data["model"]),
                 rows=int(data["rows"]),
@@ -292,13 +302,6 @@ class Profile:
                     for name, seconds in data.get("runtimes", {"threads": 0.0}).items()
                 },
             )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise ArgumentError(
-                f"this profile is damaged: {type(error).__name__} {error}. Write it again with "
-                "Profile.save."
-            ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile to a JSON file.
@@ -306,7 +309,7 @@ class Profile:
         Args:
             path: The file to write.
         """
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -328,14 +331,36 @@ def read_json(path: str | PathLike[str]) -> Any:
         raise ArgumentError(f"'{Path(path)}' cannot be read as JSON: {error}") from error
 
 
-def check_format(data: Any, name: str, version: int) -> None:
-    """Raise unless the data says that it is in this format and version."""
-    if not isinstance(data, dict) or data.get("format") != name:
-        raise ArgumentError(f"this is not a {name}: its field 'format' does not say so")
+def write_json(path: str | PathLike[str], data: Any) -> None:
+    """Write values to a JSON file that people can read and edit."""
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+
+@contextmanager
+def parse_json(data: Any, noun: str, version: int) -> Iterator[None]:
+    """Check the format of a saved plan or profile, and raise `ArgumentError` for a bad field.
+
+    Args:
+        data: What was read from the file.
+        noun: "plan" or "profile".
+        version: The version of the format that this release reads.
+    """
+    if not isinstance(data, dict) or data.get("format") != f"penstock {noun}":
+        raise ArgumentError(f"this is not a penstock {noun}: its field 'format' does not say so")
     if data.get("version") != version:
         raise ArgumentError(
-            f"this {name} has version {data.get('version')}, and this release reads {version}"
+            f"this penstock {noun} has version {data.get('version')}, and this release reads "
+            f"{version}"
         )
+    try:
+        yield
+    except PenstockError:  # what is wrong was found, and said
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ArgumentError(
+            f"this {noun} is damaged: {type(error).__name__} {error}. Write it again with "
+            f"{noun.capitalize()}.save."
+        ) from error
 
 
 def resolve_memory(memory: Any, devices: Sequence[DeviceProfile]) -> tuple[float, ...]:

@@ -78,7 +78,7 @@ class ScheduleTimer:
         durations = list(chain.from_iterable(columns[op] for op in _OPS))
         delays = [cost.send_seconds(src, dst) for src, dst in self._links]
         clock = [0.0] * self.schedule.ranks
-        first: list[float | None] = [None] * self.schedule.ranks
+        first_starts: list[float | None] = [None] * self.schedule.ranks
         ends: list[float] = []
         for kind, rank, sources in self._actions:
             start = clock[rank]
@@ -86,13 +86,13 @@ class ScheduleTimer:
                 arrival = ends[source] + delays[link]
                 if arrival > start:
                     start = arrival
-            if first[rank] is None:
-                first[rank] = start
+            if first_starts[rank] is None:
+                first_starts[rank] = start
             clock[rank] = end = start + durations[kind]
             ends.append(end)
         if objective == "makespan":
             return max(clock)
-        return max(end - (start or 0.0) for end, start in zip(clock, first, strict=True))
+        return max(end - (start or 0.0) for end, start in zip(clock, first_starts, strict=True))
 
     def peak(self, rank: int, costs: StageCosts, recomputed: Sequence[bool]) -> float:
         """Return the most bytes of activations that are alive on a rank."""
@@ -107,8 +107,8 @@ class ScheduleTimer:
         ]
         return max(
             sum(
-                waiting * before + active * whole + deferred * kept
-                for (waiting, active, deferred), (before, whole, kept) in zip(
+                waiting * before + active * whole + deferred * after_input_grad
+                for (waiting, active, deferred), (before, whole, after_input_grad) in zip(
                     moment, sizes, strict=True
                 )
             )

@@ -18,13 +18,14 @@ Otherwise the lowest bound of the other groups says how much faster a plan could
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import comb, inf
 from typing import Any, NamedTuple
 
+from penstock.display import Progress
 from penstock.errors import ArgumentError
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.plan import Alternative, Certificate, Plan, describe_choice
@@ -38,9 +39,6 @@ from penstock.schedules.families import family_of, loop, vee
 from penstock.schedules.fit import Objective, fit, named_schedules
 from penstock.schedules.ir import Schedule
 from penstock.text_format import format_bytes
-
-# Called with what the search is doing and the fraction that is done.
-Progress = Callable[[str, float], None]
 
 # The work of the search, counted in actions, so that equal problems have equal plans: how many
 # may be timed to try every cut, and how many `fit` may place in the groups that were exhausted.
@@ -278,10 +276,10 @@ def search_plan(
             f"{' and '.join(sorted(space.names or ()))} cannot run with these stages and ranks. "
             "Allow other schedules, such as 'fit', or another number of stages per rank."
         )
-    found = _search_groups(space, groups, report)
-    if not found.points:
+    results = _search_groups(space, groups, report)
+    if not results.points:
         raise ArgumentError(_explain_no_fit(space, groups))
-    ranking = sorted(found.points.values(), key=lambda point: point.seconds)
+    ranking = sorted(results.points.values(), key=lambda point: point.seconds)
     best = ranking[0]
     if space.uses_fit and not best.group.is_huge:
         report("improving the best schedule", 0.9)
@@ -316,14 +314,14 @@ def search_plan(
 # ---- the groups -----------------------------------------------------------------------------
 
 
-def _check_names(what: str, chosen: Iterable[str] | None, known: Iterable[str]) -> list[str]:
-    known = list(known)
-    names = known if chosen is None else list(chosen)
-    unknown = [name for name in names if name not in known]
+def _check_names(what: str, chosen: Iterable[str] | None, valid_names: Iterable[str]) -> list[str]:
+    valid_names = list(valid_names)
+    names = valid_names if chosen is None else list(chosen)
+    unknown = [name for name in names if name not in valid_names]
     if unknown or not names:
         raise ArgumentError(
             f"there is no {what} {', '.join(map(repr, unknown)) or '(none was given)'}: the "
-            f"profile has {', '.join(known)}"
+            f"profile has {', '.join(valid_names)}"
         )
     return names
 
@@ -683,9 +681,9 @@ def fit_with_recomputation(
     smaller activation, and its rank keeps some memory back for the moment of the recomputation.
     """
     cost = costs.cost
-    kept = cost.kept_sizes
+    kept_sizes = cost.kept_sizes
     sizes = [
-        max(cost.stage_input[s], kept[s]) if recomputed[s] else cost.activation[s]
+        max(cost.stage_input[s], kept_sizes[s]) if recomputed[s] else cost.activation[s]
         for s in range(len(placement))
     ]
     caps = list(free)
@@ -700,7 +698,7 @@ def fit_with_recomputation(
         cost,
         I=tuple(map(sum, zip(cost.I, again, strict=True))),
         activation=tuple(sizes),
-        weight_activation=kept,
+        weight_activation=kept_sizes,
     )
     shares = [0.0] * len(caps)
     for stage, rank in enumerate(placement):

@@ -104,16 +104,16 @@ def solve_schedule(
             model.new_fixed_size_interval_var(starts[a], lengths[a], f"run {a}") for a in mine
         ]
         model.add_no_overlap(intervals)
-        first, last = (model.new_int_var(0, horizon, f"{end} {rank}") for end in ("first", "last"))
+        begin, last = (model.new_int_var(0, horizon, f"{end} {rank}") for end in ("first", "last"))
         for a in mine:
-            model.add(first <= starts[a])
+            model.add(begin <= starts[a])
             model.add(last >= ends[a])
-        spans.append((first, last))
+        spans.append((begin, last))
         if not isinf(free[rank]):
             _add_memory(model, costs, mine, starts, ends, recomputed, free[rank])
     longest = model.new_int_var(0, horizon, "longest")
-    for first, last in spans:
-        model.add(longest >= (last if objective == "makespan" else last - first))
+    for begin, last in spans:
+        model.add(longest >= (last if objective == "makespan" else last - begin))
     model.minimize(longest)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds

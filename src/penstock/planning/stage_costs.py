@@ -142,12 +142,14 @@ class CostTable:
     def _kept_after_input_grad(
         self, bounds: Sequence[tuple[int, int]], activation: Sequence[float]
     ) -> tuple[float, ...]:
-        kept = []
+        kept_sizes = []
         for (start, end), whole in zip(bounds, activation, strict=True):
             sizes = [self.kept[unit] for unit in range(start, end)]
-            known = [size for size in sizes if size is not None]
-            kept.append(whole if len(known) < len(sizes) else min(whole, sum(known)))
-        return tuple(kept)
+            known_sizes = [size for size in sizes if size is not None]
+            kept_sizes.append(
+                whole if len(known_sizes) < len(sizes) else min(whole, sum(known_sizes))
+            )
+        return tuple(kept_sizes)
 
     def _link_seconds(
         self, messages: dict[tuple[int, int], float], placement: Sequence[int]

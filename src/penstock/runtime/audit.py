@@ -67,7 +67,6 @@ from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
-    get_dispatch_modes,
     get_eager_function,
     get_global_hook_ids,
     get_saved_tensor_hooks,
@@ -884,7 +883,7 @@ def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReductio
         return False
     devices = pipe.placed_partition.stage_devices.values()
     is_capturing = any(device.type != "cpu" and is_captured(device) for device in devices)
-    is_layer = bool(get_dispatch_modes()) and is_inside_cell()  # of another pipe
+    is_layer = is_inside_cell()  # of another pipe
     return call.is_local and not (running.is_running or is_layer or is_capturing)
 
 

@@ -54,6 +54,7 @@ from penstock.state_copy import (
 from penstock.torch_compat import (
     BatchNormBase,
     CompileFriendlyDispatchMode,
+    FakeTensor,
     force_eager,
     get_innermost_dispatch_mode,
     pop_dispatch_mode,
@@ -645,7 +646,8 @@ class _WriteLog(CompileFriendlyDispatchMode):
         return func(*args, **kwargs)
 
     def _copy_before_write(self, tensor: Any) -> None:
-        if not isinstance(tensor, Tensor):
+        # A micro-batch of another shape is traced inside the reference, with fake tensors.
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
             return
         address = _get_storage_address(tensor)
         if address in self._by_storage and address not in self._copies:

@@ -35,6 +35,7 @@ from penstock.stage.payload import (
     unflatten_values,
 )
 from penstock.torch_compat import keeps_graph
+from penstock.tracebacks import fold_frames
 
 
 class AutogradCall:
@@ -196,5 +197,10 @@ class PipeFunction(torch.autograd.Function):
                 "create_graph=True needs gradients that can be differentiated again, but the "
                 "gradients of a pipe cannot. Use the unsplit model for second derivatives."
             )
-        input_gradients, parameter_gradients = ctx.autograd_call.backward(gradients, keeps_graph())
+        try:
+            results = ctx.autograd_call.backward(gradients, keeps_graph())
+        except Exception as error:
+            fold_frames(error)
+            raise
+        input_gradients, parameter_gradients = results
         return None, *input_gradients, *parameter_gradients

@@ -28,7 +28,6 @@ from penstock.data_parallel.sync import Replicas
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
-from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
 from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
@@ -56,12 +55,12 @@ from penstock.runtime.program_cache import Phase, ProgramCache
 from penstock.runtime.request import Request
 from penstock.runtime.step import (
     CheckpointPeers,
-    HasTimeline,
     PreparedPipe,
     RuntimeUsed,
     StepResult,
     execute_step,
 )
+from penstock.runtime.step_metrics import HasTimeline, StepMetrics, count_tokens
 from penstock.runtime.threads import ThreadExecutor, WorkerPool
 from penstock.runtime.tied_gradients import build_local_tied_weights
 from penstock.runtime.transport import Mailboxes
@@ -156,6 +155,7 @@ class LocalEngine:
             prepared_pipe.replicas,
         )
         self.devices = list(self.placed_partition.devices.values())
+        self.torch_devices = tuple(dict.fromkeys(device.device for device in self.devices))
         self.deferred_batchnorms = find_deferred_batch_norms(self.placed_partition.local_stages)
         self._lazy_state = _LazyState()
 
@@ -218,6 +218,10 @@ class LocalEngine:
     def capture_warnings(self) -> set[str]:
         """The reasons against a capture that the user was warned of."""
         return self._lazy_state.capture_warnings
+
+    def open_exchange(self, request: Request) -> AbstractContextManager[None]:
+        """Return an empty context: all stages are in this process."""
+        return nullcontext()
 
     def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return an empty context: there are no other processes to tell of an error."""
@@ -535,10 +539,19 @@ class LocalCall:
         measured = execution.build_measured_run(program)
         if self._executor is None and torch.is_grad_enabled():
             self._engine.remember_measured(measured)
-        result = StepResult(
-            accumulator.compute_total_loss(),
-            gather(outputs, rows) if outputs else None,
+        loss = accumulator.compute_total_loss()
+        metrics = StepMetrics(
             combine_metrics(accumulator, rows),
+            loss,
+            measured,
+            sum(rows.counts),
+            count_tokens(self.request),
+            self._engine.torch_devices,
+        )
+        result = StepResult(
+            loss,
+            self.inputs.merge_step_outputs(outputs, loss) if outputs else None,
+            metrics,
             measured,
             self._runtime_used,
         )

@@ -19,8 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from os import PathLike
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -33,6 +32,8 @@ from penstock.device.accelerator import (
     is_accelerator,
 )
 from penstock.device.device import Device
+from penstock.draw.notebook import memory_html
+from penstock.draw.style import PictureFile
 from penstock.errors import RunError
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.transport import Mailboxes
@@ -43,6 +44,9 @@ from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.stage import Stage
 from penstock.text_format import format_bytes
 from penstock.torch_compat import EagerDispatchMode, force_eager, get_storage_address, pytree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class MemoryReading(NamedTuple):
@@ -157,25 +161,40 @@ class Memory:
             for row in rows
         )
 
+    def _repr_html_(self) -> str:
+        return memory_html(self.forecast, self._forecast_times_curves(), self.held, self.peak)
+
     def __repr__(self) -> str:
         return f"Memory(peak={self.peak}, forecast={self.forecast.peak})"
 
-    def draw(self, path: str | PathLike[str], *, title: str | None = None) -> None:
-        """Draw the curves of all ranks, measured and forecast, into a file.
+    def draw(
+        self, path: PictureFile = None, *, title: str | None = None, format: str | None = None
+    ) -> Figure:
+        """Draw the curves of all ranks, measured and forecast.
 
         Args:
-            path: The file to write. Its suffix, .svg or .png, decides the format.
+            path: The file to write: a path that ends in .svg or .png, or a file that is open for
+                writing. None only returns the figure.
             title: A title above the picture.
+            format: "svg" or "png", if the path does not say it.
+
+        Returns:
+            The figure of matplotlib.
 
         Raises:
             MissingExtra: If matplotlib is not installed.
         """
+        return draw.memory(
+            self.forecast, self._forecast_times_curves(), path, title=title, format=format
+        )
+
+    def _forecast_times_curves(self) -> list[list[tuple[float, float]]]:
+        """Return the measured curve of each rank, by the times of the forecast."""
         ends = {(span.rank, span.action): span.end for span in self.forecast.spans}
-        measured = [
+        return [
             [(ends[rank, action], size) for action, size in self.curve(rank)]
             for rank in range(self.ranks)
         ]
-        draw.memory(self.forecast, measured, path, title=title)
 
 
 def _find_allocating_cells(action: Action, schedule: Schedule) -> Iterator[tuple[int, int]]:

@@ -92,7 +92,7 @@ def place_plan(
     Returns:
         The plan, the request that follows from it, the placement, and what it needs of a cap.
     """
-    given = plan is not None
+    has_plan = plan is not None
     if plan is None:
         plan = plan_for_request(module, request, target)
     else:
@@ -113,7 +113,7 @@ def place_plan(
         excess = forecast.find_excess(caps)
         if not any(excess):
             return plan, planned, replace(placed, memory=caps), forecast
-        if given:
+        if has_plan:
             raise ArgumentError(
                 f"the plan needs more memory than its profile has told: "
                 f"{_describe_excess(forecast, caps)}. Plan again with less memory."

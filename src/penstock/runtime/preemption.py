@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock.display import write_line
 from penstock.errors import ArgumentError, PenstockTypeError
 
 
@@ -63,8 +64,8 @@ def has_unused_gradients(parameters: Iterable[nn.Parameter]) -> bool:
 
 def report_saved(path: Path) -> None:
     """Say why the process ends."""
-    sys.stderr.write(
+    write_line(
         f"penstock: this process received SIGTERM, or another rank did. Everything is saved in "
-        f"'{path}', and the process ends.\n"
+        f"'{path}', and the process ends.",
+        sys.stderr,
     )
-    sys.stderr.flush()

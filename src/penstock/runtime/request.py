@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.stage_inputs import Batch
@@ -53,8 +55,8 @@ class Request(Batch):
             "optimizer": self.optimizer is not None,
         }
 
-    def check_optimizer(self) -> None:
-        """Raise if an optimizer was given and cannot step: no gradients, or a scaler decides."""
+    def check_optimizer(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise if an optimizer was given and cannot step the parameters of the pipe."""
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise PenstockTypeError(
                 "optimizer must be a torch.optim.Optimizer, not "
@@ -70,4 +72,12 @@ class Request(Batch):
                 "step(optimizer=..., scaler=...) was called, but the scaler decides whether the "
                 "optimizer steps. Leave the optimizer out and call scaler.step(optimizer) after "
                 "the step."
+            )
+        # Usually the first parameter of one is the first of the other.
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not any(own is other for own in parameters for other in stepped):
+            raise ArgumentError(
+                "step(optimizer=...) was called with an optimizer that has none of the parameters "
+                "of the pipe, so it would not train it. Make the optimizer after the pipe, from "
+                "pipe.parameters()."
             )

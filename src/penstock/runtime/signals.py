@@ -245,12 +245,12 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         if not watched and signals.exit_timer is None:
             signals.exit_timer = _exit_after(signals.preemption_limit, PREEMPTED_EXIT_CODE)
         return
-    if any(one.is_in_call for one in watched):
+    if any(watchdog.is_in_call for watchdog in watched):
         return  # `deliver_held_sigterm` follows
-    for one in watched:
-        one.receive_signal(number)
-    for one in watched:
-        one.wait_until_told(_DELIVERY_TIMEOUT)
+    for watchdog in watched:
+        watchdog.receive_signal(number)
+    for watchdog in watched:
+        watchdog.wait_until_told(_DELIVERY_TIMEOUT)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

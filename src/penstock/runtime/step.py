@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from penstock.data_parallel.all_reduce import ReplicaGroup
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
+from penstock.draw.notebook import step_html
 from penstock.errors import RunError
+from penstock.model.partition import TensorExchange
 from penstock.model.placement import PlacedPartition
 from penstock.model.sequential import refuse_forward
 from penstock.model.stage_inputs import (
@@ -48,11 +50,13 @@ from penstock.runtime.audit import (
     check_whole_loss,
     start_audit,
 )
+from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
 from penstock.runtime.kept_tensors import guard_kept_tensors
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request
+from penstock.runtime.step_metrics import HasTimeline, StepMetrics
 from penstock.runtime.worker import StepLoss
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Op, Program
@@ -71,14 +75,6 @@ from penstock.torch_compat import is_forward_ad_enabled, is_parametrization_cach
 # ---- results -------------------------------------------------------------------------------------
 
 
-class HasTimeline(Protocol):
-    """The interface of a run that can build its timeline."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The measured timeline."""
-
-
 class RuntimeUsed(NamedTuple):
     """The runtime that ran a step, and the reason if it is not the one that was requested."""
 
@@ -90,14 +86,17 @@ class RuntimeUsed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(ResultHints):
     """The result of `Pipe.step`.
 
     Attributes:
         loss: The loss of the batch, detached, with the auxiliary losses that layers have added.
         outputs: The output of the model for the whole batch. None unless `step` was called with
             `outputs=True`.
-        metrics: The metrics that `loss_fn` returned, combined over the micro-batches.
+        metrics: The metrics that `loss_fn` returned, combined over the micro-batches. Called, it
+            returns all numbers of the step as plain numbers, for a logger: `loss`, `step_seconds`,
+            `bubble`, `rows` and `rows_per_second`, `tokens` and `tokens_per_second` for token ids,
+            `peak_bytes`, and the metrics of `loss_fn`.
         measured: The run, with its timestamps.
         ran: The runtime that ran the step, and why it was not the requested one, if it was not.
 
@@ -108,11 +107,13 @@ class StepResult:
     >>> result = pipe.step(torch.zeros(6, 4), target=torch.zeros(6, 2), outputs=True)
     >>> result.outputs.shape, str(result.ran)
     (torch.Size([6, 2]), 'threads')
+    >>> sorted(result.metrics())
+    ['bubble', 'loss', 'peak_bytes', 'rows', 'rows_per_second', 'step_seconds']
     """
 
     loss: Tensor
     outputs: Any
-    metrics: dict[str, Any]
+    metrics: StepMetrics
     measured: HasTimeline
     ran: RuntimeUsed = RuntimeUsed("processes")  # noqa: RUF009 (a value)
     # Compares what only the device knows about the losses of a captured step, after each replay.
@@ -131,6 +132,9 @@ class StepResult:
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss.item():.6g})"
+
+    def _repr_html_(self) -> str:
+        return step_html(self.timeline, self.metrics())
 
 
 # ---- the pipe, its engine and its calls ----------------------------------------------------------
@@ -311,6 +315,12 @@ class Engine(Protocol):
     def prepare(self, call_name: str, request: Request) -> Call:
         """Split the batch, and agree on the call with other processes."""
 
+    def open_exchange(self, request: Request) -> AbstractContextManager[TensorExchange | None]:
+        """Return a context in which all processes run a method of the model together.
+
+        It yields their connection, or None if there is only this process.
+        """
+
     def guarded_slow_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Return a context for a call that may take minutes, such as a save.
 
@@ -351,11 +361,16 @@ def run_step(pipe: PreparedPipe, request: Request, engine: Engine) -> StepResult
     """Run forward, loss and backward of a batch under the schedule."""
     with engine.step_lock:
         with engine.guarded("step") as call_name:
-            pipe.check_no_hooks()
-            pipe.check_model_unchanged()
-            call = engine.prepare(call_name, request)
-            replayed = call.replay()
-            result = execute_step(pipe, call) if replayed is None else replayed
+            try:
+                pipe.check_no_hooks()
+                pipe.check_model_unchanged()
+                call = engine.prepare(call_name, request)
+                replayed = call.replay()
+                result = execute_step(pipe, call) if replayed is None else replayed
+            except Exception as error:
+                # Inside of the guard, so that other ranks get the hint, too.
+                add_call_hint(error, pipe.placed_partition, request)
+                raise
         # Outside of the guard: the optimizer needs no other rank, and its hooks may call the pipe.
         # A captured step has its optimizer inside.
         if request.optimizer is not None and replayed is None:
@@ -423,32 +438,46 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
 def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
     """Return the output of the model for a batch. All forwards come before the first backward."""
     with engine.guarded("forward") as call_name:
+        try:
+            pipe.check_model_unchanged()
+            call = engine.prepare(call_name, request)
+            in_caller_graph = torch.is_grad_enabled()
+            programs = pipe.program_cache.for_graph(call.inputs.graph)
+            program, *phases = programs.get_forward_backward_phases(
+                _build_program_key(request, call.inputs.chunks, in_caller_graph)
+            )
+            # `pipe(x)` returns an output and no loss, so a loss that a layer adds would be lost.
+            aux_sink = select_forward_sink()
+            stages: Sequence[Stage] = pipe.placed_partition.partition.stages
+            watched = None
+            if call.inputs.averages_loss_by_rows:
+                watched = watch_output(stages[-1], program, call.inputs)
+                stages = [*stages[:-1], replace(stages[-1], compute=watched)]
+            execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
+            audit = execution.audit = start_audit(pipe, call, execution, program, None)
+            output = call.forward(execution, program, (phases[0], phases[1]))
+            if watched is not None and call.is_local:
+                sizes = watched.comparisons[1].compare_device_numbers()
+                if audit is not None:
+                    audit.note_terms(sizes)
+                else:
+                    audit_new_terms(pipe, call, execution, program, None, sizes)
+            if pipe.auditor.kept_places and in_caller_graph:
+                guard_kept_tensors(pipe.auditor.kept_places)
+            return output
+        except Exception as error:
+            add_call_hint(error, pipe.placed_partition, request)
+            raise
+
+
+def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
+    """Return what the model's own `generate` returns, computed where the stages are."""
+    placed = pipe.placed_partition
+    with engine.open_exchange(request) as exchange:
         pipe.check_model_unchanged()
-        call = engine.prepare(call_name, request)
-        in_caller_graph = torch.is_grad_enabled()
-        programs = pipe.program_cache.for_graph(call.inputs.graph)
-        program, *phases = programs.get_forward_backward_phases(
-            _build_program_key(request, call.inputs.chunks, in_caller_graph)
+        return placed.partition.run_method(
+            "generate", request.inputs, request.keyword_inputs, placed.placement, exchange
         )
-        # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
-        aux_sink = select_forward_sink()
-        stages: Sequence[Stage] = pipe.placed_partition.partition.stages
-        watched = None
-        if call.inputs.averages_loss_by_rows:
-            watched = watch_output(stages[-1], program, call.inputs)
-            stages = [*stages[:-1], replace(stages[-1], compute=watched)]
-        execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
-        audit = execution.audit = start_audit(pipe, call, execution, program, None)
-        output = call.forward(execution, program, (phases[0], phases[1]))
-        if watched is not None and call.is_local:
-            sizes = watched.comparisons[1].compare_device_numbers()
-            if audit is not None:
-                audit.note_terms(sizes)
-            else:
-                audit_new_terms(pipe, call, execution, program, None, sizes)
-        if pipe.auditor.kept_places and in_caller_graph:
-            guard_kept_tensors(pipe.auditor.kept_places)
-        return output
 
 
 def watch_output(last: Stage, program: Program, inputs: StageInputs) -> OutputStageFunction:

@@ -198,7 +198,7 @@ def check_stage_count(units: int, stages: int) -> None:
     if not 1 <= stages <= units:
         raise ArgumentError(
             f"{units} units cannot be cut into {stages} stages: each stage takes at least one "
-            "unit, and there is at least one stage"
+            f"unit, and there is at least one stage. Use 1 to {units} stages."
         )
 
 

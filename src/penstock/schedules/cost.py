@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import isclose
 
 from penstock.errors import ArgumentError
 from penstock.schedules.ir import OP_RULES, Compute, Op, lifetimes
+
+_SHOWN_STAGES = 8  # in the repr of a cost
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,18 @@ class Cost:
     stage_input: tuple[float, ...] = ()
     R: tuple[float, ...] = ()
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        """Return the columns that are set, on one line; long ones by their ends."""
+        shown = []
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, tuple) and len(value) > _SHOWN_STAGES:
+                value = f"({value[0]:g}, ..., {value[-1]:g}: {len(value)} stages)"
+            elif isinstance(value, Mapping) and len(value) > _SHOWN_STAGES:
+                value = f"<{len(value)} links>"
+            shown += [f"{entry.name}={value}"] if value or entry.name == "send" else []
+        return f"Cost({', '.join(shown)})"
 
     def __post_init__(self) -> None:
         columns = {}

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ArgumentError
@@ -194,26 +195,80 @@ def find_idle(index: TimelineIndex, memory: float | None = None) -> Iterator[Idl
     """
     timeline = index.timeline
     caps = None if memory is None else expand_memory_caps(memory, timeline.ranks)
+    candidates: _LaneCandidates | None = None
+    for gap in _find_gaps(index):
+        if gap.next_position is None:
+            yield Idle(gap.rank, gap.start, gap.end, gap.cause, None)
+            continue
+        if candidates is None or candidates.rank != gap.rank:
+            candidates = _LaneCandidates(index, gap.rank, None if caps is None else caps[gap.rank])
+        yield Idle(gap.rank, gap.start, gap.end, *candidates.explain(gap.next_position, gap.end))
+
+
+def split_bubble(timeline: Timeline) -> dict[str, float]:
+    """Return the idle share of all ranks' time, by cause: fill, drain, messages and waits.
+
+    Unlike `find_idle`, this does not look for actions that could run instead, so it stays quick
+    for many ranks. A gap that ends with a message is split: the time from the end of the action
+    that made the message counts as "messages", and the time before it as "waits".
+    """
+    index = TimelineIndex(timeline)
+    seconds = dict.fromkeys(("fill", "drain", "messages", "waits"), 0.0)
+    for gap in _find_gaps(index):
+        length = gap.end - gap.start
+        if gap.next_position is None:
+            seconds[gap.cause] += length
+            continue
+        in_flight = max(
+            (
+                min(length, gap.end - index.span(arrival.producer).end)
+                for arrival in index.arrivals(Place(gap.rank, gap.next_position))
+                if arrival.producer.rank != gap.rank and arrival.time >= gap.end - index.slack
+            ),
+            default=0.0,
+        )
+        seconds["messages"] += in_flight
+        seconds["waits"] += length - in_flight
+    total = timeline.ranks * timeline.makespan
+    return {cause: value / total if total else 0.0 for cause, value in seconds.items()}
+
+
+class _Gap(NamedTuple):
+    """A time in which a rank does not compute, with the position of the action that ends it.
+
+    The cause is "fill" or "drain", and the position None, before the first and after the last
+    action of a rank; between two actions, it is "wait".
+    """
+
+    rank: int
+    start: float
+    end: float
+    cause: str
+    next_position: int | None
+
+
+def _find_gaps(index: TimelineIndex) -> Iterator[_Gap]:
+    """Yield the gaps of all ranks, rank by rank, in order of time."""
+    timeline = index.timeline
     begin, finish = timeline.start, timeline.start + timeline.makespan
     for rank, lane in enumerate(timeline.computes):
         if not lane:
+            yield _Gap(rank, begin, finish, "fill", None)
             continue
-        candidates = _LaneCandidates(index, rank, None if caps is None else caps[rank])
         if lane[0].start > begin + index.slack:
-            yield Idle(rank, begin, lane[0].start, "fill", None)
-        for step in range(1, len(lane)):
-            start, end = lane[step - 1].end, lane[step].start
-            if end > start + index.slack:
-                yield Idle(rank, start, end, *candidates.explain(step, end))
+            yield _Gap(rank, begin, lane[0].start, "fill", None)
+        for position, (before, span) in enumerate(pairwise(lane), start=1):
+            if span.start > before.end + index.slack:
+                yield _Gap(rank, before.end, span.start, "wait", position)
         if finish > lane[-1].end + index.slack:
-            yield Idle(rank, lane[-1].end, finish, "drain", None)
+            yield _Gap(rank, lane[-1].end, finish, "drain", None)
 
 
 class _LaneCandidates:
     """The actions that a rank could run instead of being idle: the next of each stage and op."""
 
     def __init__(self, index: TimelineIndex, rank: int, cap: float | None) -> None:
-        self._index, self._rank, self._cap = index, rank, cap
+        self._index, self.rank, self._cap = index, rank, cap
         lane = [index.action(Place(rank, i)) for i in range(len(index.timeline.computes[rank]))]
         self._sequences: dict[tuple[Op, int], list[int]] = {}
         for step, action in enumerate(lane):
@@ -230,7 +285,7 @@ class _LaneCandidates:
 
     def explain(self, step: int, end: float) -> tuple[str, Place | None]:
         """Return the cause of the idle time before an action, and what it waits for."""
-        index, rank = self._index, self._rank
+        index, rank = self._index, self.rank
         activation = index.timeline.cost.activation
         for (op, stage), steps in self._sequences.items():
             position = bisect_left(steps, step)
@@ -327,8 +382,9 @@ def _describe_loss(planned: TimelineIndex, measured: TimelineIndex) -> Iterator[
     (op, stage), extra = max(slower.items(), key=lambda item: item[1])
     if extra > 0.01 * run.makespan:
         rank = run.program.schedule.placement[stage]
+        name = "recomputation" if op is Op.R else OP_RULES[op].name
         yield (
-            f"On the critical path, the {OP_RULES[op].name} of stage {stage} took "
+            f"On the critical path, the {name} of stage {stage} took "
             f"{unit.format(extra)} more than planned, on rank {rank}."
         )
     total = sum(gaps.values())

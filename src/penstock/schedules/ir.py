@@ -13,7 +13,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from penstock.display import render_html
 from penstock.errors import ArgumentError
+from penstock.text_format import format_plural
 
 # ---- actions ------------------------------------------------------------------------------
 
@@ -123,6 +125,10 @@ class StageGraph:
     """
 
     edges: tuple[tuple[int, int], ...]
+
+    def __repr__(self) -> str:
+        edges = self.edges if len(self.edges) <= 16 else f"<{len(self.edges)} of them>"
+        return f"StageGraph(edges={edges})"
 
     def __post_init__(self) -> None:
         wrong = [f"{src}>{dst}" for src, dst in self.edges if not 0 <= src < dst]
@@ -315,6 +321,22 @@ class Schedule:
                 f"{self.ranks} lanes, for ranks 0 to {self.ranks - 1}"
             )
 
+    def __repr__(self) -> str:
+        return f"Schedule({self._describe_sizes()})"
+
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
+
+    def _describe_sizes(self) -> str:
+        """Return the sizes in words. The actions themselves would fill pages: see `dumps`."""
+        sizes = {
+            "rank": self.ranks,
+            "stage": self.stages,
+            "micro-batch": self.chunks,
+            "action": sum(map(len, self.lanes)),
+        }
+        return ", ".join(format_plural(size, noun) for noun, size in sizes.items())
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -379,6 +401,14 @@ class Program:
                 f"the program has {len(self.lanes)} lanes, but its schedule has "
                 f"{self.schedule.ranks}"
             )
+
+    def __repr__(self) -> str:
+        messages = sum(isinstance(action, Send) for lane in self.lanes for action in lane)
+        sizes = self.schedule._describe_sizes()
+        return f"Program({sizes}, {format_plural(messages, 'message')})"
+
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
 
 
 def schedule_of(work: Schedule | Program) -> Schedule:

@@ -77,7 +77,7 @@ def find_schedule_name(name: str) -> str:
     ['1f1b', 'zb-v', 'interleaved']
     """
     key = name.lower().removeprefix("schedule").replace("-", "").replace("_", "").replace(" ", "")
-    names = {known.replace("-", ""): known for known in (*FAMILIES, "fit")}
+    names = {family.replace("-", ""): family for family in (*FAMILIES, "fit")}
     return {**names, **_PYTORCH_NAMES}.get(key, name)
 
 
@@ -94,8 +94,15 @@ def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
     if isinstance(requested, Schedule | Program):
         return schedule_of(requested)
     if not isinstance(requested, str | PathLike):
+        kind = type(requested).__name__
+        if find_schedule_name(kind) != kind:  # of torch.distributed.pipelining
+            raise ArgumentError(
+                f"schedule is a {kind} object of another library, which runs stages of its own. "
+                f"Pass its name: schedule='{find_schedule_name(kind)}'."
+            )
         raise ArgumentError(
-            f"schedule must be a name, a Schedule or the path of a file, not {requested!r}"
+            f"schedule must be a name, a Schedule or the path of a file, not {requested!r}. Write "
+            "schedule='1f1b', for example."
         )
     # A string with a suffix, such as "mine.txt", is a path. Any other string is a name, so that a
     # misspelt name gets the error that lists the names.

@@ -14,13 +14,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.display import render_html
 from penstock.errors import ArgumentError, FormatError
 from penstock.schedules.cost import Cost, track_live_memory
 from penstock.schedules.ir import Compute, Op, Program, Schedule
 from penstock.schedules.notation import dumps, loads
 from penstock.schedules.simulator import Sends, Span, play
 from penstock.schedules.verify import find_compute_mismatches, find_misplaced_actions
-from penstock.text_format import make_printable
+from penstock.text_format import choose_time_unit, format_number, format_plural, make_printable
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,18 @@ class Timeline:
     program: Program
     cost: Cost
     spans: tuple[Span, ...]
+
+    def __repr__(self) -> str:
+        makespan = choose_time_unit(self.makespan).format(self.makespan)
+        peak = format_number(max(self.peak, default=0.0))
+        chunks = format_plural(self.program.schedule.chunks, "micro-batch")
+        return (
+            f"Timeline({format_plural(self.ranks, 'rank')}, {chunks}, makespan {makespan}, "
+            f"bubble {self.bubble:.1%}, peak {peak})"
+        )
+
+    def _repr_html_(self) -> str | None:
+        return render_html(self)
 
     @property
     def ranks(self) -> int:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.rng import CellRngMode, is_inside_cell
-from penstock.torch_compat import get_schema_arguments, without_innermost_dispatch_mode
+from penstock.stage.rng import CellRngMode, DrawRedirect, RngSource
+from penstock.torch_compat import get_schema_arguments
 
 Arguments = dict[str, Any]
 
@@ -30,10 +30,14 @@ Arguments = dict[str, Any]
 class FixedDrawMode(CellRngMode):
     """Lets random operations return fixed numbers. Those that are not known draw as they do."""
 
-    def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_inside_cell():
-            with without_innermost_dispatch_mode():
-                return self._run_random_op(func, args, kwargs)
+    def __init__(self, source: RngSource | int) -> None:
+        super().__init__(source)
+        self.redirect = _FixedDraws(source)
+
+
+class _FixedDraws(DrawRedirect):
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the fixed result of an operation that draws."""
         schema = get_schema_arguments(func)
         named = {argument.name: value for argument, value in zip(schema, args, strict=False)}
         named |= kwargs
@@ -43,7 +47,7 @@ class FixedDrawMode(CellRngMode):
                 return func(**{**named, name: 0.0})
         compute = _RESULTS.get(func.overloadpacket.__name__)
         if compute is None or any(name.startswith("out") for name in named):
-            return super()._run_random_op(func, args, kwargs)
+            return super().run(func, args, kwargs)
         return compute(named)
 
 

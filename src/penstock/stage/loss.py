@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
+from penstock.stage.loss_hints import explain_loss_call
 from penstock.stage.loss_terms import LossTerm, LossTerms, TermComparison, find_loss_terms
 from penstock.stage.recompute import is_checkpointing, is_recomputing, mark_only_run
 from penstock.stage.row_means import RowMeanProver
@@ -36,6 +37,7 @@ from penstock.torch_compat import (
     pytree,
     unwrap_compiled,
 )
+from penstock.tracebacks import add_hint
 
 # ---- reduction ---------------------------------------------------------------------------------
 #
@@ -202,6 +204,7 @@ class LossExtras(NamedTuple):
 
 
 NO_EXTRAS = LossExtras()
+MODEL_ORIGIN = "the model, without a loss_fn, returned"
 
 
 def append_loss(
@@ -248,7 +251,7 @@ class LossStageFunction:
     @cached_property
     def origin(self) -> str:
         """The beginning of error messages: who returned the loss."""
-        return "loss_fn returned" if self.loss_fn else "the model, without a loss_fn, returned"
+        return "loss_fn returned" if self.loss_fn else MODEL_ORIGIN
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage and the loss. The loss takes the place of the output."""
@@ -280,7 +283,11 @@ class LossStageFunction:
                 nullcontext() if recorder is None else recorder,
                 nullcontext() if prover is None else prover,
             ):
-                result = self.loss_fn(output, *targets)
+                try:
+                    result = self.loss_fn(output, *targets)
+                except Exception as error:
+                    add_hint(error, explain_loss_call(self.loss_fn, output, targets))
+                    raise
             if prover is not None and self.comparison is not None:
                 value = result.get("loss") if isinstance(result, Mapping) else result
                 # Without a graph, nothing else shows that a number is a mean, and not a count.
@@ -453,9 +460,10 @@ def _parse_scalar(name: str, value: Any, origin: str) -> Tensor:
         # The loss may be a view into memory as large as the output, which it would keep alive.
         return scalar.clone()
     kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-    raise RunError(
-        f"a {name} must be a tensor with one element, but {origin} {kind}. Reduce it to a scalar."
-    )
+    advice = "Reduce it to a scalar."
+    if origin == MODEL_ORIGIN:
+        advice = "Pass loss_fn= to Pipe or to step, or let the model return its loss as a scalar."
+    raise RunError(f"a {name} must be a tensor with one element, but {origin} {kind}. {advice}")
 
 
 def _parse_weight(value: Any, loss: Tensor, origin: str) -> Tensor:

@@ -4,8 +4,8 @@ All threads of a process share one default generator per device. With several ra
 would be chance which stage draws which numbers, and a recomputation could not rewind the generator
 without disturbing the other stages.
 
-While a stage that may draw computes a cell, a dispatch mode (`CellRngMode`) is active. It redirects
-each random operation to generators of the cell's own:
+While a stage that may draw computes a cell, each random operation is redirected to generators of
+the cell's own (`DrawRedirect`):
 
     seed of the call             drawn once from the caller's default generator (`peek_seed`)
     seed of the cell             hash of (call seed, stage, micro-batch)  (`derive_cell_seed`)
@@ -13,14 +13,23 @@ each random operation to generators of the cell's own:
     operation takes none         the default generator has the cell's state during the operation
 
 The forward and the recomputation of a cell use the same seed, so they draw the same numbers.
+
+Two contexts find the random operations, and run them alike:
+
+    CellRngMode      a dispatch mode: sees every operation, each of which then goes through Python.
+                     For the first forward of a stage, and for compiled layers.
+    CellRngKernels   a dispatch key with kernels for the operations that draw: the others cost
+                     nothing. For all other forwards.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
@@ -34,18 +43,25 @@ from penstock.torch_compat import (
     TORCH_CHECKPOINT_GLOBALS,
     CompileFriendlyDispatchMode,
     DisableTorchFunction,
+    add_draw_kernel,
     get_innermost_dispatch_mode,
     get_schema_arguments,
+    has_draw_key,
+    is_under_compiler,
     pop_dispatch_mode,
     push_dispatch_mode,
     pytree,
+    register_draw_kernels,
+    set_draw_key,
     without_innermost_dispatch_mode,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Held while a default generator carries the state of a cell: see `replace_shared_generator`.
-_shared_generator_lock = threading.Lock()
+# Held while a default generator carries the state of a cell: see `replace_shared_generator`. Each
+# device has a default generator. The parts of a virtual GPU share one, and so do CPU threads.
+_shared_generator_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+_CPU = torch.device("cpu")
 
 
 # ---- default generators ------------------------------------------------------------------------
@@ -59,7 +75,7 @@ def seed_shared_generators(seed: int, device: torch.device) -> None:
 
 def read_shared_cpu_state() -> torch.Tensor:
     """Return the state of the CPU's default generator, at a moment when no cell replaces it."""
-    with _shared_generator_lock:
+    with _shared_generator_locks[_CPU]:
         return torch.default_generator.get_state()
 
 
@@ -108,7 +124,7 @@ def advance_caller_rng() -> None:
 
 def is_inside_cell() -> bool:
     """Return whether this thread computes a cell of a pipe, with random numbers of its own."""
-    return isinstance(get_innermost_dispatch_mode(), CellRngMode)
+    return has_draw_key() or isinstance(get_innermost_dispatch_mode(), CellRngMode)
 
 
 @contextmanager
@@ -118,10 +134,14 @@ def suspend_cell_rng() -> Iterator[None]:
     The tracer needs it, as it finds a draw by the state of these generators. A pipe that is a layer
     of another pipe may be traced inside a cell.
     """
-    with ExitStack() as suspended:
-        while is_inside_cell():
-            suspended.enter_context(without_innermost_dispatch_mode())
-        yield
+    had_key = set_draw_key(False)
+    try:
+        with ExitStack() as suspended:
+            while isinstance(get_innermost_dispatch_mode(), CellRngMode):
+                suspended.enter_context(without_innermost_dispatch_mode())
+            yield
+    finally:
+        set_draw_key(had_key)
 
 
 def _draw_seed(generator: torch.Generator) -> int:
@@ -159,22 +179,24 @@ class SeededRng:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._initial_states: dict[torch.device, torch.Tensor] = {}
 
     @property
     def has_drawn(self) -> bool:
         """Return whether any generator has left its initial state."""
-        generators = self._generators.items()
         return any(
-            not torch.equal(g.get_state(), self._initial_states[device]) for device, g in generators
+            not torch.equal(generator.get_state(), self._create(device).get_state())
+            for device, generator in self._generators.items()
         )
 
     def generator_for(self, device: torch.device) -> torch.Generator:
         """Return the generator of a device. The first call creates it."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-            self._initial_states[device] = self._generators[device].get_state()
-        return self._generators[device]
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = self._create(device)
+        return generator
+
+    def _create(self, device: torch.device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(self._seed)
 
     @contextmanager
     def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
@@ -183,8 +205,17 @@ class SeededRng:
         Only one thread can be in such a context, as the default generator belongs to all threads.
         The new state goes back to `generator`, and the default generator gets its old state again.
         """
-        with _shared_generator_lock:
+        with _shared_generator_locks[generator.device]:
             shared = get_default_generator(generator.device)
+            if generator.device.type == "cuda":
+                # Both refer to one state, which costs less than to copy it forth and back.
+                shared_state = shared.graphsafe_get_state()
+                shared.graphsafe_set_state(generator)
+                try:
+                    yield
+                finally:
+                    shared.graphsafe_set_state(shared_state)
+                return
             before = shared.get_state()
             shared.set_state(generator.get_state())
             try:
@@ -192,6 +223,72 @@ class SeededRng:
             finally:
                 generator.set_state(shared.get_state())
                 shared.set_state(before)
+
+
+# ---- random operations -------------------------------------------------------------------------
+
+
+class DrawRedirect:
+    """Runs the random operations of one computation of a cell, with numbers from its source.
+
+    Args:
+        source: The source, or a seed.
+        detect_seeding: Whether to raise if a layer seeds the default generator, from which it would
+            then not draw.
+
+    Attributes:
+        used_own_generator: Whether a layer has drawn from a generator of its own.
+    """
+
+    def __init__(self, source: RngSource | int, detect_seeding: bool = False) -> None:
+        self._source = SeededRng(source) if isinstance(source, int) else source
+        self._shared_state = read_shared_cpu_state() if detect_seeding else None
+        self.used_own_generator = False
+
+    @property
+    def has_drawn(self) -> bool:
+        """Return whether any number has been drawn."""
+        return self._source.has_drawn
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that draws. Neither the key nor a mode of a cell sees it."""
+        if kwargs.get("generator") is not None:
+            self.used_own_generator = True
+            if is_checkpointing():
+                raise RunError(
+                    "this layer draws random numbers from its own generator, which the "
+                    "recomputation cannot rewind. Draw without generator= (the pipe then provides "
+                    "one), or set checkpoint='never'."
+                )
+            return func(*args, **kwargs)  # the layer manages its own generator
+        _reject_inside_torch_checkpoint()
+        if self._shared_state is not None:
+            _check_not_seeded(self._shared_state)
+        cell_generator = self._source.generator_for(_find_device(args, kwargs))
+        if _takes_generator(func):
+            return func(*args, **{**kwargs, "generator": cell_generator})
+        # Some operations, such as native_dropout, take no generator= and read the default one.
+        with self._source.replace_shared_generator(cell_generator):
+            return func(*args, **kwargs)
+
+
+def _run_suspended(
+    run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation that draws, without the modes of cells.
+
+    A pipe that is a layer of another pipe runs under the modes of both. The inner cell handles the
+    draw, so the mode of the outer cell must not see it.
+    """
+    if isinstance(get_innermost_dispatch_mode(), CellRngMode):
+        with without_innermost_dispatch_mode():
+            return _run_suspended(run, func, args, kwargs)
+    return run(func, args, kwargs)
+
+
+@cache
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in get_schema_arguments(func))
 
 
 # ---- the dispatch mode -------------------------------------------------------------------------
@@ -208,6 +305,10 @@ _EMPTY_OPS = frozenset(
 )
 
 
+# The namespaces of PyTorch's own operators. Those that draw have a tag.
+_PLAIN_NAMESPACES = ("aten", "prims", "higher_order")
+
+
 class CellRngMode(CompileFriendlyDispatchMode):
     """A dispatch mode that redirects random operations to a source, or to a seed.
 
@@ -216,7 +317,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
     compared.
 
     Attributes:
-        used_own_generator: Whether a layer has drawn from a generator of its own.
+        redirect: Runs the random operations.
         used_empty: Whether a layer has called `torch.empty`, if its contents are filled.
     """
 
@@ -228,25 +329,28 @@ class CellRngMode(CompileFriendlyDispatchMode):
     ) -> None:
         super().__init__()
         self._fill_empty = fill_empty
-        self._source = SeededRng(source) if isinstance(source, int) else source
-        self._shared_state = read_shared_cpu_state() if detect_seeding else None
-        self.used_own_generator = self.used_empty = False
+        self.redirect = DrawRedirect(source, detect_seeding)
+        self.used_empty = False
+        self._had_key = False
 
     @property
     def has_drawn(self) -> bool:
         """Return whether any number has been drawn."""
-        return self._source.has_drawn
+        return self.redirect.has_drawn
 
     # `TorchDispatchMode.__enter__` also sets flags that all threads share. Stages that enter and
     # leave the mode at the same time would leave them wrong, so only this thread's stack is used.
     def __enter__(self) -> CellRngMode:
         """Enter the mode in this thread."""
         skip_dynamo_tracing(__name__)
+        # The key of an outer cell comes before all modes, and would redirect what this one draws.
+        self._had_key = set_draw_key(False)
         push_dispatch_mode(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         pop_dispatch_mode()
+        set_draw_key(self._had_key)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -257,41 +361,103 @@ class CellRngMode(CompileFriendlyDispatchMode):
         with DisableTorchFunction():
             draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
             if not draws or is_deterministic_call(func, args, kwargs):
+                if getattr(func, "namespace", "aten") not in _PLAIN_NAMESPACES:
+                    return self._run_custom_op(func, args, kwargs)
                 result = func(*args, **kwargs)
                 if self._fill_empty and func in _EMPTY_OPS:
                     self.used_empty = True
                     result.zero_()
                 return result
-            return self._run_random_op(func, args, kwargs)
+            add_draw_kernel(func, _run_draw)
+            return _run_suspended(self.redirect.run, func, args, kwargs)
 
-    def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A pipe that is a layer of another pipe runs under the modes of both. The inner cell
-        # handles the draw, so the mode of the outer cell must not see it.
-        if is_inside_cell():
-            with without_innermost_dispatch_mode():
-                return self._run_random_op(func, args, kwargs)
-        if kwargs.get("generator") is not None:
-            self.used_own_generator = True
-            if is_checkpointing():
-                raise RunError(
-                    "this layer draws random numbers from its own generator, which the "
-                    "recomputation cannot rewind. Draw without generator= (the pipe then provides "
-                    "one), or set checkpoint='never'."
-                )
-            return func(*args, **kwargs)  # the layer manages its own generator
-        _reject_inside_torch_checkpoint()
-        if self._shared_state is not None:
-            _check_not_seeded(self._shared_state)
-        cell_generator = self._source.generator_for(_find_device(args, kwargs))
-        if any(argument.name == "generator" for argument in get_schema_arguments(func)):
-            return func(*args, **{**kwargs, "generator": cell_generator})
-        # Some operations, such as native_dropout, take no generator= and read the default one.
-        with self._source.replace_shared_generator(cell_generator):
+    def _run_custom_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of a user or of another library, which may draw inside.
+
+        PyTorch switches the mode off meanwhile. The kernels see what the operator draws.
+        """
+        if not CellRngKernels.are_available():
             return func(*args, **kwargs)
+        with CellRngKernels(self.redirect):
+            return func(*args, **kwargs)
+
+
+# ---- the kernels -------------------------------------------------------------------------------
+
+
+class CellRngKernels:
+    """A context that redirects random operations to a source, and leaves all others alone.
+
+    Where PyTorch lacks what it takes, `are_available` is False, and `CellRngMode` does the same.
+    """
+
+    def __init__(self, redirect: DrawRedirect) -> None:
+        self.redirect = redirect
+        self._outer: DrawRedirect | None = None
+        self._had_key = False
+        self._thread = 0
+
+    @staticmethod
+    def are_available() -> bool:
+        """Return whether PyTorch has all that the kernels need. The first call registers them."""
+        return register_draw_kernels(_run_draw)
+
+    def __enter__(self) -> CellRngKernels:
+        """Redirect the draws of this thread."""
+        skip_dynamo_tracing(__name__)
+        self._thread = threading.get_ident()
+        self._outer = _redirects.get(self._thread)
+        _redirects[self._thread] = self.redirect
+        self._had_key = set_draw_key(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        set_draw_key(self._had_key)
+        if self._outer is None:
+            del _redirects[self._thread]
+        else:
+            _redirects[self._thread] = self._outer
+
+
+# The innermost redirection of each thread that is in a `CellRngKernels`, by the thread's id.
+_redirects: dict[int, DrawRedirect] = {}
+
+
+def _run_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that may draw, in a thread whose operations have the key of the kernels."""
+    set_draw_key(False)
+    try:
+        with DisableTorchFunction():
+            if is_under_compiler() or is_deterministic_call(func, args, kwargs):
+                return func(*args, **kwargs)
+            return _run_suspended(_find_redirect().run, func, args, kwargs)
+    finally:
+        set_draw_key(True)
+
+
+def _find_redirect() -> DrawRedirect:
+    """Return the redirection of this thread.
+
+    A layer may call `torch.autograd.grad`. On a GPU, that backward runs in a thread of autograd,
+    which has the key of the thread that has called it, but is not the one that computes the cell.
+    """
+    redirect = _redirects.get(threading.get_ident())
+    if redirect is None and len(_redirects) == 1:
+        # Worker threads run their backwards themselves, so the cell is that of the only thread.
+        redirect = next(iter(_redirects.values()))
+    if redirect is None:
+        raise RunError(
+            f"this layer draws random numbers in the thread '{threading.current_thread().name}', "
+            "while several threads compute stages, so it is not known whose numbers they are. "
+            "Draw them in the forward of the layer, in the thread that calls it."
+        )
+    return redirect
 
 
 def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Return the device on which an operation draws."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device
     for leaf in pytree.tree_iter((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
@@ -304,14 +470,24 @@ def is_deterministic_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     Attention and cuDNN's LSTM draw nothing without dropout. A backward that takes `philox_seed`
     repeats the numbers that its forward has drawn.
     """
+    decisive = _find_decisive_argument(func)
+    if decisive is None:
+        return False
+    index, argument = decisive
+    if argument.name == "philox_seed":
+        return True
+    if index < len(args):
+        return not args[index]
+    return not kwargs.get(argument.name, argument.default_value)
+
+
+@cache
+def _find_decisive_argument(func: Any) -> tuple[int, Any] | None:
+    """Return the argument that decides whether an operation draws, with its index."""
     for index, argument in enumerate(get_schema_arguments(func)):
-        if argument.name == "philox_seed":
-            return True
-        if argument.name in ("dropout_p", "dropout"):
-            if index < len(args):
-                return not args[index]
-            return not kwargs.get(argument.name, argument.default_value)
-    return False
+        if argument.name in ("philox_seed", "dropout_p", "dropout"):
+            return index, argument
+    return None
 
 
 # ---- torch.utils.checkpoint --------------------------------------------------------------------

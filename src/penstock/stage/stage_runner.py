@@ -47,6 +47,7 @@ from penstock.stage.cell_graph import (
     enter_graph,
     find_gradient_edge,
 )
+from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
@@ -86,7 +87,13 @@ from penstock.stage.recompute import (
     snapshot_attributes,
     snapshot_buffers,
 )
-from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
+from penstock.stage.rng import (
+    CellRngKernels,
+    CellRngMode,
+    DrawRedirect,
+    RngSource,
+    mark_cell_boundary,
+)
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
@@ -662,7 +669,7 @@ class StageRunner:
             self._behavior,
             torch.is_grad_enabled() and (self.stage.index, microbatch) in self._split_cells,
         )
-        rng_mode: CellRngMode | None = None
+        rng: CellRngMode | CellRngKernels | None = None
         self._host_rng = None
         with ExitStack() as stack:
             if self.may_draw_host_random:
@@ -677,22 +684,44 @@ class StageRunner:
                     self._weight_grad_deferral.activate()
                 )
             if self.may_draw_random or self._fills_empty:
-                is_first = behavior.draws_random is None
-                rng_mode = CellRngMode(self.rng_source(microbatch), is_first, self._fills_empty)
-                stack.enter_context(rng_mode)
+                rng = self._build_rng(microbatch)
+                stack.enter_context(rng)
             outputs = self.stage.compute(values)
         # A layer that draws from its own generator is refused in a forward that will be recomputed,
         # so the mode has to stay: it is not known whether this stage draws.
-        is_known = rng_mode is not None and not rng_mode.used_own_generator
+        is_known = rng is not None and not rng.redirect.used_own_generator
         # Neither is it known before a loss has run, which runs in the recomputation.
         is_known &= not (self._has_loss and is_checkpointing())
-        if rng_mode is not None and (rng_mode.has_drawn or is_known):
-            behavior.draws_random = rng_mode.has_drawn or bool(behavior.draws_random)
-        if rng_mode is not None and self._is_observed:
-            behavior.uses_empty = rng_mode.used_empty
+        if rng is not None and not behavior.draws_random:
+            has_drawn = rng.redirect.has_drawn
+            if has_drawn or is_known:
+                behavior.draws_random = has_drawn
+        if isinstance(rng, CellRngMode) and self._is_observed:
+            behavior.uses_empty = rng.used_empty
         if self._host_rng is not None:
             self._record_host_draws(self._host_rng)
         return outputs
+
+    def _build_rng(self, microbatch: int) -> CellRngMode | CellRngKernels:
+        """Return the context in which the layers draw random numbers of the cell's own.
+
+        A stage whose behavior is not known runs under the mode, which detects more. So does one
+        with compiled layers: the compiler guards on dispatch keys, and would compile them again.
+        """
+        source = self.rng_source(microbatch)
+        is_first = self._behavior.draws_random is None
+        if (
+            is_first
+            or self._fills_empty
+            or self._has_compiled
+            or not CellRngKernels.are_available()
+        ):
+            return CellRngMode(source, is_first, self._fills_empty)
+        return CellRngKernels(DrawRedirect(source))
+
+    @cached_property
+    def _has_compiled(self) -> bool:
+        return has_compiled_module(self._modules)
 
     def _build_host_rng(self, microbatch: int) -> HostRngCell:
         lock = nullcontext() if self.host_rng_lock is None else self.host_rng_lock

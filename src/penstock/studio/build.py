@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from penstock.errors import RunError
-from penstock.studio.requests import answer
+from penstock.studio.requests import COMPARED, answer
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "page"
@@ -38,7 +38,10 @@ PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_s
 MODULES = (
     "__init__.py",
     "errors.py",
+    "display.py",
     "text_format.py",
+    "tracebacks.py",
+    "vocabulary.py",
     "config.py",
     "model_summary.py",
     "schedules",
@@ -96,7 +99,11 @@ def zip_modules() -> bytes:
 
 def _first_answers() -> dict[str, object]:
     """Return the answers that the page shows at once, while Pyodide still starts."""
-    requests = {"catalog": {"kind": "catalog"}, "timeline": {"kind": "timeline", "setting": {}}}
+    requests: dict[str, dict[str, object]] = {
+        "catalog": {"kind": "catalog"},
+        "timeline": {"kind": "timeline", "setting": {}},
+        "compare": {"kind": "compare", "setting": {}, "names": COMPARED},
+    }
     return {name: json.loads(answer(json.dumps(request))) for name, request in requests.items()}
 
 

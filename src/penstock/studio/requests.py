@@ -57,7 +57,7 @@ from penstock.studio.settings import (
     schedule_request,
     simulate_setting,
 )
-from penstock.text_format import choose_time_unit, make_printable
+from penstock.text_format import choose_time_unit, format_bytes, make_printable
 
 # ---- the entry point ----------------------------------------------------------------------
 
@@ -309,6 +309,9 @@ def _curve(timeline: Timeline, rank: int) -> dict[str, list[float]]:
 
 # ---- tables -------------------------------------------------------------------------------
 
+# The rows of the table of all schedules: "fit, v" is `fit` with stages placed like a V.
+COMPARED = [name for name, family in FAMILIES.items() if family.trains] + ["fit", "fit, v"]
+
 
 def _handle_catalog(request: Mapping[str, Any]) -> dict[str, Any]:
     families = [
@@ -323,7 +326,13 @@ def _handle_catalog(request: Mapping[str, Any]) -> dict[str, Any]:
         for name, family in FAMILIES.items()
     ]
     ops = [{"op": op.value, "name": OP_RULES[op].name, "shades": SHADES[op]} for op in Op]
-    return {"families": families, "ops": ops, "idle_causes": IDLE_CAUSES, "defaults": DEFAULTS}
+    return {
+        "families": families,
+        "compared": COMPARED,
+        "ops": ops,
+        "idle_causes": IDLE_CAUSES,
+        "defaults": DEFAULTS,
+    }
 
 
 def _handle_compare(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -467,11 +476,13 @@ def _open_plan(plan: Plan) -> dict[str, Any]:
         for cap, resident in zip(plan.memory, plan.forecast.resident, strict=True)
     ]
     timeline = _describe_timeline(plan.schedule_name, plan.timeline, None)
+    timeline["caption"] = format_caption(plan.timeline, format_bytes)
     return {
         "file": "plan",
         "title": plan.describe_choice(),
         "report": make_printable(str(plan)),
         "caps": caps,
+        "peaks": [format_bytes(peak) for peak in plan.timeline.peak],
         "ranks": plan.ranks,
         "chunks": plan.chunks,
         "profile": _profile_of(plan.timeline.cost),

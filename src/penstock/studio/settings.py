@@ -60,7 +60,7 @@ def read_setting(request: Mapping[str, Any]) -> dict[str, Any]:
     if setting["memory"] is not None:
         setting["memory"] = _number("memory", setting["memory"], 1e15)
         if not setting["memory"]:
-            raise ArgumentError("memory must be more than 0, or null")
+            raise ArgumentError("memory must be more than 0. Leave it out for no cap.")
     setting["profile"] = _profile(setting["profile"])
     setting["skips"] = [_skip(pair) for pair in read_list("skips", setting["skips"], 100)]
     for name in ("schedule", "placement", "checkpoint", "text"):

@@ -161,6 +161,27 @@ def test_failing_capture_is_retried_only_once() -> None:
     assert tried == 2
 
 
+def test_too_little_memory_is_one_reason_wherever_it_runs_out() -> None:
+    """It warned again for each layer in which the memory ran out, and for each number of bytes."""
+    attempts = 0
+
+    class Overwhelms(nn.Module):
+        def __init__(self, attempt: int) -> None:
+            super().__init__()
+            self.attempt = attempt
+
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal attempts
+            if is_capturing() and attempts == self.attempt:
+                attempts += 1
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {attempts} MiB are free")
+            return x
+
+    pair = pipe_pair(stack(Overwhelms(0), Overwhelms(1)), "auto", checkpoint="never")
+    steps(pair, "gttt", r"layer 1 \(Overwhelms\), .*CUDA out of memory: 1 MiB are free")
+    assert attempts == 2
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupt_during_capture(error: type[BaseException]) -> None:
     class Interrupted(nn.Module):

@@ -5,8 +5,9 @@ unit asks it what the call of that unit returns. Four kinds of calls are invisib
 mode (`torch.autograd.Function`, scripted functions, `vmap` and `torch.utils.checkpoint`);
 `torch_compat.install_call_handlers` reports those for as long as an interceptor is entered.
 
-Three classes derive from `OpInterceptor`: `Tracer` records a forward, `StageInterpreter` runs one
-stage of it, and `_ConsistencyChecker` in `trace_model` runs none of it.
+These classes derive from `OpInterceptor`: `Tracer` records a forward, `StageInterpreter` runs one
+stage of it, `_ConsistencyChecker` in `trace_model` runs none of it, and those in `whole_model` run
+all of it, with each unit where it is.
 
 A function mode is used, and not a dispatch mode, because it acts above autograd: a tensor that is
 replaced below autograd would get no gradient.

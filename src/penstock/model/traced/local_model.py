@@ -36,6 +36,7 @@ from penstock.model.traced.proxies import (
     holds_module,
 )
 from penstock.model.traced.remote_tensor import RemoteTensor
+from penstock.state_copy import MODULE_INTERNALS
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import mark_as_parameter
 
@@ -318,3 +319,52 @@ def _prune_parent(
         for key, child in local_children.items()
         if child is not None or children[key] is None
     }
+
+
+# ---- attributes that change later ----------------------------------------------------------------
+
+
+class AttributeMirror:
+    """Passes on what a program sets on its own module, after the pipe was made, to the local model.
+
+    The modules of the local model are copies, except for the units of this process. So `training`,
+    and an attribute such as `model.beta = 0.5` between steps, would not be seen by the copies.
+    Values that a forward has set on a copy stay, unless the program sets the attribute, too.
+
+    Args:
+        original: The user's model.
+        local: The local model. If it is the same object, there is nothing to do.
+    """
+
+    def __init__(self, original: nn.Module, local: nn.Module) -> None:
+        self._pairs = list(_iter_copies(original, local))
+        self._latest = [self._read(original) for original, _ in self._pairs]
+
+    def sync(self) -> None:
+        """Set the attributes that have changed on the user's modules since the last call."""
+        for index, (original, module_copy) in enumerate(self._pairs):
+            current, latest = self._read(original), self._latest[index]
+            for name, value in current.items():
+                is_changed = name not in latest or latest[name] is not value
+                if is_changed and not isinstance(value, Tensor) and not holds_module(value):
+                    module_copy.__dict__[name] = value
+            for name in latest.keys() - current.keys():
+                module_copy.__dict__.pop(name, None)
+            module_copy.training = original.training
+            self._latest[index] = current
+
+    @staticmethod
+    def _read(module: nn.Module) -> dict[str, Any]:
+        return {name: v for name, v in vars(module).items() if name not in MODULE_INTERNALS}
+
+
+def _iter_copies(original: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the user's modules whose copies are in a local model, each with its copy."""
+    if original is module:
+        return
+    yield original, module
+    children = get_remote_members(module).children or module._modules
+    for name, child in children.items():
+        original_child = original._modules.get(name)
+        if child is not None and original_child is not None:
+            yield from _iter_copies(original_child, child)

@@ -128,9 +128,16 @@ class ProxyModel:
     Args:
         model: The user's model, or the part of it that this process keeps. It is not changed.
         proxies: The replacement of each unit, by the `id` of the unit.
+        disables_kv_cache: Whether models of transformers fill no cache of keys and values.
     """
 
-    def __init__(self, model: nn.Module, proxies: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        proxies: Mapping[int, nn.Module],
+        disables_kv_cache: bool = True,
+    ) -> None:
+        self._disables_kv_cache = disables_kv_cache
         # Original and copy of each parent, by the parent's name in the model.
         self.parent_copies: dict[str, tuple[nn.Module, nn.Module]] = {}
         # Each module and what a stage has in its place. Pairs, because a copy of this object has
@@ -218,7 +225,7 @@ class ProxyModel:
         """
         # Parents often share one configuration object; their copies share one copy of it.
         config = parent_copy.__dict__.get("config")
-        if getattr(config, "use_cache", None) is True:
+        if self._disables_kv_cache and getattr(config, "use_cache", None) is True:
             if id(config) not in self._config_copies:
                 self._config_copies[id(config)] = copy.copy(config)
                 self._config_copies[id(config)].use_cache = False

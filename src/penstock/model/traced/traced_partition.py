@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, CutError, RunError
+from penstock.errors import ArgumentError, CutError, PenstockTypeError, RunError
 from penstock.fingerprint import Fingerprinter, ObjectIdentity
 from penstock.microbatch import (
     MicrobatchRows,
@@ -34,7 +34,7 @@ from penstock.microbatch import (
     take_rows,
 )
 from penstock.model.huggingface import build_default_kwargs
-from penstock.model.partition import Partition, StageMap
+from penstock.model.partition import Partition, StageMap, TensorExchange
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.model.traced.assignment import (
     OwnerStages,
@@ -59,6 +59,7 @@ from penstock.model.traced.stage_program import StageProgram, build_stage_progra
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
+from penstock.model.traced.whole_model import UnitHomes, run_model_method
 from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
@@ -243,7 +244,7 @@ class TraceMemory:
         return TraceMemory, ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TracedPartition(Partition):
     """A traced model that has been cut into stages.
 
@@ -441,6 +442,8 @@ class TracedPartition(Partition):
             target_counter,
             loss_shares,
             sums_loss=sums_loss and batch.uses_model_loss,
+            outputs_have_loss=batch.uses_model_loss
+            and all(plan.compiled.loss_combination.has_loss for plan in plans),
         )
 
     def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:
@@ -668,6 +671,46 @@ class TracedPartition(Partition):
     def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model."""
         return self.model(*args, **kwargs)
+
+    def run_method(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        placement: Sequence[int],
+        exchange: TensorExchange | None,
+    ) -> Any:
+        """Run a method of the model with each unit where it is. See `whole_model`."""
+        method = getattr(self.model, name, None)
+        if not callable(method):
+            raise PenstockTypeError(
+                f"pipe.{name} runs the {name} of the model, but {type(self.model).__name__} has "
+                f"none. Give the model a method {name}, or compute from pipe(x) under "
+                "torch.no_grad()."
+            )
+        if exchange is None and len(set(self.devices.values())) == 1:
+            return method(*args, **kwargs)
+        homes = self._find_homes(placement, exchange is None)
+        return run_model_method(self.model, self.units, homes, exchange, name, args, kwargs)
+
+    def _find_homes(self, placement: Sequence[int], is_whole: bool) -> UnitHomes:
+        """Return where the units are: on devices of this process, or on ranks."""
+        owners = self.ownership
+        if not is_whole:
+            ranks = {name: placement[stages[0]] for name, stages in owners.unit_owners.items()}
+            parameter_ranks = {
+                name: placement[min(stages)]
+                for name, stages in owners.parameter_owners.items()
+                if {placement[stage] for stage in stages} != set(placement)
+            }
+            return UnitHomes(self._device, unit_ranks=ranks, parameter_ranks=parameter_ranks)
+        unit_devices, mixed_units = {}, set()
+        for name, unit in self.units.items():
+            devices = [tensor.device for tensor in (*unit.parameters(), *unit.buffers())]
+            unit_devices[name] = [*devices, self.devices[owners.unit_owners[name][0]]][0]
+            if len(set(devices)) > 1:
+                mixed_units.add(name)
+        return UnitHomes(self._device, unit_devices, mixed_units)
 
     def map_stages(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StageMap:
         """Return the stages of the units and operations of this micro-batch's own trace."""

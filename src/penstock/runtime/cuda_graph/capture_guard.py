@@ -287,8 +287,10 @@ def locate_capture_errors(get_layer_names: Callable[[], Mapping[nn.Module, str]]
         first_line = str(error).partition("\n")[0]
         if isinstance(error, CaptureError):
             raise CaptureError(f"{location}{first_line}") from error
+        # Memory may run out in another layer at the next attempt, and the cause is the same.
+        place = "" if isinstance(error, torch.OutOfMemoryError) else location
         located = CaptureError(
-            f"{location}{type(error).__name__}: {first_line}", f"{location}{type(error).__name__}"
+            f"{location}{type(error).__name__}: {first_line}", f"{place}{type(error).__name__}"
         )
         located.is_transient = not _is_caused_by_capture(error, first_line)
         raise located from error

@@ -100,12 +100,15 @@ class CapturedStep:
         self.replay_count += 1
         if self.result._check_terms is not None:  # it waits for the device
             self.result._check_terms()
+        loss = self.result.loss.clone()
+        measured = _ReplayMeasurement(self.measured, self.timestamps.snapshot())
+        metrics = _clone_tensors(self.result.metrics)
         return replace(
             self.result,
-            loss=self.result.loss.clone(),
+            loss=loss,
             outputs=_clone_tensors(self.result.outputs),
-            metrics=_clone_tensors(self.result.metrics),
-            measured=_ReplayMeasurement(self.measured, self.timestamps.snapshot()),
+            metrics=self.result.metrics.replace(metrics, loss, measured),
+            measured=measured,
         )
 
 

@@ -119,7 +119,9 @@ def describe_module_flags(modules: Iterable[nn.Module]) -> str:
 def _describe_value(value: Any) -> str:
     leaves, spec = pytree.tree_flatten(value)
     text = ", ".join(map(_describe_leaf, leaves)) or "none"
-    is_flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
+    is_flat = spec.is_leaf() or (
+        spec.type is tuple and all(child.is_leaf() for child in spec.children())
+    )
     return text if is_flat else f"{text} in {spec}"
 
 

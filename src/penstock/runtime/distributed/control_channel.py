@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import RemoteError
+from penstock.errors import RemoteError, RunError
 from penstock.runtime.distributed.links import PointToPointGroup
 from penstock.runtime.distributed.payload_codec import (
     PayloadSpec,
@@ -28,6 +28,7 @@ from penstock.runtime.distributed.payload_codec import (
     flatten_dense,
 )
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
+from penstock.tensor_spec import TensorSpec
 
 NUMBERS_TAG, VALUES_TAG = 1, 2
 FIRST_MESSAGE_TAG = 16  # messages between stages use tags from here on
@@ -113,6 +114,38 @@ class ControlChannel:
         self.send_value(self._other_ranks, value, description)
         self.flush()
         return value
+
+    def broadcast_tensor(self, source_rank: int, tensor: Tensor, description: str) -> Tensor:
+        """Return the tensor of one rank on every rank; on those that receive it, on the CPU.
+
+        All ranks pass a tensor of the same shape and dtype, so its header is one number. All get a
+        contiguous one. The source waits for the others in its next broadcast, or in `flush`.
+        """
+        header = torch.tensor([hash_facts(f"{tensor.dtype} {tuple(tensor.shape)}")])
+        if self.rank == source_rank:
+            self.flush()
+            packed = tensor.detach().contiguous()
+            # The caller may change the tensor before all others have received it.
+            copy = packed.to("cpu", copy=True)
+            for rank in self._other_ranks:
+                self._send(rank, VALUES_TAG, header, description)
+                if copy.numel():
+                    self._send(rank, VALUES_TAG, copy, description)
+            return packed
+        received_header = torch.empty_like(header)
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._watchdog.mark_waiting(description, source_rank)
+        self.group.recv([received_header], source_rank, VALUES_TAG).wait()
+        # A message that is larger than its buffer would end this process.
+        if not torch.equal(header, received_header):
+            raise RunError(
+                f"rank {self.rank} expected {TensorSpec.from_tensor(tensor)} as {description}, "
+                "which has another shape or dtype there, because the model took another path."
+            )
+        if received.numel():
+            self.group.recv([received], source_rank, VALUES_TAG).wait()
+        self._watchdog.mark_arrived()
+        return received
 
     def send_value(self, ranks: Sequence[int], value: Any, description: str) -> None:
         """Send a value to ranks: its header as text, then its tensors. Do not wait for them."""

@@ -32,14 +32,14 @@ def close_sockets_in_children() -> Iterator[None]:
 
 
 def _find_sockets() -> dict[int, str]:
-    found = {}
+    sockets = {}
     with suppress(OSError):
         for entry in os.listdir(_DESCRIPTORS):
             with suppress(OSError):  # the descriptor of the listing itself
                 name = os.readlink(f"{_DESCRIPTORS}/{entry}")
                 if name.startswith("socket:"):
-                    found[int(entry)] = name
-    return found
+                    sockets[int(entry)] = name
+    return sockets
 
 
 def _close_in_child() -> None:

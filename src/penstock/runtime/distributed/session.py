@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,8 @@ from penstock.runtime.distributed.call_setup import (
     AgreedCall,
     CallSetup,
     DataPolicy,
+    collect_batch_facts,
+    collect_batch_tensors,
     collect_call_facts,
     find_remote_input_cells,
     receive_inputs,
@@ -54,13 +56,19 @@ from penstock.runtime.distributed.channels import (
     ProcessTransport,
     assign_message_tags,
 )
-from penstock.runtime.distributed.control_channel import RankFacts, WaitObserver, check_ranks_agree
+from penstock.runtime.distributed.control_channel import (
+    RankFacts,
+    WaitObserver,
+    check_ranks_agree,
+    sample_tensors,
+)
 from penstock.runtime.distributed.links import HostLinks, Links
 from penstock.runtime.distributed.process_groups import (
     FIRST_CALL_TIMEOUT_FACTOR,
     SLOW_CALL_TIMEOUT_FACTOR,
     ProcessGroups,
 )
+from penstock.runtime.distributed.rank_exchange import RankExchange, share_rng
 from penstock.runtime.distributed.step_results import (
     DistributedLossAccumulator,
     GlobalResult,
@@ -74,7 +82,8 @@ from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.request import Request
-from penstock.runtime.step import CheckpointPeers, HasTimeline, PreparedPipe, StepResult
+from penstock.runtime.step import CheckpointPeers, PreparedPipe, StepResult
+from penstock.runtime.step_metrics import HasTimeline, StepMetrics, count_tokens
 from penstock.runtime.tied_gradients import build_distributed_tied_weights
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import BoundAction, Worker
@@ -261,6 +270,25 @@ class DistributedEngine:
         with self.groups.guarded_call(call_name, SLOW_CALL_TIMEOUT_FACTOR) as name:
             check_ranks_agree(self.groups.pipeline_channel, name, _to_facts(facts))
             yield
+
+    @contextmanager
+    def open_exchange(self, request: Request) -> Iterator[RankExchange]:
+        """Let all ranks run a method of the model together, with the same random numbers."""
+        with self.groups.guarded_call("generate", FIRST_CALL_TIMEOUT_FACTOR) as name:
+            # The call opens new groups after a fault.
+            channel, device = self.groups.pipeline_channel, self.groups.device
+            # A rank may have a streamer that the others do not have.
+            inputs = {k: v for k, v in request.keyword_inputs.items() if k != "streamer"}
+            request = replace(request, keyword_inputs=inputs)
+            check_ranks_agree(
+                channel,
+                name,
+                {**collect_call_facts(request), **collect_batch_facts(request)},
+                sample_tensors(collect_batch_tensors(request)),
+            )
+            with torch.no_grad(), share_rng(channel, device.device):
+                yield RankExchange(channel, device.device)
+            channel.flush()
 
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return the process group for checkpoints, over all replicas, and this replica's index."""
@@ -479,15 +507,27 @@ class DistributedCall:
         self, execution: Execution, program: Program, totals: GlobalResult
     ) -> StepResult:
         """Return the result of the step, which is the same on all ranks."""
-        outputs, metrics = self._loss.collect_outputs(self.inputs.rows), self._loss.metrics
+        loss = torch.tensor(totals.loss, dtype=totals.loss_dtype, device=self._device.device)
+        outputs, metrics = self._loss.collect_outputs(self.inputs, loss), self._loss.metrics
         if totals.has_outputs:
             shared_outputs = outputs if self._engine.data_policy.outputs == "all" else None
             broadcast_outputs, metrics = self._broadcast_from_last_rank((shared_outputs, metrics))
             outputs = broadcast_outputs if outputs is None else outputs
-        loss = torch.tensor(totals.loss, dtype=totals.loss_dtype, device=self._device.device)
         if torch.is_grad_enabled():
             self._engine.last_step = totals.timings
-        return StepResult(loss, outputs, metrics, totals.timings)
+        return StepResult(
+            loss,
+            outputs,
+            StepMetrics(
+                metrics,
+                loss,
+                totals.timings,
+                sum(self.inputs.rows.counts),
+                count_tokens(self.request),
+                (self._device.device,),
+            ),
+            totals.timings,
+        )
 
     def forward(self, execution: Execution, program: Program, phases: tuple[Phase, Phase]) -> Any:
         """Return the outputs of the model, on the last rank or on all."""

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.microbatch import MicrobatchRows, gather
+from penstock.microbatch import MicrobatchRows
+from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.distributed.channels import CallCacheEntry, ProcessTransport
 from penstock.runtime.distributed.control_channel import (
     ControlChannel,
@@ -336,11 +337,11 @@ class DistributedLossAccumulator:
             loss, accumulator.rescale_factor, used_rng, has_outputs or bool(self.metrics)
         )
 
-    def collect_outputs(self, rows: MicrobatchRows) -> Any:
+    def collect_outputs(self, inputs: StageInputs, loss: Tensor) -> Any:
         """Return the outputs of the step, or None if not requested or on another rank."""
         losses = [] if self.accumulator is None else self.accumulator.microbatch_losses
         outputs = [loss.extras.output[0] for loss in losses if loss.extras.output]
-        return gather(outputs, rows) if outputs else None
+        return inputs.merge_step_outputs(outputs, loss) if outputs else None
 
     def finish_gradients(self, rescale_factor: Tensor | None) -> None:
         """Multiply the gradients of this step by the factor and add them to the earlier ones."""

@@ -6,6 +6,8 @@ ranks in the default process group (global ranks), as `dist.get_rank()` returns 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +63,17 @@ class Topology:
         return tuple(self.replica_peers[index] for index in self.averaged_replicas)
 
 
+def _warn_if_alone() -> None:
+    """Warn if torchrun has started several processes, and nothing connects them."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and size != "1" and not dist.is_initialized():
+        warnings.warn(
+            f"torchrun has started {size} processes, but this pipe has neither mesh= nor group=, "
+            "so each process trains a whole pipeline of its own. Pass mesh=penstock.init().",
+            stacklevel=5,  # the caller of Pipe
+        )
+
+
 def resolve_topology(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Topology | None:
     """Return the topology that `mesh=` or `group=` describes. None: all ranks in one process.
 
@@ -69,6 +82,7 @@ def resolve_topology(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Top
     average over them: the user does.
     """
     if mesh is None and group is None:
+        _warn_if_alone()
         return None
     if mesh is not None and group is not None:
         raise ArgumentError(

@@ -29,6 +29,7 @@ from penstock.schedules.families.one_f_one_b import (
 )
 from penstock.schedules.families.v_shape import dualpipe_v, v_half, v_min, zb_v
 from penstock.schedules.ir import Schedule
+from penstock.vocabulary import SCHEDULE_NAMES
 
 __all__ = [
     "FAMILIES",
@@ -239,7 +240,9 @@ def family_of(name: str) -> Family:
     """
     if name in FAMILIES:
         return FAMILIES[name]
-    close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
+    word = name.lower().replace("_", "-")
+    other = SCHEDULE_NAMES.get(word.replace("-", ""))
+    close = [other] if other else get_close_matches(word, FAMILIES, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     names = ", ".join([*FAMILIES, "fit"])
     raise ArgumentError(f"there is no schedule '{name}'{hint} The schedules are: {names}")

@@ -9,9 +9,12 @@ import { decode, download, encode } from "./share.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_FILE = 32 * 2 ** 20, MAX_BARS = 48, AUTO_COMPARE = 640, AUTO_FIT = 64;
+const HINT = "Each row is a rank, with one device. Time runs from left to right, and the number in a box is its micro-batch. Point at a box to see what it needs and gives.";
 const CAUSE_NAMES = { fill: "fill", drain: "drain", wait: "waits for a message", order: "held back by the order", memory: "memory cap" };
 
-const engine = new Engine();
+// In a frame of another page (`?embed`), Python waits until somebody uses the studio.
+const embedded = new URLSearchParams(location.search).has("embed");
+const engine = new Engine({ wait: embedded });
 const lanes = new LaneView($("lanes"));
 const memory = new MemoryPlot($("memory-plot"), lanes);
 const bars = new CostBars($("bars"), (profile, done) => change({ profile }, { coalesce: !done }));
@@ -88,6 +91,7 @@ function showControls() {
   $("undo").disabled = !history_.length;
   $("redo").disabled = !future.length;
   $("title").textContent = own ? "your own schedule" : scheduleName();
+  $("edit").disabled = measured !== null || lesson.active;
 }
 
 // ---- asking --------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ function showAnswer(result, { preview = false } = {}) {
   showVerdict(result);
   showLegend(result);
   if (preview) return;
-  if (!lanes.selected || lesson.active) $("detail").textContent = "";
+  if (!lanes.selected || lesson.active) $("detail").textContent = lesson.active ? "" : HINT;
   showControls();
   showBars(result);
   const choice = $("microbatch"), chosen = choice.value;
@@ -180,11 +184,15 @@ function showBars(result) {
   }));
 }
 
-async function compare(now = false) {
+/** The part of the setting that all schedules are compared for. */
+function comparedSetting() {
   const { schedule, placement, text, ...rest } = setting;
   if (schedule === "text" && answer) Object.assign(rest, { ranks: answer.ranks, chunks: answer.chunks, stages_per_rank: null });
-  const key = JSON.stringify(rest), size = rest.ranks * rest.chunks;
-  const names = [...catalog.families.filter((f) => f.trains).map((f) => f.name), "fit", "fit, v"];
+  return rest;
+}
+
+async function compare(now = false) {
+  const rest = comparedSetting(), key = JSON.stringify(rest), size = rest.ranks * rest.chunks, names = catalog.compared;
   const render = () => {
     const own = setting.schedule === "text" && answer?.facts ? [{ ...answer.facts, schedule: "your own" }] : [];
     comparison.show([...rows, ...own], scheduleName(), { lower: answer?.bound ?? null, cap: setting.memory });
@@ -253,7 +261,7 @@ function describe(place, { announce = false } = {}) {
 
 async function showDetail(place) {
   const box = $("detail");
-  if (!place) { box.textContent = ""; lanes.links = null; lanes.draw(); return; }
+  if (!place) { box.textContent = HINT; lanes.links = null; lanes.draw(); return; }
   if (measured || !answer?.facts || lanes.dragged) {
     box.textContent = describe(place).text;
     return;
@@ -267,12 +275,18 @@ async function showDetail(place) {
   const facts = [
     `runs from ${result.times}`,
     ...(result.earlier.length ? [`comes after ${result.earlier.map(([rank, position]) => lanes.describe({ rank, position })).join(" and ")}`] : []),
-    result.needs.length ? `needs ${result.needs.map((n) => n.message).join(", ")}` : "needs no message",
-    result.gives.length ? `gives ${result.gives.map((g) => g.message).join(", ")}` : "gives no message",
+    result.needs.length ? `needs the output of ${stagesOf(result.needs, "source")}` : "needs no message",
+    result.gives.length ? `gives its output to ${stagesOf(result.gives, "target")}` : "gives no message",
   ];
   const name = Object.assign(document.createElement("strong"), { textContent: result.name });
   const line = Object.assign(document.createElement("div"), { className: "facts", textContent: facts.join(" · ") });
   box.replaceChildren(name, ` ${result.sentence}`, line);
+}
+
+/** The stages at one end of messages, which are written as `source>target:micro-batch`. */
+function stagesOf(messages, end) {
+  const stages = new Set(messages.map(({ message }) => message.match(/(?<source>\d+)>(?<target>\d+)/).groups[end]));
+  return `stage ${[...stages].join(" and ")}`;
 }
 
 function idleText(place) {
@@ -376,13 +390,14 @@ lanes.canvas.addEventListener("pointerup", endGesture);
 lanes.canvas.addEventListener("pointercancel", (event) => { pointers.delete(event.pointerId); gesture = null; if (lanes.dragged) { lanes.dragged = null; refresh(); } });
 lanes.canvas.addEventListener("pointerleave", () => { lanes.hover = null; showTooltip(null); lanes.links = null; lanes.draw(); if (lanes.selected && lessonOff()) showDetail(lanes.selected); });
 lanes.canvas.addEventListener("wheel", (event) => {
-  event.preventDefault();
   const [x, y] = position(event), pixels = event.deltaMode === 1 ? 30 : 1;
+  const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  const fits = lanes.rows * lanes.view.row <= lanes.plotHeight + 1;
+  if (fits && !sideways && !event.ctrlKey && !event.metaKey) return;  // the page itself scrolls
+  event.preventDefault();
   if (event.ctrlKey || event.metaKey) lanes.zoom(Math.exp(-event.deltaY * pixels * 0.0025), x, y, true);
   else if (event.shiftKey) lanes.pan(-event.deltaY * pixels, 0);
-  else if (lanes.rows * lanes.view.row > lanes.plotHeight + 1) lanes.pan(-event.deltaX * pixels, -event.deltaY * pixels);
-  else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) lanes.pan(-event.deltaX * pixels, 0);
-  else window.scrollBy(0, event.deltaY * pixels);
+  else lanes.pan(-event.deltaX * pixels, fits ? 0 : -event.deltaY * pixels);
 }, { passive: false });
 
 // ---- editing -------------------------------------------------------------------------------
@@ -508,6 +523,7 @@ async function showMeasured(run, plan, name, file) {
   if (!result) return;
   if (!result.ok) { showError(result.error); return; }
   measured = { run, plan };
+  showControls();
   lanes.selected = null;
   const flat = Float64Array.from(result.ratios.flat());
   const band = (side, label, ratios) => ({ pack: packLanes(side), idle: packIdle(side), critical: side.critical, waits: [], unit: result.run.unit, label, ratios });
@@ -519,20 +535,23 @@ async function showMeasured(run, plan, name, file) {
   const list = result.sentences.map((sentence) => Object.assign(document.createElement("div"), { textContent: sentence }));
   $("run-sentences").replaceChildren(closeButton("Close the run"), ...list, reuseButton(file, "Compare all schedules with the costs of this run"));
   $("run-sentences").hidden = false;
-  setLegend([["#cb372a", "took longer than planned"], [lanes.theme === "dark" ? "#4a5463" : "#bec5d0", "as planned"], ["#2471c4", "took less"], ...catalog.ops.slice(0, 2).map(({ shades, name: op }) => [shades[0], `plan: ${op}`])]);
+  setLegend([["#cb372a", "took longer than planned"], [lanes.theme === "dark" ? "#4a5463" : "#bec5d0", "as planned"], ["#2471c4", "took less"], ...catalog.ops.filter(({ op }) => result.plan.lanes.some((lane) => lane.ops.includes(op))).map(({ shades, name: op }) => [shades[0], `plan: ${op}`])]);
+  $("detail").textContent = "Point at a box of the run to see how long it took against the plan.";
 }
 
 /** A saved plan: its forecast, and its text, which ends with the certificate. */
 function showPlan(plan) {
   measured = { plan };
+  showControls();
   lanes.selected = null;
   const { timeline } = plan;
   lanes.show([{ pack: packLanes(timeline), idle: packIdle(timeline), critical: timeline.critical, waits: [], unit: timeline.unit }]);
-  memory.show(timeline.memory, timeline.facts.peak, plan.caps);
+  memory.show(timeline.memory, timeline.facts.peak, plan.caps, plan.peaks);
   $("title").textContent = plan.title;
   $("caption").textContent = timeline.caption;
   $("verdict").hidden = true;
   showLegend(timeline);
+  $("detail").textContent = HINT;
   const report = Object.assign(document.createElement("pre"), { textContent: plan.report });
   $("run-sentences").replaceChildren(closeButton("Close the plan"), report, reuseButton(plan, "Compare all schedules with the costs of this plan"));
   $("run-sentences").hidden = false;
@@ -605,14 +624,17 @@ async function readFragment() {
   }
 }
 
+/** The address of this view in a window of its own. */
+function wholeAddress() { return `${location.origin}${location.pathname}${location.hash}`; }
+
 async function share() {
   if (!await writeFragment()) {
     showError("This schedule is too large for a link. Export it as text, and send the file.");
     return;
   }
   let copied = true;
-  try { await navigator.clipboard.writeText(location.href); } catch { copied = false; }
-  const button = $("share"), words = copied ? "Link copied" : "Link is in the address bar";
+  try { await navigator.clipboard.writeText(wholeAddress()); } catch { copied = false; }
+  const button = $("share"), words = copied ? "Link copied" : embedded ? "Not copied" : "Link is in the address bar";
   button.textContent = words;
   $("announce").textContent = words;
   setTimeout(() => { button.textContent = "Share"; }, 1800);
@@ -645,7 +667,8 @@ function wireNumber(id, field, { whole = false, empty = undefined } = {}) {
     const raw = $(id).value.trim(), value = raw === "" ? empty : Number(raw);
     const bad = value === undefined || (value !== empty && (!Number.isFinite(value) || (whole && !Number.isInteger(value))));
     $(id).setAttribute("aria-invalid", String(bad));
-    if (!bad) change({ [field]: value });
+    if (bad) showError(`'${raw.slice(0, 40)}' is not a ${whole ? "whole " : ""}number.`);
+    else change({ [field]: value });
   });
 }
 wireNumber("ranks", "ranks", { whole: true });
@@ -738,7 +761,7 @@ function setTheme(theme) {
   lanes.draw();
 }
 setTheme(dark.matches ? "dark" : "light");
-dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+dark.addEventListener("change", () => { if (!embedded) setTheme(dark.matches ? "dark" : "light"); });
 $("theme").addEventListener("click", () => setTheme(lanes.theme === "dark" ? "light" : "dark"));
 
 document.addEventListener("keydown", (event) => {
@@ -750,6 +773,21 @@ document.addEventListener("keydown", (event) => {
   if (click) { event.preventDefault(); $(click).click(); }
   if (event.key.toLowerCase() === "l") setMode(!lesson.active);
 });
+if (embedded) {
+  document.documentElement.dataset.embedded = "";
+  $("state").dataset.state = "waiting";
+  $("state-text").textContent = "starts when you use it";
+  for (const type of ["pointerenter", "pointerdown", "focusin"]) {
+    document.documentElement.addEventListener(type, () => engine.start(), { once: true });
+  }
+  $("whole").addEventListener("click", () => { $("whole").href = wholeAddress(); });
+  // The page around the frame says which theme it has.
+  window.addEventListener("message", ({ origin, data }) => {
+    if (origin === location.origin && ["light", "dark"].includes(data?.theme)) setTheme(data.theme);
+  });
+  window.parent.postMessage({ studio: "loaded" }, location.origin);
+}
+
 document.querySelector(".skip-link").addEventListener("click", (event) => { event.preventDefault(); lanes.canvas.focus(); });
 window.addEventListener("hashchange", () => { if (catalog) readFragment(); });
 
@@ -778,6 +816,8 @@ async function start() {
     if (await readFragment()) return;
   }
   showControls();
+  rows = first.compare.rows;
+  compared = JSON.stringify(comparedSetting());
   showAnswer(first.timeline);
   performance.mark("first-picture");
   compare();

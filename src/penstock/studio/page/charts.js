@@ -20,9 +20,9 @@ export class MemoryPlot {
     lanes.addEventListener("paint", () => this.paint());
   }
 
-  /** Shows the curves of all ranks. The cap is one for all ranks, one for each, or null. */
-  show(curves, peaks, cap) {
-    Object.assign(this, { curves, peaks, caps: cap });
+  /** Shows the curves of all ranks. The cap is one for all ranks, one for each, or null. Peaks in bytes have texts. */
+  show(curves, peaks, cap, texts = null) {
+    Object.assign(this, { curves, peaks, caps: cap, texts });
     this.worst = peaks ? peaks.indexOf(Math.max(...peaks)) : 0;
     this.paint();
   }
@@ -93,12 +93,13 @@ export class MemoryPlot {
     context.stroke();
     context.fillStyle = look.faint;
     context.textAlign = "right";
-    context.fillText(formatNumber(this.peaks[rank]), GUTTER - 9, Math.max(top, y(this.peaks[rank])));
+    const peak = this.texts?.[rank] ?? formatNumber(this.peaks[rank]);
+    if (this.peaks[rank] > 0) context.fillText(peak, GUTTER - 9, Math.max(top, y(this.peaks[rank])));
     context.fillText("0", GUTTER - 9, base - 4);
     context.textAlign = "left";
     context.fillStyle = look.ink;
-    const against = this.cap === null || this.cap === undefined ? "" : ` of ${formatNumber(this.cap)}`;
-    const title = `live activations, rank ${rank}: peak ${formatNumber(this.peaks[rank])}${against}`;
+    const against = this.cap === null || this.cap === undefined ? "" : this.texts ? `, ${formatShare(this.peaks[rank] / this.cap)} of what its cap leaves` : ` of ${formatNumber(this.cap)}`;
+    const title = `live activations, rank ${rank}: peak ${peak}${against}`;
     context.fillText(title, GUTTER, 12);
     this.canvas.setAttribute("aria-label", `Memory: ${title}`);
   }
@@ -217,7 +218,7 @@ export class Comparison {
     this.current = rows.find((row) => row.schedule === current && !row.error) ?? null;
     this.#renderTable(current);
     this.#renderScatter(current);
-    this.bound.textContent = lower === null ? "" : `No schedule with these costs and this placement can take less than ${formatNumber(lower)}.`;
+    this.bound.textContent = lower === null ? "" : `With the stages placed like this, no order takes less than ${formatNumber(lower)}. Schedules that place them differently may.`;
   }
 
   #renderTable(current) {
@@ -253,7 +254,7 @@ export class Comparison {
   #tell(row) {
     const { current } = this;
     if (row.error) { this.change.textContent = row.error; return; }
-    if (!current || current === row || row.makespan === undefined) { this.change.textContent = ""; return; }
+    if (!current || current === row || row.makespan === undefined || current.makespan === undefined) { this.change.textContent = ""; return; }
     const time = row.makespan / current.makespan - 1, peak = Math.max(...row.peak) - Math.max(...current.peak);
     const parts = [
       Math.abs(time) < 5e-4 ? "the same time" : `${formatShare(Math.abs(time))} ${time < 0 ? "faster" : "slower"}`,
@@ -284,6 +285,7 @@ export class Comparison {
     // Labels go where they cover neither a point nor another label; the table has those left out.
     const points = rows.map((row, i) => ({ row, peak: peaks[i], cx: x(peaks[i]), cy: y(row.bubble) }));
     points.sort((a, b) => (b.row.schedule === current) - (a.row.schedule === current) || a.row.bubble - b.row.bubble);
+    let chosen = null;
     const taken = points.map(({ cx, cy }) => [cx - 5, cx + 5, cy - 5, cy + 5]);
     for (const { row, peak, cx, cy } of points) {
       const wide = row.schedule.length * 5.7, spots = [[cx + 8, cy + 3.5], [cx - 8 - wide, cy + 3.5], [cx - wide / 2, cy - 8], [cx - wide / 2, cy + 15]];
@@ -297,8 +299,9 @@ export class Comparison {
       const dot = make("circle", { cx, cy, r: row.schedule === current ? 5.5 : 4, class: name });
       dot.append(make("title", {}, `${row.schedule}: idle ${formatShare(row.bubble)}, peak ${formatNumber(peak)}`));
       dot.addEventListener("click", () => this.onChoose(row.schedule));
-      svg.append(dot);
+      if (name === "current") chosen = dot; else svg.append(dot);
     }
+    if (chosen) svg.append(chosen);  // above those that it shares its place with
     this.scatter.replaceChildren(svg);
   }
 }

@@ -8,10 +8,13 @@ export class Engine extends EventTarget {
   #counter = 0;
   #ready = false;
 
-  constructor() {
+  /** With `wait`, Python starts with the first request, or when `start` is called. */
+  constructor({ wait = false } = {}) {
     super();
-    this.#start();
+    if (!wait) this.#start();
   }
+
+  start() { if (!this.#worker) this.#start(); }
 
   get ready() { return this.#ready; }
 
@@ -63,6 +66,7 @@ export class Engine extends EventTarget {
   /** Returns a promise of the parsed answer, or of null if a newer request took its place. */
   ask(kind, fields = {}, { key = "", urgency = 0 } = {}) {
     if (key) this.cancel(key);
+    this.start();
     return new Promise((resolve) => {
       this.#waiting.push({ id: ++this.#counter, kind, key, urgency, resolve, request: JSON.stringify({ kind, ...fields }) });
       this.#next();

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import ErrorLocation, FailureKind, RemoteError
+from penstock.tracebacks import fold_frames
 
 # What goes into the store of a traceback (its end) and of a message (its beginning). A store takes
 # 8 MB, and breaks the connection of a process that writes more.
@@ -84,6 +85,8 @@ def describe_exception(
     if isinstance(error, RemoteError):
         fields = error.message, error.kind, error.rank, doing, error.where, error.traceback
         return Failure(*fields, call_number)
+    if isinstance(error, Exception):
+        fold_frames(error)
     text = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:]
     if not isinstance(error, Exception):
         message = (

@@ -1,0 +1,97 @@
+"""The example of a model: a check, and a hint if it does not fit the forward.
+
+A wrong example fails while the model is traced, with an error of PyTorch from inside a layer. The
+hint is looked for after the error, in the arguments and in the signature of the model, and never in
+the text of the error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import PenstockTypeError
+from penstock.microbatch import list_tensors
+from penstock.model.traced.build_stages import TracedModel
+from penstock.tracebacks import add_hint
+
+
+def check_example(example: Any) -> None:
+    """Raise if an example is given and has no tensor in it."""
+    if example is None or isinstance(example, TracedModel):  # the example was traced before
+        return
+    if list_tensors(list(example.values()) if isinstance(example, Mapping) else example):
+        return
+    kind = "a class" if isinstance(example, type) else f"of type {type(example).__name__}"
+    advice = "Pass a tensor, a tuple of inputs, or a dict of inputs by name."
+    if isinstance(example, type):
+        advice = "Pass an object: a batch of data."
+    elif hasattr(example, "__array__"):
+        advice = "Make it a tensor: torch.as_tensor(array)."
+    elif isinstance(example, torch.Size):
+        advice = "Pass a batch of that shape, such as torch.randn(8, 32)."
+    elif isinstance(example, Iterable) and not isinstance(example, str | Mapping | Sequence):
+        advice = "Pass one batch of it: next(iter(loader))."
+    raise PenstockTypeError(
+        f"example is a batch to trace and measure the model with, but this one, {kind}, has no "
+        f"tensor in it. {advice}"
+    )
+
+
+@contextmanager
+def explained_example(module: Any, example: Any) -> Iterator[None]:
+    """Add a note to an error, if the example does not fit the forward of the model."""
+    try:
+        yield
+    except Exception as error:
+        # An error about the type of an argument says itself what to do.
+        if example is not None and not isinstance(error, PenstockTypeError):
+            hint = _explain_example(module, example)
+            if hint:
+                add_hint(error, hint)
+        raise
+
+
+def _explain_example(module: Any, example: Any) -> str:
+    if not isinstance(module, nn.Module) or isinstance(example, TracedModel):
+        return ""
+    if isinstance(example, list):
+        return (
+            "example is a list, which counts as one input. Pass a tuple of the model's inputs, "
+            "without the target."
+        )
+    layers = list(module.children()) if isinstance(module, nn.Sequential) else []
+    forward = layers[0].forward if layers else module.forward
+    if isinstance(example, Mapping):
+        parameters = inspect.signature(forward).parameters
+        strays = [name for name in example if name not in parameters]
+        if not strays or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return ""
+        return (
+            f"example has {', '.join(map(repr, strays))}, which the forward does not take. Its "
+            f"inputs are: {', '.join(parameters)}."
+        )
+    names = list_positional_names(forward)
+    given = len(example) if isinstance(example, tuple) else 1
+    if names is None or given <= len(names):
+        return ""
+    return (
+        f"example has {given} values, but the forward takes {len(names)} ({', '.join(names)}). "
+        "Leave the target out, or pass it as target=."
+    )
+
+
+def list_positional_names(forward: Callable[..., Any]) -> list[str] | None:
+    """Return the parameters that can be given by position, or None if any number can."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # some functions that are written in C have no signature
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
