@@ -335,7 +335,7 @@ def test_balance_costs_refuses_more_stages_than_units(units: int, stages: int) -
         balance_costs([1.0] * units, stages)
     assert str(error.value) == (
         f"{units} units cannot be cut into {stages} stages: each stage takes at least one unit, "
-        "and there is at least one stage"
+        "and there is at least one stage" + (f". Use 1 to {units} stages." if units else "")
     )
 
 

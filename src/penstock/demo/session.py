@@ -52,7 +52,7 @@ def parse_devices(names: str) -> DemoDevices:
     device_names = [name.strip() for name in names.split(",") if name.strip()]
     try:
         devices = tuple(map(resolve_device, device_names))
-    except RuntimeError as error:
+    except (RuntimeError, ArgumentError) as error:
         reason = str(error).splitlines()[0]
         raise ArgumentError(
             f"--devices takes names such as cpu,cpu, not '{names}': {reason}"

@@ -254,7 +254,8 @@ def check_model(module: nn.Module, chunks: int = 1) -> None:
         raise PenstockTypeError(
             f"a pipe needs an nn.Module, not {type(module).__name__}. {_suggest_model(module)}"
         )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    # A subclass may have a forward, and so may an instance.
+    if type(module) in (nn.ModuleList, nn.ModuleDict) and "forward" not in vars(module):
         raise PenstockTypeError(
             f"an nn.{type(module).__name__} has no forward, so it is not a model that a pipe could "
             "run. Write nn.Sequential(*layers)."

@@ -782,7 +782,7 @@ class Audit:
 
 
 def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
-    names = ", ".join(changes[:4])
+    names = ", ".join(changes[:4]) or "a variable outside of the model"
     use = (
         "computes something else once it has grown"
         if is_ahead

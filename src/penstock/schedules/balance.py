@@ -196,9 +196,10 @@ def check_cut(counts: Sequence[int], units: int) -> None:
 def check_stage_count(units: int, stages: int) -> None:
     """Raise if the units cannot be cut into this number of stages."""
     if not 1 <= stages <= units:
+        hint = f". Use 1 to {units} stages." if units else ""
         raise ArgumentError(
             f"{units} units cannot be cut into {stages} stages: each stage takes at least one "
-            f"unit, and there is at least one stage. Use 1 to {units} stages."
+            f"unit, and there is at least one stage{hint}"
         )
 
 

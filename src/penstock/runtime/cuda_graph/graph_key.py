@@ -16,7 +16,9 @@ The last three are computed once for `StepModules`, and again only when a module
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +165,26 @@ class GraphKey(NamedTuple):
         return " and ".join(name for name, a, b in pairs if a != b)
 
 
+# The context variables with which a notebook's kernel tells the outputs of cells apart. They change
+# with every cell, and with them in the key no step would be replayed in another cell.
+_NOTEBOOK_VARIABLES = frozenset({"parent_header", "shell_parent", "shell_parent_ident"})
+
+
+def _fingerprint_context_variables(
+    context: CallerContext, fingerprint: Fingerprinter
+) -> frozenset[tuple[ContextVar[Any], Any]]:
+    """Return the context variables that a layer may read, with fingerprints of their values.
+
+    Event loops are left out, too: Jupyter keeps one in a variable, and its state always changes.
+    """
+    return frozenset(
+        (variable, fingerprint(value))
+        for variable, value in context.variables.items()
+        if variable.name not in _NOTEBOOK_VARIABLES
+        and not isinstance(value, asyncio.AbstractEventLoop)
+    )
+
+
 def build_graph_key(
     prepared: PreparedStep,
     inputs: FlatInputs,
@@ -184,7 +206,7 @@ def build_graph_key(
         (*request.describe_options().values(), fingerprint(request.loss_fn)),
         _fingerprint_optimizer(request.optimizer, step_modules.parameters, fingerprint),
         (context, torch.get_default_dtype(), *get_global_hook_ids()),
-        frozenset((name, fingerprint(value)) for name, value in context.variables.items()),
+        _fingerprint_context_variables(context, fingerprint),
         _get_kernel_flags(),
     )
     input_facts = (
