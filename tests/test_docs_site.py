@@ -11,8 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import docs_hooks
 import pytest
+
+pytest.importorskip("mkdocs", reason="the pages of the docs are made with mkdocs")
+
+import docs_hooks
 import yaml  # type: ignore[import-untyped]
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page

@@ -83,6 +83,7 @@ def caller_stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
         stream=lambda stream: nullcontext(),
         device=lambda device: nullcontext(),
         current_stream=lambda device: caller,
+        device_count=lambda: 0,  # a CUDA build of PyTorch asks for it, also without a GPU
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return caller
