@@ -1,4 +1,4 @@
-"""What people see in a notebook or a terminal: values as HTML, progress, and lines of text.
+"""The display in notebooks and terminals: values as HTML, progress, and lines of text.
 
 `render_html` is what `_repr_html_` of a schedule, a timeline or a plan returns. These values are in
 folders below `draw`, which draws them: `draw/notebook.py` registers a function for each of them.

@@ -83,7 +83,7 @@ _log = logging.getLogger("penstock")
 
 
 class AuditChoice(NamedTuple):
-    """What is audited in a call.
+    """The choice of what is audited in a call.
 
     Attributes:
         kind: The kind of the call.
