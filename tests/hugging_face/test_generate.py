@@ -126,8 +126,8 @@ class OnSeveralDevices:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         part = self.partition
-        homes = part._find_homes((0, 1), True)
-        return run_model_method(part.model, part.units, homes, None, "generate", args, kwargs)
+        locations = part._find_locations((0, 1), True)
+        return run_model_method(part.model, part.units, locations, None, "generate", args, kwargs)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "Mixtral", "Llama + LoRA", "own"])

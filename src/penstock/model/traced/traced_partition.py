@@ -59,7 +59,7 @@ from penstock.model.traced.stage_program import StageProgram, build_stage_progra
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
-from penstock.model.traced.whole_model import UnitHomes, run_model_method
+from penstock.model.traced.whole_model import UnitLocations, run_model_method
 from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
@@ -690,10 +690,10 @@ class TracedPartition(Partition):
             )
         if exchange is None and len(set(self.devices.values())) == 1:
             return method(*args, **kwargs)
-        homes = self._find_homes(placement, exchange is None)
-        return run_model_method(self.model, self.units, homes, exchange, name, args, kwargs)
+        locations = self._find_locations(placement, exchange is None)
+        return run_model_method(self.model, self.units, locations, exchange, name, args, kwargs)
 
-    def _find_homes(self, placement: Sequence[int], is_whole: bool) -> UnitHomes:
+    def _find_locations(self, placement: Sequence[int], is_whole: bool) -> UnitLocations:
         """Return where the units are: on devices of this process, or on ranks."""
         owners = self.ownership
         if not is_whole:
@@ -703,14 +703,14 @@ class TracedPartition(Partition):
                 for name, stages in owners.parameter_owners.items()
                 if {placement[stage] for stage in stages} != set(placement)
             }
-            return UnitHomes(self._device, unit_ranks=ranks, parameter_ranks=parameter_ranks)
+            return UnitLocations(self._device, unit_ranks=ranks, parameter_ranks=parameter_ranks)
         unit_devices, mixed_units = {}, set()
         for name, unit in self.units.items():
             devices = [tensor.device for tensor in (*unit.parameters(), *unit.buffers())]
             unit_devices[name] = [*devices, self.devices[owners.unit_owners[name][0]]][0]
             if len(set(devices)) > 1:
                 mixed_units.add(name)
-        return UnitHomes(self._device, unit_devices, mixed_units)
+        return UnitLocations(self._device, unit_devices, mixed_units)
 
     def map_stages(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StageMap:
         """Return the stages of the units and operations of this micro-batch's own trace."""

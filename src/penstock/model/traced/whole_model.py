@@ -45,8 +45,8 @@ from penstock.torch_compat import force_eager
 
 
 @dataclass(frozen=True)
-class UnitHomes:
-    """Where the units and parameters of a model are.
+class UnitLocations:
+    """The devices and ranks of the units and parameters of a model.
 
     Attributes:
         device: The device of the first stage in this process.
@@ -66,7 +66,7 @@ class UnitHomes:
 def run_model_method(
     model: nn.Module,
     units: Mapping[str, nn.Module],
-    homes: UnitHomes,
+    locations: UnitLocations,
     exchange: TensorExchange | None,
     method: str,
     args: tuple[Any, ...],
@@ -75,13 +75,13 @@ def run_model_method(
     """Return the result of a method of a model whose units are on several devices or ranks."""
     proxies = {id(unit): build_unit_proxy(name, unit) for name, unit in units.items()}
     proxy_model = ProxyModel(model, proxies, disables_kv_cache=False).model
-    args, kwargs = map_tensors((args, dict(kwargs)), lambda tensor: tensor.to(homes.device))
+    args, kwargs = map_tensors((args, dict(kwargs)), lambda tensor: tensor.to(locations.device))
     forward: DeviceForward | ProcessForward
     if exchange is None:
-        forward = DeviceForward(homes)
-        _return_to_device(proxy_model, homes.device)
+        forward = DeviceForward(locations)
+        _return_to_device(proxy_model, locations.device)
     else:
-        forward = ProcessForward(homes, exchange, units, proxy_model)
+        forward = ProcessForward(locations, exchange, units, proxy_model)
     # Compiled code would call no unit proxy.
     with force_eager(), forward:
         result = getattr(proxy_model, method)(*args, **kwargs)
@@ -127,17 +127,17 @@ class _MethodInterceptor(OpInterceptor):
 class DeviceForward(_MethodInterceptor):
     """Runs each unit on its device. Operations between units run on the device of the last one."""
 
-    def __init__(self, homes: UnitHomes) -> None:
+    def __init__(self, locations: UnitLocations) -> None:
         super().__init__()
-        self._homes, self._device = homes, homes.device
+        self._locations, self._device = locations, locations.device
 
     def intercept_unit(
         self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Move the arguments to the device of the unit, and run it."""
-        self._device = self._homes.unit_devices[name]
+        self._device = self._locations.unit_devices[name]
         args, kwargs = map_call_tensors(args, kwargs, lambda tensor: tensor.to(self._device))
-        if name in self._homes.mixed_units:
+        if name in self._locations.mixed_units:
             return target(*args, **kwargs)
         with without_interception(self):
             return target(*args, **kwargs)
@@ -180,25 +180,25 @@ class ProcessForward(_MethodInterceptor):
 
     def __init__(
         self,
-        homes: UnitHomes,
+        locations: UnitLocations,
         exchange: TensorExchange,
         units: Mapping[str, nn.Module],
         model: nn.Module,
     ) -> None:
         super().__init__()
-        self._homes, self._exchange = homes, exchange
+        self._locations, self._exchange = locations, exchange
         self._shape_units = {
             name: copy_module_tree(unit, _make_meta)
             for name, unit in units.items()
-            if homes.unit_ranks[name] != exchange.rank
+            if locations.unit_ranks[name] != exchange.rank
         }
         self._shape_cache = ShapeCache()
         # Parameters that an operation between units may use: they are sent once.
         self._parameter_ranks: dict[int, int] = {}
         self._parameters: dict[int, Tensor] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in homes.parameter_ranks:
-                self._parameter_ranks[id(parameter)] = homes.parameter_ranks[name]
+            if name in locations.parameter_ranks:
+                self._parameter_ranks[id(parameter)] = locations.parameter_ranks[name]
 
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
@@ -211,7 +211,7 @@ class ProcessForward(_MethodInterceptor):
         self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a unit of this rank, or the copy without memory of another rank's unit."""
-        rank = self._homes.unit_ranks[name]
+        rank = self._locations.unit_ranks[name]
         with without_interception(self):
             args, kwargs = map_call_tensors(args, kwargs, partial(self._fetch, reader=rank))
             if rank == self._exchange.rank:
@@ -263,7 +263,7 @@ class ProcessForward(_MethodInterceptor):
                 "pipe.export(file) into a new model."
             )
         spec = TensorSpec.from_tensor(shape)._replace(requires_grad=False)
-        placeholder = RemoteTensor.from_spec(spec, self._homes.device, NO_VALUE)
+        placeholder = RemoteTensor.from_spec(spec, self._locations.device, NO_VALUE)
         setattr(placeholder, _OWNER, rank)
         return placeholder
 
