@@ -333,7 +333,8 @@ class RowsCheck:
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
         tolerance = SPLIT_ROUNDING.get(total.dtype, 1e-8)
-        if math.isfinite(total) and not all(map(math.isfinite, (*losses, distance))):
+        are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
+        if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
             # the loss of both all the same, so it shows nothing.
             raise _NotFiniteError
