@@ -14,7 +14,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -90,19 +91,48 @@ def _run(words: list[str], env: dict[str, str], namespace: str | None, files: li
     os._exit(code)
 
 
-def _launch_forks(config: Any, entrypoint: str) -> Any:
+def _launch_forks(config: Any, entrypoint: str) -> Callable[..., Any]:
+    """Return a launcher, as `elastic_launch` does, that forks its ranks."""
     assert entrypoint == sys.executable
     config.start_method = "fork"
-    return elastic_launch(config=config, entrypoint=_run_rank)
+
+    def launch(*words: str) -> Any:
+        folder = Path(mkdtemp(prefix="penstock-forked-"))
+
+        def run_rank(unbuffered: str, *words: str) -> None:
+            assert unbuffered == "-u"
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)  # a fork has the handlers of the launcher
+            _wait_for_all_forks(folder)
+            _run_rank(list(words))
+
+        try:
+            return elastic_launch(config=config, entrypoint=run_rank)(*words)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return launch
 
 
-def _run_rank(unbuffered: str, *words: str) -> None:
-    assert unbuffered == "-u"
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # a fork has the handlers of the launcher
+def _wait_for_all_forks(folder: Path) -> None:
+    """Wait until the launcher has forked all ranks of this host.
+
+    A thread of the launcher serves the store, and looks up the host name of each rank that connects
+    to it. A rank that is forked meanwhile has a copy of a locked resolver, which nobody unlocks: it
+    hangs when it resolves a name itself.
+    """
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"{attempt}-{os.getpid()}").touch()
+    end = time.monotonic() + 60
+    while len(list(folder.glob(f"{attempt}-*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        assert time.monotonic() < end, "a rank was not forked within a minute"
+        time.sleep(0.002)
+
+
+def _run_rank(words: list[str]) -> None:
     # The launcher waits for a fork to return, unless its exit code says that it failed.
     with patch.object(os, "_exit", _exit_or_return):
-        code = _run_program(list(words))
+        code = _run_program(words)
     _flush()
     if code:
         os._exit(code)
