@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from doctest import ELLIPSIS, OutputChecker
@@ -181,13 +182,15 @@ def test_docs_programs_and_make_targets_exist(page: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     known = {c.name or getattr(c.callback, "__name__", "") for c in cli.app.registered_commands}
+    # The scripts of this package are not on the path where it is imported without being installed.
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     shown = [b for b in blocks_of(page) if b.language in ("bash", "console")]
     for words, _ in (command for block in shown for command in commands_of(block)):
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words = words[1:]
         if not words:
             continue
-        assert words[0] in (".", "cd") or shutil.which(words[0], path=path), words
+        assert words[0] in (".", "cd", *scripts) or shutil.which(words[0], path=path), words
         if words[0] == "make":
             assert set(words[1:]) <= set(targets), words
         if words[0] == "penstock":
