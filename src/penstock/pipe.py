@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from penstock.checkpoint.pretrained_names import build_model_state, is_pretrained
 from penstock.checkpoint.saver import SaveHandle, SaveHistory, check_keep
 from penstock.config import (
     check_audit,
@@ -39,9 +40,11 @@ from penstock.model.example_hints import check_example, explained_example
 from penstock.model.framework_attributes import (
     MODEL_ATTRIBUTES,
     ModelForward,
+    accept_recomputation,
     build_device_map,
     find_base_model,
     find_dtype,
+    find_pipe_class,
 )
 from penstock.model.placement import (
     MemoryCap,
@@ -1030,18 +1033,26 @@ class Pipe(nn.Module):
             return self._build_saver().export(file)
 
     @entry_point
-    def save_pretrained(self, folder: PathLike) -> Path:
+    def save_pretrained(self, folder: PathLike, state_dict: None = None) -> Path:
         """Write a folder that `from_pretrained` of transformers or peft can read.
 
         Args:
             folder: The folder to write.
+            state_dict: None, as the Trainer of transformers passes it. The pipe writes its own
+                tensors, each rank those of its layers.
 
         Returns:
             The path of the folder.
 
         Raises:
             PenstockTypeError: If the model is not one of transformers or peft.
+            ArgumentError: If a `state_dict` is given.
         """
+        if state_dict is not None:
+            raise ArgumentError(
+                "save_pretrained was given a state_dict, but a pipe writes its own tensors. Leave "
+                "it out, or load it first with pipe.load_state_dict(state_dict)."
+            )
         with self._engine.guarded_slow_call("saving", folder=Path(folder).absolute()):
             return self._build_saver().save_pretrained(folder)
 
@@ -1054,6 +1065,22 @@ class Pipe(nn.Module):
         )
 
     # ---- nn.Module ------------------------------------------------------------------------
+
+    @property
+    def __class__(self) -> type[Any]:
+        """The class of the pipe, which `isinstance` asks. See model/framework_attributes.py."""
+        placed = self.__dict__.get("_placed_partition")  # None while the pipe is being made
+        model = None if placed is None else placed.partition.model
+        return find_pipe_class(type(self), model)
+
+    @__class__.setter
+    def __class__(self, kind: type[Any]) -> None:  # `replicate` and `fully_shard` set it
+        vars(object)["__class__"].__set__(self, kind)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle refuses a `__newobj__` of another class than `__class__`.
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        return (_make_empty, *reduced[1:])
 
     def __getattr__(self, name: str) -> Any:
         # DistributedDataParallel reads this attribute of the module that it wraps. There is no
@@ -1153,7 +1180,8 @@ class Pipe(nn.Module):
         """Copy parameters and buffers from a state dict of the model.
 
         Args:
-            state_dict: The state dict of the unsplit model, or of a pipe of it.
+            state_dict: The state dict of the unsplit model, or of a pipe of it. For a model of
+                transformers or peft, also one with the names that `save_pretrained` writes.
             strict: Whether the keys must be exactly those of the model.
             assign: Whether to take the tensors themselves instead of copying their values.
 
@@ -1164,10 +1192,14 @@ class Pipe(nn.Module):
             RuntimeError: If keys or shapes differ. A prefix that a wrapper has added to all keys,
                 such as "module.", is named in a note.
         """
+        model = self._placed_partition.partition.model
+        known_names = self.state_dict().keys()
+        if model is not None and is_pretrained(model):
+            state_dict = build_model_state(model, state_dict, known_names)
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except Exception as error:
-            hint = explain_key_prefix(state_dict, self.state_dict())
+            hint = explain_key_prefix(state_dict, known_names)
             if hint:
                 add_hint(error, hint)
             raise
@@ -1188,6 +1220,11 @@ class Pipe(nn.Module):
         return self
 
 
+def _make_empty(pipe_class: type[Pipe]) -> Pipe:
+    """Return a pipe without its state, which pickle and copy put in."""
+    return pipe_class.__new__(pipe_class)
+
+
 _METHOD_NAMES = frozenset({"eval", "forward", "load", "parameters", "save", "step", "train"})
 _FIXED_ATTRIBUTES = {
     "devices": "devices=",
@@ -1205,4 +1242,8 @@ _PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {
     "device": lambda pipe: next(iter(pipe._placed_partition.stage_devices.values())),
     "dtype": find_dtype,
     "hf_device_map": lambda pipe: build_device_map(pipe._placed_partition),
+    # Under its two names in transformers, and what peft needs for it.
+    "gradient_checkpointing_enable": lambda pipe: accept_recomputation(pipe.checkpoint),
+    "activation_checkpointing_enable": lambda pipe: accept_recomputation(pipe.checkpoint),
+    "enable_input_require_grads": lambda pipe: accept_recomputation(pipe.checkpoint),
 }

@@ -58,7 +58,7 @@ def bert(**more: Any) -> Any:
 def mixtral(**more: Any) -> Any:
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
     plain = {"experts_implementation": "eager"}  # the other implementations do not support float64
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **TEXT, **experts, **{**plain, **more}))
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **{**TEXT, **plain, **more}))
 
 
 def vit(**more: Any) -> Any:

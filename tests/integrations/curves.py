@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def make_llama_lora(dropout: float = 0.0) -> Any:
     return get_peft_model(make_llama(), adapters)
 
 
-def make_gpt2(dropout: float = 0.0, tied: bool = True) -> Any:
+def make_gpt2(dropout: float = 0.0) -> Any:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -71,13 +70,12 @@ def make_gpt2(dropout: float = 0.0, tied: bool = True) -> Any:
         n_head=2,
         n_positions=32,
         use_cache=False,
-        tie_word_embeddings=tied,
         **rates,
     )
     return GPT2LMHeadModel(config)
 
 
-def make_bert(dropout: float = 0.0, tied: bool = True) -> Any:
+def make_bert(dropout: float = 0.0) -> Any:
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -85,7 +83,6 @@ def make_bert(dropout: float = 0.0, tied: bool = True) -> Any:
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=32,
-        tie_word_embeddings=tied,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
@@ -159,11 +156,7 @@ MODELS = {
     "Llama + LoRA": ModelCase(make_llama_lora),
 }
 
-# Those of which two layers share a weight by default, without that.
-UNTIED = {
-    "GPT-2": ModelCase(partial(make_gpt2, tied=False)),
-    "BERT": ModelCase(partial(make_bert, tied=False)),
-}
+TIED = ("GPT-2", "BERT", "T5")  # two of their layers share a weight
 
 
 class KillAfterSave(TrainerCallback):  # type: ignore[misc]

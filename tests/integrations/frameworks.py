@@ -25,7 +25,7 @@ from transformers import Trainer, logging
 from penstock.integrations.transformers import PipeTrainer
 from tests.distributed.ranks import ranks
 from tests.integrations.curve import Curve
-from tests.integrations.curves import MODELS, UNTIED, KillAfterSave, train
+from tests.integrations.curves import MODELS, TIED, KillAfterSave, train
 from tests.integrations.lightning_curves import PACKAGES, fit, run_fabric
 from tests.integrations.lightning_processes import fit_on_ranks, run_fabric_on_ranks
 from tests.integrations.processes import train_on_ranks
@@ -42,11 +42,12 @@ Row = tuple[str, Callable[[str], float]]
 
 
 @cache
-def train_unsplit(name: str, accumulation: int, even: bool = False, tied: bool = True) -> Curve:
-    case = MODELS[name] if tied else UNTIED[name]
+def train_unsplit(name: str, accumulation: int, even: bool = False) -> Curve:
     with tempfile.TemporaryDirectory() as folder:
         rows: dict[str, Any] = EVEN if even else {}
-        return train(case, folder, Trainer, gradient_accumulation_steps=accumulation, **rows)
+        return train(
+            MODELS[name], folder, Trainer, gradient_accumulation_steps=accumulation, **rows
+        )
 
 
 @cache
@@ -56,11 +57,8 @@ def train_unsplit_sft(accumulation: int, lora: bool) -> Curve:
 
 
 def compare_trainer(name: str, trainer_class: type[Trainer], accumulation: int) -> Row:
-    # A plain Trainer looks for labels in the forward of the class, which is that of all pipes.
-    labels: dict[str, Any] = {} if trainer_class is PipeTrainer else {"label_names": ["labels"]}
-
     def run(folder: str) -> float:
-        options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, **labels}
+        options: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
         curve = train(MODELS[name], folder, trainer_class, pipe_options={}, **options)
         return curve.compute_difference(train_unsplit(name, accumulation))
 
@@ -69,16 +67,11 @@ def compare_trainer(name: str, trainer_class: type[Trainer], accumulation: int) 
 
 
 def compare_resumed(name: str, trainer_class: type[Trainer]) -> Row:
-    is_plain = trainer_class is Trainer
-    options: dict[str, Any] = {**SAVES, "label_names": ["labels"]} if is_plain else SAVES
-    # The checkpoints of a plain Trainer refuse tied weights; see docs/frameworks.md.
-    tied = not is_plain or name not in UNTIED
-
     def run(folder: str) -> float:
-        case = MODELS[name] if tied else UNTIED[name]
+        case = MODELS[name]
         first, second = {"stages": 2}, {"stages": 3, "chunks": 4}
         kill = [KillAfterSave(10)]
-        curve = train(case, folder, trainer_class, pipe_options=first, callbacks=kill, **options)
+        curve = train(case, folder, trainer_class, pipe_options=first, callbacks=kill, **SAVES)
         assert max(curve.steps) == 10
         checkpoint = f"{folder}/checkpoint-10"
         train(
@@ -88,13 +81,13 @@ def compare_resumed(name: str, trainer_class: type[Trainer]) -> Row:
             pipe_options=second,
             curve=curve,
             resume=checkpoint,
-            **options,
+            **SAVES,
         )
-        return curve.compute_difference(train_unsplit(name, 1, tied=tied))
+        return curve.compute_difference(train_unsplit(name, 1))
 
-    title = "Trainer(model=pipe)" if is_plain else "PipeTrainer"
-    weights = "" if tied else ", untied weights"
-    return f"{name:13} {title:20} killed at step 10, resumed with 3 stages{weights}", run
+    title = "PipeTrainer" if trainer_class is PipeTrainer else "Trainer(model=pipe)"
+    tied = ", tied" if name in TIED else ""
+    return f"{name:13} {title:20} killed at step 10, resumed with 3 stages{tied}", run
 
 
 def train_with_dropout(name: str) -> Row:
@@ -296,8 +289,7 @@ def list_rows() -> Iterator[Row]:
             yield compare_trainer(name, PipeTrainer, accumulation)
             yield compare_trainer(name, Trainer, accumulation)
         yield compare_resumed(name, PipeTrainer)
-        if name != "T5":  # it always ties its embeddings, which a plain Trainer cannot save
-            yield compare_resumed(name, Trainer)
+        yield compare_resumed(name, Trainer)
         yield train_with_dropout(name)
     for accumulation in (1, 3):
         yield compare_sft(accumulation, lora=False)

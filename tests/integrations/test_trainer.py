@@ -20,9 +20,11 @@ from transformers import Trainer, set_seed
 from penstock import ArgumentError, PenstockTypeError, Pipe
 from penstock.integrations.transformers import OPTIMIZER_FOLDER, PipeTrainer
 from tests.distributed.ranks import RanksFailed, ranks
+from tests.hugging_face import tiny
 from tests.integrations.curve import Curve
 from tests.integrations.curves import (
     MODELS,
+    VOCABULARY,
     KillAfterSave,
     ModelCase,
     make_arguments,
@@ -38,7 +40,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of transformers and 
 
 SHORT: dict[str, Any] = {"max_steps": 6, "eval_steps": 3}
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
-PLAIN: dict[str, Any] = {"label_names": ["labels"]}  # see docs/frameworks.md
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_mean_losses_are_averaged_over_accumulated_batches(
     trainer_class: type[Trainer], tmp_path: Path
 ) -> None:
     case = ModelCase(make_without_loss_kwargs)
-    options = {**SHORT, **PLAIN, "gradient_accumulation_steps": 4}
+    options = {**SHORT, "gradient_accumulation_steps": 4}
     expected = train(case, str(tmp_path), Trainer, **options)
     curve = train(case, str(tmp_path), trainer_class, pipe_options={}, **options)
     assert curve.compute_difference(expected) < 1e-6
@@ -75,7 +76,7 @@ def test_mean_losses_are_averaged_over_accumulated_batches(
 def test_plain_trainer_has_the_curve_of_the_unsplit_model(name: str, tmp_path: Path) -> None:
     options = {**SHORT, "gradient_accumulation_steps": 3}
     expected = train(MODELS[name], str(tmp_path), Trainer, **options)
-    curve = train(MODELS[name], str(tmp_path), Trainer, pipe_options={}, **PLAIN, **options)
+    curve = train(MODELS[name], str(tmp_path), Trainer, pipe_options={}, **options)
     assert curve.compute_difference(expected) < 1e-6
 
 
@@ -110,28 +111,81 @@ def test_mixed_precision_trains_in_bfloat16(tmp_path: Path) -> None:
     assert curve.compute_difference(exact) > 1e-6  # autocast reaches the workers
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama + LoRA"])
+def make_mixtral(dropout: float) -> Any:
+    return tiny.mixtral(vocab_size=VOCABULARY, use_cache=False)
+
+
+def make_gpt2_lora(dropout: float) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    options = {"target_modules": ["c_attn"], "init_lora_weights": False, "fan_in_fan_out": True}
+    return get_peft_model(MODELS["GPT-2"].make(), LoraConfig(r=4, **options))
+
+
+RESUMED = {
+    **MODELS,
+    "Mixtral": ModelCase(make_mixtral),  # its experts have other names in a file
+    "GPT-2 + LoRA": ModelCase(make_gpt2_lora),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer_class"),
+    [
+        ("GPT-2", PipeTrainer),
+        ("Llama + LoRA", PipeTrainer),
+        # safetensors refuses the weights that two layers share, unless the Trainer knows the model.
+        ("GPT-2", Trainer),
+        ("BERT", Trainer),
+        ("T5", Trainer),
+        ("GPT-2 + LoRA", Trainer),
+        ("Mixtral", Trainer),
+    ],
+)
 def test_run_that_is_killed_resumes_with_another_number_of_stages(
-    name: str, tmp_path: Path
+    name: str, trainer_class: type[Trainer], tmp_path: Path
 ) -> None:
-    case, folder = MODELS[name], str(tmp_path)
+    case, folder = RESUMED[name], str(tmp_path)
     expected = train(case, folder, Trainer, **SHORT)
     options = {**SHORT, **SAVES}
-    curve = train(case, folder, pipe_options={}, callbacks=[KillAfterSave(4)], **options)
+    kill = [KillAfterSave(4)]
+    curve = train(case, folder, trainer_class, pipe_options={}, callbacks=kill, **options)
     assert max(curve.steps) == 4
     # An earlier run got further, and its checkpoint is replaced.
     (tmp_path / "checkpoint-6" / OPTIMIZER_FOLDER / "of an earlier run").mkdir(parents=True)
-    other = {"stages": 3, "chunks": 4}
-    checkpoint = f"{folder}/checkpoint-4"
-    train(case, folder, pipe_options=other, curve=curve, resume=checkpoint, **options)
+    again: dict[str, Any] = {
+        "pipe_options": {"stages": 3, "chunks": 4},
+        "resume": f"{folder}/checkpoint-4",
+    }
+    train(case, folder, trainer_class, curve=curve, **again, **options)
     assert curve.compute_difference(expected) < 1e-6
 
 
-def test_checkpoint_of_a_pipe_is_read_by_from_pretrained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer_class", "pipe_options"),
+    [(Trainer, None), (PipeTrainer, {"stages": 3})],
+    ids=["unsplit", "PipeTrainer"],
+)
+def test_checkpoint_of_a_plain_trainer_is_for_every_trainer(
+    trainer_class: type[Trainer], pipe_options: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    case, folder = MODELS["GPT-2"], str(tmp_path)
+    options = {**SHORT, **SAVES}
+    expected = train(case, folder, Trainer, **options)
+    curve = train(case, folder, Trainer, pipe_options={}, callbacks=[KillAfterSave(4)], **options)
+    again: dict[str, Any] = {"pipe_options": pipe_options, "resume": f"{folder}/checkpoint-4"}
+    train(case, folder, trainer_class, curve=curve, **again, **options)
+    assert curve.compute_difference(expected) < 1e-6
+
+
+@pytest.mark.parametrize("trainer_class", [PipeTrainer, Trainer])
+def test_checkpoint_of_a_pipe_is_read_by_from_pretrained(
+    trainer_class: type[Trainer], tmp_path: Path
+) -> None:
     set_seed(0)
     rows = MODELS["GPT-2"].make_rows(8)
     model = MODELS["GPT-2"].make()
-    trainer = PipeTrainer(
+    trainer = trainer_class(
         model=make_pipe(model, rows),
         args=make_arguments(str(tmp_path), eval_strategy="no", max_steps=1),
         train_dataset=rows,
@@ -167,7 +221,7 @@ def test_model_of_ones_own_saves_and_resumes(tmp_path: Path) -> None:
         example = torch.randn(4, 4)
         pipe = Pipe(Classifier(), 2, stages=2, devices=["cpu", "cpu"], example=example)
         rows = [{"x": torch.randn(4), "labels": torch.tensor(i % 3)} for i in range(8)]
-        arguments = {"eval_strategy": "no", "max_steps": 8, **SAVES, **PLAIN}
+        arguments = {"eval_strategy": "no", "max_steps": 8, "label_names": ["labels"], **SAVES}
         return PipeTrainer(
             model=pipe,
             args=make_arguments(str(tmp_path), **arguments),
@@ -243,10 +297,15 @@ def test_subclass_with_its_own_loss_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, Weighted, eval_dataset=[])
 
 
-def test_recomputation_that_the_pipe_does_not_do_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer_class", [PipeTrainer, Trainer])
+def test_recomputation_that_the_pipe_does_not_do_is_refused(
+    trainer_class: type[Trainer], tmp_path: Path
+) -> None:
     arguments = {"gradient_checkpointing": True, "eval_strategy": "no"}
+    options = {"pipe_options": {"checkpoint": "never"}, "arguments": arguments}
+    trainer = make_trainer(tmp_path, trainer_class, **options)
     with pytest.raises(ArgumentError, match="the pipe was made with checkpoint='never'"):
-        make_trainer(tmp_path, pipe_options={"checkpoint": "never"}, arguments=arguments)
+        trainer.train()
 
 
 def test_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class WeightRecipe:
 
     def build(self, read_tensor: Callable[[str], torch.Tensor], model: nn.Module) -> torch.Tensor:
         """Return the converted tensor. `read_tensor` reads a stored one."""
+        if self.converter is None:
+            return read_tensor(self.sources[0])
         # A converter collects tensors in itself, so each build needs its own copy.
         converter = deepcopy(self.converter)
         for source, pattern in zip(self.sources, self.source_patterns, strict=True):
@@ -109,6 +111,26 @@ def map_stored_names(
         _strip_peft_names(name): name for name in names if name not in adapter_names.values()
     }
     return _build_name_map(base.get_base_model(), stored, base_names)
+
+
+def build_model_state(
+    model: nn.Module, state: Mapping[str, Any], names: Collection[str]
+) -> Mapping[str, Any]:
+    """Return a state dict under the names of the model, from one under those of a file.
+
+    The Trainer of transformers passes the tensors of a file to `load_state_dict`, which would skip
+    those with other names. An entry that belongs to no tensor of the model stays as it is.
+    """
+    stored = [name for name in state if name not in names]
+    if not stored:
+        return state
+    name_map = map_stored_names(model, stored, names)
+    built = {
+        target: recipe.build(state.__getitem__, model)
+        for target, recipe in name_map.recipes.items()
+    }
+    kept = {name: state[name] for name in state if name in names or name in name_map.unexpected}
+    return {**built, **kept}
 
 
 def _strip_peft_names(name: str) -> str:

@@ -63,8 +63,7 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # SFTTrainer replaces the forward of its model by one that would run the model unsplit.
-        self.model.__dict__.pop("forward", None)
+        self._restore_forwards()
         model = self.model._placed_partition.partition.model
         if model is not None:  # the Trainer has looked at the class of the pipe
             base_class = type(find_base_model(model))
@@ -98,13 +97,6 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
                 f"{pipe.device}. Set use_cpu={pipe.device.type == 'cpu'} in the arguments, or make "
                 "the pipe on other devices."
             )
-        if args.gradient_checkpointing:
-            if pipe.checkpoint == "never":
-                raise ArgumentError(
-                    "gradient_checkpointing=True, but the pipe was made with checkpoint='never'. "
-                    "Use checkpoint='always', or switch gradient_checkpointing off."
-                )
-            args.gradient_checkpointing = False  # the pipe recomputes by itself
         if count_replicas(pipe) > 1 and not args.average_tokens_across_devices:
             raise ArgumentError(
                 "average_tokens_across_devices=False is not supported with several replicas: a "
@@ -113,6 +105,16 @@ class PipeTrainerMixin(_Base):  # type: ignore[misc]
         args._n_gpu = 1  # the batch is that of one replica, and DataParallel would copy the pipe
         super().create_accelerator_and_postprocess()
         adapt(self.accelerator, pipe)
+        model = pipe._placed_partition.partition.model
+        modules = [pipe] if model is None else [pipe, find_base_model(model)]
+        self._forwards = [(vars(module), vars(module).get("forward")) for module in modules]
+
+    def _restore_forwards(self) -> None:
+        """Undo what SFTTrainer has done: its forward would run the model unsplit."""
+        for attributes, forward in self._forwards:
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the rows of an optimizer step, over all replicas of the pipe."""

@@ -9,31 +9,57 @@ and how to scale its loss. A pipe gives the model's own answers, and its own whe
     device, dtype, hf_device_map       of the stages in this process
     stages, devices, schedule,         how the model is split, for logs
     partition
+    gradient_checkpointing_enable      nothing to do, if the pipe recomputes
+    __class__                          for a model of transformers or peft, also the model's class
 
-Models are recognized by their attributes, and none of these frameworks is imported here.
+The Trainer saves with `save_pretrained` only if the model is an instance of PreTrainedModel or
+PeftModel. It hands the state dict of any other model to safetensors, which refuses weights that two
+layers share. It also looks for the names of labels in `model.__class__.forward`. A pipe has both
+answers: Python's `isinstance` asks `__class__` if the type itself does not match. accelerate's data
+loaders and `unittest.mock` do the same. The type of a pipe stays `Pipe`, so it has none of the
+methods with which a PreTrainedModel would change itself, such as `resize_token_embeddings`.
+
+None of these frameworks is imported here: a model of transformers or peft means that its library is
+already in `sys.modules`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from penstock.errors import ArgumentError
 from penstock.model.placement import PlacedPartition
 
 MODEL_ATTRIBUTES = frozenset(
     {
+        "_keys_to_ignore_on_save",  # a checkpoint need not have these
+        "_no_split_modules",
+        "active_adapters",  # of peft
         "accepts_loss_kwargs",  # whether forward takes num_items_in_batch
         "add_model_tags",
+        "base_model_prefix",
         "config",
         "generation_config",
+        "get_base_model",
+        "get_input_embeddings",  # peft asks for these layers, and leaves them as they are
+        "get_output_embeddings",
+        "is_activation_checkpointing",  # whether layers recompute, apart from the pipe
+        "is_custom_code",
+        "is_gradient_checkpointing",  # its name before transformers 5.23
+        "load_adapter",
         "loss_type",  # whether the loss shifts the labels
         "main_input_name",
         "model_tags",
         "name_or_path",
+        "peft_config",
     }
 )
 
@@ -70,6 +96,23 @@ def find_dtype(pipe: nn.Module) -> torch.dtype:
     """Return the dtype of the first parameter that has floating point, or the default dtype."""
     dtypes = (p.dtype for p in pipe.parameters() if p.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
+
+
+def accept_recomputation(checkpoint: Any) -> Callable[..., None]:
+    """Return a method for a framework to switch recomputation on, which a pipe does by itself.
+
+    `checkpoint` is that of the pipe. The recomputation of a pipe needs no inputs with gradients,
+    either.
+    """
+
+    def accept(*args: Any, **kwargs: Any) -> None:
+        if checkpoint == "never":
+            raise ArgumentError(
+                "gradient_checkpointing=True, but the pipe was made with checkpoint='never'. "
+                "Use checkpoint='always', or switch gradient_checkpointing off."
+            )
+
+    return accept
 
 
 class PlacedPipe(Protocol):
@@ -113,3 +156,47 @@ class ModelForward:
     def __get__(self, pipe: PlacedPipe | None, owner: type | None = None) -> Callable[..., Any]:
         """Return the forward of a pipe, or the plain function for the class."""
         return self.function if pipe is None else BoundForward(self.function, pipe)
+
+    def with_signature(self, signature: inspect.Signature) -> ModelForward:
+        """Return the same method, with a signature that the function of the class has, too."""
+
+        @functools.wraps(self.function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.function(*args, **kwargs)
+
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        return ModelForward(forward)
+
+
+def find_pipe_class(pipe_class: type[Any], model: nn.Module | None) -> type[Any]:
+    """Return the `__class__` of a pipe, which for a model of transformers or peft is also its own.
+
+    It is a subclass of both. PyTorch's `replicate` and accelerate's `compile_regions` derive a new
+    class from the `__class__` of a module, and what they make has to be a pipe.
+    """
+    if not isinstance(model, _find_pretrained_classes()):
+        return pipe_class
+    if issubclass(pipe_class, type(model)):  # made by `replicate`
+        return pipe_class
+    classes: Any = pipe_class, type(model)
+    return _build_joint_class(*classes)
+
+
+def _find_pretrained_classes() -> tuple[type, ...]:
+    names = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+    modules = ((sys.modules.get(module), name) for module, name in names.items())
+    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
+
+
+@functools.cache
+def _build_joint_class(pipe_class: type[Any], model_class: type[Any]) -> type:
+    forward = inspect.getattr_static(pipe_class, "forward")
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__module__"] = model_class.__module__
+        namespace["__doc__"] = f"A pipe of a {model_class.__name__}."
+        # The Trainer finds labels in it.
+        namespace["forward"] = forward.with_signature(inspect.signature(model_class.forward))
+
+    # The Trainer also knows some classes by their names.
+    return types.new_class(model_class.__name__, (pipe_class, model_class), {}, fill)
