@@ -303,8 +303,8 @@ class Engine(Protocol):
     """The interface to where a pipe runs: in this process, or as one process of several."""
 
     @property
-    def step_lock(self) -> AbstractContextManager[object]:
-        """A lock that is held during a step."""
+    def call_lock(self) -> AbstractContextManager[object]:
+        """A lock that is held during a step, and during `pipe(x)`."""
 
     def guarded(self, operation: str) -> AbstractContextManager[str]:
         """Return a context for one call. It yields the name of the call, for messages.
@@ -359,7 +359,7 @@ class Engine(Protocol):
 
 def run_step(pipe: PreparedPipe, request: Request, engine: Engine) -> StepResult:
     """Run forward, loss and backward of a batch under the schedule."""
-    with engine.step_lock:
+    with engine.call_lock:
         with engine.guarded("step") as call_name:
             try:
                 pipe.check_no_hooks()
@@ -437,7 +437,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
 
 def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
     """Return the output of the model for a batch. All forwards come before the first backward."""
-    with engine.guarded("forward") as call_name:
+    with engine.call_lock, engine.guarded("forward") as call_name:
         try:
             pipe.check_model_unchanged()
             call = engine.prepare(call_name, request)
