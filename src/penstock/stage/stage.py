@@ -148,7 +148,10 @@ def _find_switches(module: nn.Module) -> tuple[bool, ...]:
     if type(module).__module__.startswith("torch.nn."):
         return ()
     values = module.__dict__.values()
-    return tuple([bool(value) for value in values if type(value) is float or type(value) is bool])
+    return tuple([bool(value) for value in values if type(value) in _SWITCH_TYPES])
+
+
+_SWITCH_TYPES = (bool, int, float)
 
 
 StageMembers = dict[int, nn.Module | Tensor]  # modules, parameters and buffers, by id
