@@ -63,6 +63,7 @@ AUDITED = tuple(
         "hugging_face/",
         "integrations/",
         "runtime/test_audit.py",
+        "runtime/test_audit_branches.py",
         "gpu/test_audit_on_gpu.py",
         "test_docs.py",
         "test_public_surface.py",

@@ -413,6 +413,15 @@ def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
     return hooks is not None and sys.modules.get(hooks[0].__module__) is _torch_checkpoint
 
 
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Return whether a node of a graph is that of a `torch.utils.checkpoint` that is reentrant.
+
+    Its backward runs another one inside, which PyTorch allows only if the outer adds to `.grad`.
+    """
+    function = getattr(node, "_forward_cls", None)
+    return function is not None and function is _torch_checkpoint.CheckpointFunction
+
+
 # The `f_globals` of stack frames that run code of `torch.utils.checkpoint`. A walk of the stack
 # compares it with each frame; a function call per frame would double the time of the walk.
 TORCH_CHECKPOINT_GLOBALS: dict[str, Any] = _torch_checkpoint.__dict__

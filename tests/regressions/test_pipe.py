@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -437,3 +438,62 @@ def test_in_place_change_of_a_passed_on_input_is_refused_in_the_first_call() -> 
         x = torch.ones(4, 3, requires_grad=True)
         with pytest.raises(RuntimeError, match=r"changed a shared tensor of shape .* in place"):
             pipe.step(x, target=torch.zeros(4, 3))
+
+
+class Reentrant(nn.Module):
+    """A layer inside a `torch.utils.checkpoint` that is reentrant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpointed(self.linear, x, use_reentrant=True)
+        return y.tanh()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in a first forward
+@each_runtime
+@each_checkpoint
+@each_door
+def test_reentrant_checkpoint_inside_a_layer(door: str, checkpoint: str, runtime: str) -> None:
+    """PyTorch refused it in the backward of `pipe(x)`, which asked for gradients of parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Reentrant(), Reentrant(), nn.Linear(8, 3)).double()
+    pipe = Pipe(
+        copy.deepcopy(model), 2, checkpoint, stages=2, runtime=runtime, loss_fn=functional.mse_loss
+    )
+    x, target = batch(6)
+    for _ in range(2):  # the second backward adds to the gradients of the first
+        if door == "step":
+            pipe.step(x, target=target)
+        else:
+            functional.mse_loss(pipe(x), target).backward()
+        functional.mse_loss(model(x), target).backward()
+    assert same_gradients(pipe, model)
+
+
+@each_runtime
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_first_calls_of_a_pipe_from_several_threads(is_traced: bool, runtime: str) -> None:
+    """The audit of one call exchanged the parameters that the others computed with."""
+    model = plain()
+    x, _ = batch(6)
+    options: dict[str, Any] = {"example": x} if is_traced else {}
+    whole_model = Do(model) if is_traced else model
+    pipe = Pipe(copy.deepcopy(whole_model), 2, stages=2, runtime=runtime, **options)
+    expected, errors = model(x), []
+
+    def call(index: int) -> None:
+        try:
+            with torch.set_grad_enabled(index % 2 == 0):
+                assert closely(pipe(x), expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors

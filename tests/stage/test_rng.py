@@ -229,16 +229,16 @@ def test_layer_that_starts_drawing_causes_a_warning(runtime: str) -> None:
     """
 
     class Moody(nn.Module):
-        rate = 0.0
+        rates = (0.0,)
 
         def forward(self, x: Tensor) -> Tensor:
-            return functional.dropout(x, self.rate) if self.rate else x * 1
+            return functional.dropout(x, self.rates[0]) if self.rates[0] else x * 1
 
     moody = Moody()
     pipe = Pipe(nn.Sequential(nn.Linear(4, 4), moody), 2, "always", stages=2, runtime=runtime)
     x = torch.randn(4, 4)
     pipe(x).sum().backward()
-    moody.rate = 0.5
+    moody.rates = (0.5,)
     with pytest.warns(UserWarning, match="random numbers were drawn from PyTorch"):
         pipe(x).sum().backward()
     with warnings.catch_warnings():

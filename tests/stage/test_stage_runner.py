@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import NoChunk, Pipe, pop, skippable, stash
+from penstock.errors import RunError
 from tests.pairs import each_pair
 from tests.support import (
     CHECKPOINTS,
@@ -242,17 +243,86 @@ def test_output_of_a_pipe_may_be_changed_in_place(checkpoint: str, runtime: str)
     assert same_gradients(pipe, model)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "message"), [("always", "which they had not done before"), ("never", "in-place")]
-)
-def test_layer_that_starts_to_work_in_place_is_refused(checkpoint: str, message: str) -> None:
-    """A stage that never worked in place makes no copies of its inputs.
-
-    If it starts to, that is an error.
-    """
-    layers = nn.Sequential(linear(), AddOne(False), linear())
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_layer_that_is_switched_to_work_in_place_later(checkpoint: str) -> None:
+    layers = nn.Sequential(linear(), AddOne(False), linear()).double()
+    model = copy.deepcopy(layers)
     pipe = Pipe(layers, 2, checkpoint, stages=3)
-    pipe(torch.randn(4, 6)).sum().backward()
-    pipe[1].in_place = True
-    with pytest.raises(RuntimeError, match=message):
-        pipe(torch.randn(4, 6)).sum().backward()
+    for in_place in (False, True):
+        pipe[1].in_place = model[1].in_place = in_place
+        x, _ = batch(4)
+        pipe(x).sum().backward()
+        model(x).sum().backward()
+    assert same_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("door", ["call", "step"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_layer_that_works_in_place_for_some_inputs_is_refused(checkpoint: str, door: str) -> None:
+    """A stage that never worked in place makes no copies of its inputs, and gets leaves.
+
+    If it starts to, PyTorch raised an error of its own. The step can be repeated.
+    """
+    layers = nn.Sequential(linear(), Do(lambda x: x.add_(1) if x.sum() > 0 else x + 1), linear())
+    pipe = Pipe(layers, 1, checkpoint, stages=3, loss_fn=functional.mse_loss, audit="off")
+
+    def train(x: Tensor) -> None:
+        if door == "step":
+            pipe.step(x, target=torch.zeros(4, 6))
+        else:
+            pipe(x).sum().backward()
+
+    with torch.no_grad():
+        layers[0].weight.fill_(1.0)
+    train(-torch.ones(4, 6))
+    with pytest.raises(RunError, match=r"changed their input in place, which they had not done be"):
+        train(torch.ones(4, 6))
+    if checkpoint == "never":
+        train(torch.ones(4, 6))
+
+
+def test_error_of_a_layer_is_raised_unchanged_beside_leaves() -> None:
+    layers = nn.Sequential(linear(), Do(lambda x: x.view(7, -1) if x.sum() > 0 else x), linear())
+    pipe = Pipe(layers, 1, "never", stages=3, audit="off")
+    with torch.no_grad():
+        layers[0].weight.fill_(1.0)
+    pipe(-torch.ones(4, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        pipe(torch.ones(4, 6)).sum().backward()
+
+
+class LateNoise(nn.Module):
+    """A layer whose noise is switched on later, as in a training schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.std = 0.0
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x) if self.std else torch.zeros_like(x)
+        self.seen.append(noise.detach())
+        return x + self.std * noise
+
+
+@each_checkpoint
+@pytest.mark.parametrize("door", ["call", "step"])
+def test_noise_that_is_switched_on_later(checkpoint: str, door: str) -> None:
+    """The stage was known not to draw, and its recomputation drew other numbers."""
+    noise = LateNoise()
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(6, 6), noise, nn.Linear(6, 3)).double(),
+        2,
+        checkpoint,
+        stages=[2, 1],
+        loss_fn=functional.mse_loss,
+    )
+    x, target = batch(4)
+    for std in (0.0, 0.0, 0.5, 1.0):
+        noise.std = std
+        noise.seen.clear()
+        if door == "step":
+            pipe.step(x, target=target)
+        else:
+            functional.mse_loss(pipe(x), target).backward()
+    assert len({tuple(seen.flatten().tolist()) for seen in noise.seen}) == 2

@@ -25,7 +25,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -57,11 +57,12 @@ from penstock.runtime.kept_tensors import KeptPlace
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
+from penstock.stage.branches import BranchRecord, BranchStageFunction
 from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import is_inside_cell, peek_seed
-from penstock.stage.stage import OUTSIDE
+from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stage_runner import StageRunner
 from penstock.state_copy import find_reachable
 from penstock.torch_compat import (
@@ -105,6 +106,7 @@ class Auditor:
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
     kept_places: list[KeptPlace] = field(default_factory=list)
+    _branches: dict[Any, BranchRecord] = field(default_factory=dict)  # by kind of call
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
@@ -180,6 +182,16 @@ class Auditor:
         """Remember where forwards leave tensors with a graph."""
         known = {(id(place.owner), place.key) for place in self.kept_places}
         self.kept_places += [p for p in places if (id(p.owner), p.key) not in known]
+
+    def note_branches(self, kind: Any) -> None:
+        """Let the stages be watched in later calls of this kind: see branches.py."""
+        self._branches.setdefault(kind, BranchRecord())
+
+    def find_branches(self, request: Request, inputs: StageInputs) -> BranchRecord | None:
+        """Return what is known of the branches in a call. None: it has none, or no parts."""
+        if not self._branches or request.audit == "off" or running.is_running:
+            return None
+        return self._branches.get(self.identify(request, inputs))
 
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""
@@ -338,11 +350,19 @@ class Audit:
                 self._auditor.tell_once(obstacle)
                 return
             self._split_problem = self._split_problem or self._rows_check.compare_two_rows(forward)
+            if forward.has_branches and self._inputs.chunks > 1:
+                self._auditor.note_branches(self._kind)
+                self._split_problem = (
+                    self._split_problem or self._rows_check.compare_all_microbatches()
+                )
             if forward.has_own_gradients and self._split_problem is None:
                 self._split_problem = self._rows_check.compare_groups()
             if keeps_state:
                 self._compare_loss_orders()
-            self._forward = forward
+            if forward.changed_hooks is None:
+                self._forward = forward
+            else:
+                self._state_problem = _describe_hooks(forward.changed_hooks)
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
             self._failure = error
@@ -736,6 +756,18 @@ class Audit:
         )
         self._finish()
 
+    def check_branches(self, stages: Collection[Stage]) -> None:
+        """Compare the whole batch, after a call whose micro-batches went different ways."""
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None:
+            where = ", ".join(map(str, stages))
+            self._split_problem = (
+                f"the layers of {where} go by numbers that they read from their rows, as `if "
+                "x.mean() > 0` does. The unsplit model decides for the whole batch, and here the "
+                f"micro-batches went different ways: {problem}"
+            )
+        self._finish()
+
     def note_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes
@@ -792,6 +824,14 @@ def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
         f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
         "it once for the whole batch, after all rows have been computed. Change such state outside "
         "of the forward, after each step, or use chunks=1."
+    )
+
+
+def _describe_hooks(name: str) -> str:
+    return (
+        f"the forward adds or removes hooks of '{name}'. In a pipe, stages and micro-batches would "
+        "do so at different times, and each stage for itself. Register hooks before the Pipe is "
+        "made, or between steps."
     )
 
 
@@ -869,6 +909,30 @@ def audit_new_terms(
     audit = _build_audit(pipe, call, execution, program, reduction, kind)
     if audit is not None:
         audit.check_new_terms(sizes)
+
+
+def audit_branches(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+    record: BranchRecord,
+    functions: Sequence[BranchStageFunction],
+) -> None:
+    """Compare the whole batch if the micro-batches of a call went different ways."""
+    stages, ways = record.find_new_ways(functions)
+    if not stages:
+        return
+    kind = pipe.auditor.identify(call.request, call.inputs)
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        are_equal = False
+        try:
+            audit.check_branches(stages)
+            are_equal = True
+        finally:
+            record.note_compared(ways, are_equal)
 
 
 def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReduction) -> bool:

@@ -34,6 +34,7 @@ from penstock.runtime.digest import Digest, Digester
 from penstock.runtime.kept_tensors import KeptPlace, find_kept_places
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
+from penstock.stage.branches import BranchWatch
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
@@ -88,6 +89,8 @@ class ReferenceForward(NamedTuple):
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
+        has_branches: Whether Python read numbers of tensors, or operations selected among rows.
+        changed_hooks: The name of a module or parameter whose hooks it changed, or None.
     """
 
     values: tuple[Any, ...]
@@ -98,6 +101,8 @@ class ReferenceForward(NamedTuple):
     adds_losses: bool
     has_own_gradients: bool
     draws_in_loss: bool
+    has_branches: bool
+    changed_hooks: str | None
 
     @property
     def changed_state(self) -> bool:
@@ -286,9 +291,12 @@ class Reference:
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
         before = self._digest_buffers()
         attributes = read_plain_attributes(self._model_modules).items()
-        gradient_watch = _GradientWatch()
+        gradient_watch, branch_watch = _GradientWatch(), BranchWatch()
+        hooks = self._list_hooks()
         with cells.emulate(microbatch), nullcontext() if fixes_draws else gradient_watch:
-            values = self._compute(args, kwargs, counted_targets or target)
+            values = self._compute(
+                args, kwargs, counted_targets or target, None if fixes_draws else branch_watch
+            )
         has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
         if not has_own_gradients and not fixes_draws:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
@@ -307,13 +315,53 @@ class Reference:
             self._adds_losses,
             has_own_gradients,
             self._draws_in_loss,
+            branch_watch.has_read or branch_watch.selects_rows,
+            self._find_changed_hooks(hooks),
         )
 
+    def _list_hooks(self) -> dict[tuple[nn.Module, str], list[int]]:
+        """Return the ids of the hooks of each module, and of each parameter."""
+        hooks = {}
+        for module in self._model_modules:
+            tables = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks
+            hooks[module, ""] = [key for table in tables for key in table]
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter._backward_hooks:
+                    hooks[module, name] = list(parameter._backward_hooks)
+        return hooks
+
+    def _find_changed_hooks(self, before: dict[tuple[nn.Module, str], list[int]]) -> str | None:
+        """Return the name of a parameter whose hooks have changed, or of a module.
+
+        A unit may change the hooks of its children, as one stage runs it. Code between units is run
+        by several stages.
+        """
+        now = self._list_hooks()
+        changed = [key for key in {**before, **now} if before.get(key, []) != now.get(key, [])]
+        if not changed:
+            return None
+        assert self._stage_map is not None  # a forward has run
+        units = [unit for unit, _ in self._stage_map[0]]
+        children = {child for unit in units for child in unit.modules() if child is not unit}
+        names = self._partition.names()
+        problems = (
+            f"{names[module]}.{parameter}".strip(".")
+            for module, parameter in changed
+            if parameter or module not in children
+        )
+        return next(problems, None)
+
     def _compute(
-        self, args: Any, kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+        self,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        targets: tuple[Any, ...],
+        branch_watch: BranchWatch | None,
     ) -> tuple[Any, ...]:
         def run_model(_: object) -> dict[int, tuple[Any, ...]]:
-            return {OUTSIDE: (self._partition.run_unsplit(args, kwargs),)}
+            # Not the loss function, which each step compares with the whole batch if it has to.
+            with branch_watch or nullcontext():
+                return {OUTSIDE: (self._partition.run_unsplit(args, kwargs),)}
 
         if self._reduction is None:
             return run_model(None)[OUTSIDE]

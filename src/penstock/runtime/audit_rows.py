@@ -148,6 +148,17 @@ class RowsCheck:
         """
         return self._try_modes(self._find_two_microbatches()) if self._has_parts() else None
 
+    @torch.no_grad()
+    def compare_all_microbatches(self) -> str | None:
+        """Return how the results of all micro-batches do not combine to those of the batch.
+
+        None: they do. A branch or a selection may depend on all rows of the batch.
+        """
+        return self._try_modes(self._list_microbatches()) if self._has_parts() else None
+
+    def _list_microbatches(self) -> list[Rows]:
+        return [self.reference.find_rows(index) for index in range(self.inputs.chunks)]
+
     def _has_parts(self) -> bool:
         return self.inputs.chunks >= 2 and sum(self.inputs.rows.counts) >= 2
 
@@ -180,9 +191,8 @@ class RowsCheck:
         if is_random:
             return None
         # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
-        every_microbatch = [self.reference.find_rows(i) for i in range(self.inputs.chunks)]
         try:
-            if self._try_split(every_microbatch, None, False, False) is not None:
+            if self._try_split(self._list_microbatches(), None, False, False) is not None:
                 return _SPLIT_INPUT_PROBLEM
         except Exception as error:
             close_failed_checkpoints(error)
@@ -275,7 +285,7 @@ class RowsCheck:
             return ()
         if not self._is_counted():
             return [1.0] * len(ranges) if self._adds_losses() else rows.fractions()
-        microbatches = [self.reference.find_rows(i) for i in range(self.inputs.chunks)]
+        microbatches = self._list_microbatches()
         if not set(ranges) <= set(microbatches):
             return None
         shares = [torch.as_tensor(all_shares[microbatches.index(part)]) for part in ranges]
@@ -340,9 +350,12 @@ class RowsCheck:
             raise _NotFiniteError
         if not math.isfinite(total) or distance <= tolerance * size:
             return None
+        number = "two" if len(losses) == 2 else str(len(losses))
+        *others, last = [f"{float(loss):.6g}" for loss in losses[:4]]
+        more = " and others" if len(losses) > 4 else ""
         return (
-            "the losses of two parts of the batch, "
-            f"{float(losses[0]):.6g} and {float(losses[1]):.6g}, combine to "
+            f"the losses of {number} parts of the batch, "
+            f"{', '.join(others)}{', ' if more else ' and '}{last}{more}, combine to "
             f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
             f"{SPLIT_CURE}"
         )

@@ -160,17 +160,18 @@ class LocalEngine:
         self._lazy_state = _LazyState()
 
     @property
-    def step_lock(self) -> AbstractContextManager[object]:
-        """The lock that a step holds. Raise if the caller is one of the pipe's workers.
+    def call_lock(self) -> AbstractContextManager[object]:
+        """The lock that a call holds. Raise if the caller is one of the pipe's workers.
 
         While a step runs, `.grad` may have a provisional scale (see loss_accumulator.py), which a
-        step of another thread must not add to.
+        step of another thread must not add to. An audit, and the trace of a new shape, exchange the
+        parameters of the modules for a while, which a `pipe(x)` of another thread must not see.
         """
         # A worker that waited for this lock would block the step that holds it, so it must get its
         # error before.
         if self._lazy_state.worker_pool is not None:
             self._lazy_state.worker_pool.check_caller()
-        return self._lazy_state.step_lock
+        return self._lazy_state.call_lock
 
     def guarded(self, operation: str) -> AbstractContextManager[str]:
         """Return an empty context: there are no other processes to tell of an error."""
@@ -307,7 +308,7 @@ class LocalEngine:
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         modules = list(dict.fromkeys([*partition.names(), *stage_modules]))
         batch = request.inputs, dict(request.keyword_inputs), request.target
-        with self.step_lock, isolated_step(modules, batch) as (args, kwargs, target):
+        with self.call_lock, isolated_step(modules, batch) as (args, kwargs, target):
             isolated_request = replace(
                 request, inputs=args, keyword_inputs=kwargs, target=target, audit="off"
             )
@@ -379,7 +380,7 @@ class _LazyState:
     graph_cache: GraphCache | None = None
     capture_warnings: set[str] = field(default_factory=set)  # reasons that were warned of
     pool_lock: threading.Lock = field(default_factory=threading.Lock)
-    step_lock: AbstractContextManager[object] = field(default_factory=threading.RLock)
+    call_lock: AbstractContextManager[object] = field(default_factory=threading.RLock)
     last_measured: HasTimeline | None = None
     thread_locals: dict[Any, list[threading.local]] = field(default_factory=dict)  # by loss
 

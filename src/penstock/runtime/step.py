@@ -45,6 +45,7 @@ from penstock.model.stage_inputs import (
 )
 from penstock.runtime.audit import (
     Auditor,
+    audit_branches,
     audit_new_terms,
     can_check_whole_loss,
     check_whole_loss,
@@ -62,6 +63,7 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
+from penstock.stage.branches import BranchRecord, BranchStageFunction
 from penstock.stage.loss import (
     LossReduction,
     OutputStageFunction,
@@ -303,8 +305,8 @@ class Engine(Protocol):
     """The interface to where a pipe runs: in this process, or as one process of several."""
 
     @property
-    def step_lock(self) -> AbstractContextManager[object]:
-        """A lock that is held during a step."""
+    def call_lock(self) -> AbstractContextManager[object]:
+        """A lock that is held during a step, and during `pipe(x)`."""
 
     def guarded(self, operation: str) -> AbstractContextManager[str]:
         """Return a context for one call. It yields the name of the call, for messages.
@@ -359,7 +361,7 @@ class Engine(Protocol):
 
 def run_step(pipe: PreparedPipe, request: Request, engine: Engine) -> StepResult:
     """Run forward, loss and backward of a batch under the schedule."""
-    with engine.step_lock:
+    with engine.call_lock:
         with engine.guarded("step") as call_name:
             try:
                 pipe.check_no_hooks()
@@ -387,9 +389,11 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     request, inputs = call.request, call.inputs
     program, phase = pipe.select_step_program(request, inputs)
     reduction = inputs.refine_reduction(resolve_reduction(request.loss_fn, request.reduction))
+    branches = pipe.auditor.find_branches(request, inputs)
+    watched_stages, watched = _watch_branches(pipe, branches)
     # The loss is computed by the last stage, in its thread and on its device.
     stages = append_loss(
-        pipe.placed_partition.partition.stages,
+        watched_stages,
         request.loss_fn,
         reduction,
         call.has_target,
@@ -417,6 +421,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 audit.check_step(term_sizes)
             else:
                 audit_new_terms(pipe, call, execution, program, reduction, term_sizes)
+            if branches is not None:
+                audit_branches(pipe, call, execution, program, reduction, branches, watched)
             if comparison.kept_outputs:
                 check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
@@ -437,7 +443,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
 
 def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
     """Return the output of the model for a batch. All forwards come before the first backward."""
-    with engine.guarded("forward") as call_name:
+    with engine.call_lock, engine.guarded("forward") as call_name:
         try:
             pipe.check_model_unchanged()
             call = engine.prepare(call_name, request)
@@ -448,7 +454,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             )
             # `pipe(x)` returns an output and no loss, so a loss that a layer adds would be lost.
             aux_sink = select_forward_sink()
-            stages: Sequence[Stage] = pipe.placed_partition.partition.stages
+            branches = pipe.auditor.find_branches(request, call.inputs)
+            stages, watched_branches = _watch_branches(pipe, branches)
             watched = None
             if call.inputs.averages_loss_by_rows:
                 watched = watch_output(stages[-1], program, call.inputs)
@@ -462,6 +469,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
                     audit.note_terms(sizes)
                 else:
                     audit_new_terms(pipe, call, execution, program, None, sizes)
+            if branches is not None:
+                audit_branches(pipe, call, execution, program, None, branches, watched_branches)
             if pipe.auditor.kept_places and in_caller_graph:
                 guard_kept_tensors(pipe.auditor.kept_places)
             return output
@@ -478,6 +487,14 @@ def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         return placed.partition.run_method(
             "generate", request.inputs, request.keyword_inputs, placed.placement, exchange
         )
+
+
+def _watch_branches(
+    pipe: PreparedPipe, branches: BranchRecord | None
+) -> tuple[Sequence[Stage], Sequence[BranchStageFunction]]:
+    """Return the stages, watched if their forwards have branches, and what watches them."""
+    stages = pipe.placed_partition.partition.stages
+    return (stages, ()) if branches is None else branches.watch(stages)
 
 
 def watch_output(last: Stage, program: Program, inputs: StageInputs) -> OutputStageFunction:

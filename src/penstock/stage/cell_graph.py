@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import RunError
 from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
-from penstock.torch_compat import PythonNode, run_backward
+from penstock.torch_compat import PythonNode, is_reentrant_checkpoint, run_backward
 
 Gradients = tuple[Tensor | None, ...]
 TensorOrEdge = Tensor | GradientEdge
@@ -187,8 +187,14 @@ class CellGraph:
     def find_leaves(self) -> list[Tensor]:
         """Return all leaves of the graph except its inputs: parameters, registered or not."""
         inner = {id(leaf) for leaf in (*self.inputs, GRAPH_ANCHOR)}
-        roots = [root.node for roots in self.roots.values() for root in roots if root is not None]
-        return [leaf for leaf in find_graph_leaves(roots) if id(leaf) not in inner]
+        return [leaf for leaf in find_graph_leaves(self._list_nodes()) if id(leaf) not in inner]
+
+    def _list_nodes(self) -> list[Any]:
+        return [root.node for roots in self.roots.values() for root in roots if root is not None]
+
+    def hides_parameters(self) -> bool:
+        """Return whether a reentrant `torch.utils.checkpoint` keeps parameters out of the graph."""
+        return any(map(is_reentrant_checkpoint, _iter_nodes(self._list_nodes())))
 
     def check_leaves_are_parameters(self, parameters: Collection[Tensor]) -> None:
         """Raise if a leaf is neither an input nor one of the parameters."""
@@ -236,12 +242,27 @@ class CellGraph:
         return self.take_input_gradients(iter(self._take_received_grads()))
 
     def backward_collect(
-        self, gradients: Mapping[int, Payload], parameters: Sequence[Tensor], retain_graph: bool
+        self,
+        gradients: Mapping[int, Payload],
+        parameters: Sequence[Tensor],
+        retain_graph: bool,
+        hides_parameters: bool = False,
     ) -> tuple[dict[int, Payload], Gradients]:
         """Run the backward, and return the gradients of the inputs and of the parameters.
 
-        The `.grad` of the parameters stays as it is.
+        The `.grad` of the parameters stays as it is. If the graph hides parameters, they cannot be
+        asked for, and their gradients are found where the backward adds them.
         """
+        if hides_parameters:
+            previous = [parameter.grad for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = None
+                input_grads = self.backward_accumulate(gradients, retain_graph)
+                return input_grads, tuple([parameter.grad for parameter in parameters])
+            finally:
+                for parameter, gradient in zip(parameters, previous, strict=True):
+                    parameter.grad = gradient
         wanted = (*self.inputs, *parameters)
         roots, root_grads = self.match_gradients(gradients)
         if roots and wanted:

@@ -31,6 +31,7 @@ class ObservedBehavior:
         mutates_inputs: Whether it changes its inputs in place.
         uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
         stays_in_stage: Whether a check has shown that its graph reaches no other stage.
+        hides_parameters: Whether that check has found a reentrant `torch.utils.checkpoint`.
         written_parameter: The class and the name of a parameter that its forward changes.
         uses_empty: Whether it calls `torch.empty`, whose contents could differ in a recomputation.
         silent_writes: The buffers that it writes without a change of their version counter.
@@ -45,6 +46,7 @@ class ObservedBehavior:
     mutates_inputs: bool | None = None
     uses_only_parameters: bool = False
     stays_in_stage: bool = False
+    hides_parameters: bool = False
     written_parameter: tuple[str, str] | None = None
     uses_empty: bool = False
     silent_writes: SilentWrites = field(default_factory=dict)
@@ -100,10 +102,10 @@ class Stage:
     def behavior_for(self, modules: Iterable[nn.Module]) -> ObservedBehavior:
         """Return the record for its modules as they are set now.
 
-        A module behaves differently in training and evaluation, and with another dropout rate. Each
-        such setting has its own record.
+        A module behaves differently in training and evaluation, with another dropout rate, and once
+        a switch or a number of its own is no longer zero. Each such setting has its own record.
         """
-        settings = tuple([(m.training, _dropout_rates(m)) for m in modules])
+        settings = tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
         new_record = ObservedBehavior(mutates_inputs=True if self.may_mutate_inputs else None)
         return self._behaviors.setdefault(
             (type(self.compute), self.may_mutate_inputs, settings), new_record
@@ -136,6 +138,20 @@ def _dropout_rates(module: nn.Module) -> tuple[float, ...]:
             if name in attributes and isinstance(attributes[name], int | float)
         ]
     )
+
+
+def _find_switches(module: nn.Module) -> tuple[bool, ...]:
+    """Return which switches of a module are on: a noise may be set from 0 to 0.1 in epoch 5.
+
+    Those of PyTorch's own layers do not decide what these do with their inputs and generators.
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        return ()
+    values = module.__dict__.values()
+    return tuple([bool(value) for value in values if type(value) in _SWITCH_TYPES])
+
+
+_SWITCH_TYPES = (bool, int, float)
 
 
 StageMembers = dict[int, nn.Module | Tensor]  # modules, parameters and buffers, by id

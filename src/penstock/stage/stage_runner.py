@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.stage.aux_loss import (
     AuxLossSink,
     CarriedLoss,
@@ -593,7 +593,22 @@ class StageRunner:
         values = unpack_with_graph_inputs(input_payloads, graph_tensors)
         is_first = not (behavior.uses_only_parameters or behavior.stays_in_stage)
         versions = self._read_parameter_versions() if is_first else []
-        outputs = flatten_outputs(self._run_layers(microbatch, values))
+        try:
+            outputs = flatten_outputs(self._run_layers(microbatch, values))
+        except RuntimeError as error:
+            has_leaves = behavior.mutates_inputs is False and inputs_with_grad
+            if isinstance(error, PenstockError) or not has_leaves:
+                raise
+            # PyTorch refuses to change a leaf in place, and copies show whether that is the cause.
+            # The step has failed anyway, so what else the layers change does not matter.
+            if not self._mutates_copies(microbatch, input_payloads):
+                raise
+            behavior.mutates_inputs = None
+            raise RunError(
+                "the layers changed their input in place, which they had not done before. They got "
+                "leaves of a graph, which PyTorch does not let them change. Repeat the step: from "
+                "now on they get other tensors. Or change inputs in place always or never."
+            ) from error
         if is_first:
             behavior.written_parameter = self._find_parameter_write(versions)
         if behavior.mutates_inputs is None:
@@ -605,11 +620,23 @@ class StageRunner:
         # Walking the graph is slow, so a stage is checked in one forward only.
         if self._is_tracked and not behavior.uses_only_parameters:
             graph.check_leaves_are_parameters(set(self._used_parameters()))
+            behavior.hides_parameters = graph.hides_parameters()
             behavior.uses_only_parameters = True
         elif not self._is_tracked and not behavior.stays_in_stage:
             self._check_stays_in_stage(graph)
             behavior.stays_in_stage = True
         return graph, outputs
+
+    def _mutates_copies(self, microbatch: int, input_payloads: dict[int, Payload]) -> bool:
+        """Return whether the layers run on copies of these inputs, and change them in place."""
+        copies = {src: p.map_tensors(_copy_leaf) for src, p in input_payloads.items()}
+        before = payload_versions(copies.values())
+        try:
+            with torch.no_grad():
+                self._run_layers(microbatch, unpack_payloads(copies))
+        except Exception:  # it is not the only cause
+            return False
+        return before != payload_versions(copies.values())
 
     def _check_stays_in_stage(self, graph: CellGraph) -> None:
         """Raise if the graph of a cell goes on into that of another stage.
@@ -769,7 +796,10 @@ class StageRunner:
                 self._check_loss_requires_grad(graph, gradients)
                 return graph.backward_accumulate(gradients, retain_graph)
             input_grads, parameter_grads = graph.backward_collect(
-                gradients, self._used_parameters(), retain_graph
+                gradients,
+                self._used_parameters(),
+                retain_graph,
+                self._behavior.hides_parameters,
             )
         except RuntimeError as error:
             write = self._behavior.written_parameter
@@ -867,6 +897,10 @@ class StageRunner:
         self._recompute_inputs.clear()
         self._pending_weight_grads.clear()
         self.collected_grads = None
+
+
+def _copy_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _is_cast(old: Tensor, new: Tensor) -> bool:

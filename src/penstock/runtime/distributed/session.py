@@ -199,7 +199,7 @@ def prefetch_receives(actions: Sequence[BoundAction]) -> list[BoundAction]:
 class DistributedEngine:
     """Runs the calls of a pipe on one of its ranks. All ranks make the same calls."""
 
-    step_lock = nullcontext()  # `guarded` lets one call at a time in
+    call_lock = nullcontext()  # `guarded` lets one call at a time in
 
     def __init__(
         self, groups: ProcessGroups, prepared_pipe: PreparedPipe, data_policy: DataPolicy

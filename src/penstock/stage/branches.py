@@ -1,0 +1,195 @@
+"""Branches of a forward that may depend on all rows of its batch.
+
+A layer may read a number of a tensor in Python and go by it: `if x.mean() > 0`. The unsplit model
+decides once for all rows, and a pipe once for each micro-batch. Rows that are tried together and
+apart show a difference only if they happen to go different ways. So the stages of such a model are
+watched in each call (`BranchStageFunction`), and where micro-batches go different ways, the whole
+batch is compared with them (`runtime/audit.py`). Often the way makes no difference: a mask that is
+skipped because it masks nothing, an expert without tokens.
+
+The way of a micro-batch is a digest of the operations that follow the first number that was read,
+with their plain arguments, and of the truth values and whole numbers that were read.
+
+Operations that select among rows, such as `losses.topk(min(4, n))`, depend on the number of rows in
+a way that few rows do not show. They are noted, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from penstock.stage.compile_support import has_compiled_module
+from penstock.stage.recompute import is_recomputing
+from penstock.stage.stage import Stage, StageFunction
+
+# The names of functions that return a number of a tensor to Python.
+_READS = frozenset(
+    (
+        *("__bool__", "__int__", "__float__", "__index__", "__array__"),
+        *("item", "tolist", "numpy", "equal", "allclose"),
+    )
+)
+# The names of functions that select among the entries of a dim, with the position of their `dim`
+# and its default.
+_SELECTIONS: dict[str, tuple[int, int | None]] = {
+    "topk": (2, -1),
+    "kthvalue": (2, -1),
+    "sort": (1, -1),
+    "argsort": (1, -1),
+    "msort": (1, 0),
+    "median": (1, None),
+    "nanmedian": (1, None),
+    "quantile": (2, None),
+    "nanquantile": (2, None),
+}
+_PLAIN_TYPES = (bool, float, str)
+# Functions whose whole numbers are not sizes.
+_ARITHMETIC = frozenset(
+    (
+        *("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "clamp", "clip"),
+        *("radd", "rsub", "rmul", "rtruediv", "rpow", "gt", "lt", "ge", "le", "eq", "ne"),
+    )
+)
+
+
+class BranchWatch(TorchFunctionMode):
+    """Notes whether a forward reads numbers of tensors, and which way it goes after that.
+
+    Attributes:
+        has_read: Whether it has read a number.
+        selects_rows: Whether an operation selects among the entries of the first dim.
+        way: A digest of what followed the first number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = self.selects_rows = False
+        self.way = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and look at its name."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            self.has_read = True
+            self.way = hash((self.way, result if type(result) in (bool, int) else name))
+        elif self.has_read:
+            self._follow(name, args, kwargs)
+        if not self.selects_rows:
+            self.selects_rows = _selects_rows(name, args, kwargs)
+        return result
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if name.startswith("_") and not name.startswith("__"):
+            return  # a switch of PyTorch: a forward that will be recomputed has no graph
+        has_numbers = name.strip("_") in _ARITHMETIC
+        plain = [
+            value
+            for value in (*args, *kwargs.values())
+            if type(value) in _PLAIN_TYPES or (has_numbers and type(value) is int)
+        ]
+        self.way = hash((self.way, name, *plain))
+
+
+def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function selects some of the first dim of a tensor."""
+    if not args or not isinstance(args[0], Tensor) or not args[0].dim():
+        return False
+    if name == "__getitem__" and not args[0].is_leaf:  # not a table of positions
+        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return isinstance(index, slice) and index != slice(None)
+    if name not in _SELECTIONS:
+        return False
+    position, default = _SELECTIONS[name]
+    dim = kwargs.get("dim", args[position] if position < len(args) else default)
+    return dim is None or (type(dim) is int and dim % args[0].dim() == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class BranchStageFunction:
+    """The computation of a stage, and the ways that its micro-batches have gone.
+
+    Attributes:
+        compute: The computation of the stage.
+        stage: The stage, for messages.
+        ways: The way of each micro-batch. None: it has read no number.
+    """
+
+    compute: StageFunction
+    stage: Stage
+    ways: list[int | None] = field(default_factory=list)
+
+    def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+        """Run the stage, and note the way of the micro-batch in its first forward."""
+        if is_recomputing():
+            return self.compute(inputs)
+        with BranchWatch() as watch:
+            outputs = self.compute(inputs)
+        self.ways.append(watch.way if watch.has_read else None)
+        return outputs
+
+
+@dataclass
+class BranchRecord:
+    """What is known of the branches in one kind of call.
+
+    Attributes:
+        stages: The indices of the stages that read numbers. None: no call has been watched yet.
+        equal_ways: Ways, with their stage, that were found to lead to the same results.
+        difference_count: In how many calls micro-batches have gone new ways.
+    """
+
+    stages: set[int] | None = None
+    equal_ways: list[frozenset[tuple[int, int | None]]] = field(default_factory=list)
+    difference_count: int = 0
+
+    def watch(self, stages: Sequence[Stage]) -> tuple[list[Stage], list[BranchStageFunction]]:
+        """Return the stages with those that may read numbers watched, and the functions that do."""
+        functions = [
+            BranchStageFunction(stage.compute, stage)
+            for stage in stages
+            # The compiler would compile a layer under a mode once more.
+            if (self.stages is None or stage.index in self.stages)
+            and not has_compiled_module(stage.modules())
+        ]
+        by_index = {function.stage.index: function for function in functions}
+        watched = [
+            replace(stage, compute=by_index[stage.index]) if stage.index in by_index else stage
+            for stage in stages
+        ]
+        return watched, functions
+
+    def find_new_ways(
+        self, functions: Sequence[BranchStageFunction]
+    ) -> tuple[Collection[Stage], frozenset[tuple[int, int | None]]]:
+        """Return the stages whose micro-batches went different ways that were not compared yet.
+
+        The comparison takes the time of a step. So where the micro-batches go new ways in many
+        calls, it is made each time that the number of these calls has doubled.
+        """
+        self.stages = {f.stage.index for f in functions if any(way is not None for way in f.ways)}
+        different = [function for function in functions if len(set(function.ways)) > 1]
+        ways = frozenset((f.stage.index, way) for f in different for way in f.ways)
+        if not ways or any(ways <= known for known in self.equal_ways):
+            return (), ways
+        self.difference_count += 1
+        is_power_of_two = not self.difference_count & (self.difference_count - 1)
+        return [f.stage for f in different] if is_power_of_two else (), ways
+
+    def note_compared(self, ways: frozenset[tuple[int, int | None]], are_equal: bool) -> None:
+        """Remember whether these ways lead to the same results. If not, look at the next call."""
+        if not are_equal:
+            self.difference_count = 0
+            return
+        self.equal_ways = [*self.equal_ways[-_MAX_WAYS:], ways]
+
+
+_MAX_WAYS = 64

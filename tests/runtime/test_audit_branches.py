@@ -1,0 +1,209 @@
+"""Branches on numbers of the rows, selections among rows, and hooks that a forward registers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import AuditError, Pipe
+from penstock.runtime.audit_rows import RowsCheck
+from tests.oracle import closely
+
+WIDTH, ROWS = 6, 16
+each_door = pytest.mark.parametrize("door", ["call", "step"])
+
+
+def rows(shift: float | Tensor = 0.0) -> Tensor:
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64) + shift
+
+
+class Branching(nn.Module):
+    """A layer that computes a function of its input and of a linear layer of it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.linear(x))
+
+
+class Blocks(nn.Module):
+    """A model that is traced."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([layer, nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def build(layer: nn.Module, is_traced: bool = False, **options: Any) -> tuple[Pipe, nn.Module]:
+    """Return a pipe with a layer in it, and the unsplit model."""
+    torch.manual_seed(0)
+    whole = Blocks(layer) if is_traced else nn.Sequential(layer, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model = whole.double()
+    given = {"chunks": 4, "stages": 2, "loss_fn": functional.mse_loss, **options}
+    if is_traced:
+        given["example"] = rows()
+    return Pipe(copy.deepcopy(model), devices=["cpu"] * 2, **given), model
+
+
+def train(pipe: Pipe, x: Tensor, door: str) -> None:
+    if door == "step":
+        pipe.step(x, target=torch.zeros_like(x))
+    else:
+        functional.mse_loss(pipe(x), torch.zeros_like(x)).backward()
+
+
+def by_mean(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if x.mean() > 0 else y
+
+
+def by_number(x: Tensor, y: Tensor) -> Tensor:
+    return y * (2 if x.mean().item() > 0 else 3)
+
+
+def by_list(x: Tensor, y: Tensor) -> Tensor:
+    return (torch.sin, torch.cos)[x.mean().gt(0).tolist()](y)
+
+
+def by_choice(x: Tensor, y: Tensor) -> Tensor:
+    return functional.linear(y, torch.ones_like(y[0]).diag() * int(x.mean() > 0))
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("function", [by_mean, by_number, by_list, by_choice])
+def test_branch_that_micro_batches_take_differently_later(
+    function: Callable[[Tensor, Tensor], Tensor], is_traced: bool, door: str
+) -> None:
+    """All rows went one way in the steps that were audited, and each micro-batch its own later."""
+    pipe, _ = build(Branching(function), is_traced)
+    for _ in range(3):
+        train(pipe, rows(9.0), door)
+    sides = 9.0 * torch.arange(ROWS, dtype=torch.float64).sub(7.5).sign()[:, None]
+    for _ in range(2):  # not only once
+        with pytest.raises(AuditError, match=r"as `if x.mean\(\) > 0` does.* went different ways"):
+            train(pipe, rows(sides), door)
+    train(pipe, rows(9.0), door)
+
+
+def test_branch_on_a_sum_of_the_whole_batch() -> None:
+    """The sum of a micro-batch is below the threshold, and that of the batch above."""
+    pipe, _ = build(Branching(lambda x, y: y * 2 if x.sum() > 300 else y))
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        train(pipe, rows(9.0), "step")
+
+
+@each_door
+def test_branch_that_makes_no_difference_is_compared_seldom(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask is skipped where it masks nothing, as in many transformers."""
+    pipe, model = build(Branching(lambda x, y: y.masked_fill(x < -5, 0.0) if (x < -5).any() else y))
+    compared = []
+    compare = RowsCheck.compare_all_microbatches
+    monkeypatch.setattr(
+        RowsCheck, "compare_all_microbatches", lambda check: compared.append(1) or compare(check)
+    )
+    for index in range(12):
+        x = rows()
+        x[index, 0] = -6.0
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    for parameter, expected in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert closely(parameter.grad, expected.grad)
+    assert len(compared) == 2  # in the first step, and when the ways first differed
+
+
+class OwnLoss(nn.Module):
+    """A model with a loss of its own, which is a function of the losses of its rows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.function(x.square().mean(1)).mean()
+
+
+@each_door
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda losses: losses.topk(min(4, len(losses))).values,
+        lambda losses: losses.sort(descending=True).values[:4],
+        lambda losses: losses[:4],
+    ],
+)
+def test_own_loss_that_selects_rows(function: Callable[[Tensor], Tensor], door: str) -> None:
+    """Of two rows, and of two micro-batches, it is the mean of all of them."""
+    torch.manual_seed(0)
+    model = OwnLoss(function).double()
+    pipe = Pipe(model, chunks=8, stages=2, devices=["cpu"] * 2, example=rows())
+    with pytest.raises(AuditError, match="depends on how"):
+        pipe.step(rows()) if door == "step" else pipe(rows()).backward()
+
+
+class LateHook(nn.Module):
+    """A model that registers a hook in its first forward."""
+
+    def __init__(self, register: Callable[[nn.Linear], object]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register, self.is_done = register, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_done:
+            self.register(self.first)
+            self.is_done = True
+        output: Tensor = self.last(self.first(x).tanh())
+        return output
+
+
+def hook_forward(layer: nn.Linear) -> None:
+    layer.register_forward_hook(lambda _, inputs, output: output * 2)
+
+
+def hook_gradient(layer: nn.Linear) -> None:
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+
+
+@each_door
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("register", [hook_forward, hook_gradient])
+def test_hook_that_is_registered_in_the_first_forward(
+    register: Callable[[nn.Linear], object], chunks: int, door: str
+) -> None:
+    """Each stage registered one of its own."""
+    model = LateHook(register).double()
+    pipe = Pipe(
+        model, chunks, "never", stages=2, devices=["cpu"] * 2, loss_fn=functional.mse_loss,
+        example=rows(), balance="parameters",
+    )  # fmt: skip
+    with pytest.raises(AuditError, match=r"the forward adds or removes hooks of 'first"):
+        train(pipe, rows(), door)
+
+
+@each_door
+def test_hook_that_a_layer_registers_on_its_child(door: str) -> None:
+    pipe, model = build(LateHook(hook_forward), checkpoint="never")
+    for _ in range(2):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    for parameter, expected in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert closely(parameter.grad, expected.grad)
