@@ -59,8 +59,8 @@ class Payload:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Payload:
         """Return the payload with the function applied to each tensor."""
-        tensors = tuple(None if t is None else function(t) for t in self.tensors)
-        return Payload(tensors, self.layout, self.needs_grad, self.shared)
+        tensors = [None if t is None else function(t) for t in self.tensors]
+        return Payload(tuple(tensors), self.layout, self.needs_grad, self.shared)
 
 
 # ---- flattening --------------------------------------------------------------------------------
@@ -155,10 +155,9 @@ def _storage_address(tensor: Tensor) -> int:
     """
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         tensor = wait_for_collective(to_local(tensor))
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.values()
+    layout = tensor.layout
+    if layout is not torch.strided:
+        tensor = tensor._values() if layout is torch.sparse_coo else tensor.values()
     return tensor.untyped_storage().data_ptr()
 
 
@@ -180,32 +179,30 @@ def mark_shared(payloads: Collection[Payload]) -> None:
                 payload.shared |= {index}
 
 
-def protect_shared_tensors(
+def protect_shared_tensor(
     payload: Payload,
-    tensor_indices: Iterable[int],
+    index: int,
     stage_addresses: Collection[int],
     read_only_addresses: Collection[int],
 ) -> None:
-    """Mark the tensors of a payload that are in memory which others read.
+    """Mark a tensor of a payload if it is in memory which others read.
 
     Args:
         payload: The payload to change.
-        tensor_indices: The indices of the tensors to look at.
+        index: The index of the tensor.
         stage_addresses: The addresses of the stage's parameters and buffers. A tensor there is
             copied, as a later forward may change a buffer before the receiver reads it.
         read_only_addresses: The addresses of inputs that others read, too.
     """
-    tensors = list(payload.tensors)
-    for index in tensor_indices:
-        tensor = tensors[index]
-        if tensor is None or not tensor.numel():
-            continue
-        address = _storage_address(tensor)
-        if address in stage_addresses:
-            tensors[index] = tensor.clone()
-        if address in stage_addresses or address in read_only_addresses:
-            payload.shared |= {index}
-    payload.tensors = tuple(tensors)
+    tensor = payload.tensors[index]
+    if tensor is None or not tensor.numel():
+        return
+    address = _storage_address(tensor)
+    if address in stage_addresses:
+        payload.tensors = (*payload.tensors[:index], tensor.clone(), *payload.tensors[index + 1 :])
+        payload.shared |= {index}
+    elif address in read_only_addresses:
+        payload.shared |= {index}
 
 
 def check_unchanged(read_only_payloads: Sequence[Payload], versions_before: Sequence[int]) -> None:
@@ -269,7 +266,9 @@ def payload_versions(payloads: Iterable[Payload]) -> list[int]:
     """Return the version counters of all tensors of the payloads."""
     versions: list[int] = []
     for payload in payloads:
-        versions += tensor_versions(payload.tensors)
+        for tensor in payload.tensors:
+            if tensor is not None and not tensor.is_inference():
+                versions.append(tensor._version)
     return versions
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -293,15 +293,15 @@ def _read_attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str,
     ]
 
 
-def snapshot_attributes(attributes: Iterable[WrittenAttribute]) -> list[AttributeSnapshot]:
+def snapshot_attributes(attributes: Sequence[WrittenAttribute]) -> list[AttributeSnapshot]:
     """Return snapshots of these attributes."""
+    if not attributes:
+        return []
     return _copy_snapshots([(a, vars(a.module).get(a.name, _MISSING)) for a in attributes])
 
 
 def _copy_snapshots(snapshots: Sequence[AttributeSnapshot]) -> list[AttributeSnapshot]:
     """Return copies of the values. A tensor is copied only if forwards change it in place."""
-    if not snapshots:
-        return []
     copiers = StructureCopier(lambda tensor: tensor), StructureCopier(clone_state)
     return [
         (a, value if value is _MISSING else copiers[a.has_written_tensors](value))
@@ -309,9 +309,18 @@ def _copy_snapshots(snapshots: Sequence[AttributeSnapshot]) -> list[AttributeSna
     ]
 
 
-@contextmanager
-def restore_attributes(snapshots: Sequence[AttributeSnapshot]) -> Iterator[None]:
+def restore_attributes(
+    snapshots: Sequence[AttributeSnapshot],
+) -> AbstractContextManager[None]:
     """Let modules find the attributes of an earlier forward in the context, and undo changes."""
+    return _restore_attributes(snapshots) if snapshots else _NO_CONTEXT
+
+
+_NO_CONTEXT = nullcontext()
+
+
+@contextmanager
+def _restore_attributes(snapshots: Sequence[AttributeSnapshot]) -> Iterator[None]:
     current = [(a, vars(a.module).get(a.name, _MISSING)) for a, _ in snapshots]
     # Copies of the copies: the cell may be recomputed once more.
     for attribute, value in _copy_snapshots(snapshots):
@@ -334,19 +343,29 @@ def _set_attribute(attribute: WrittenAttribute, value: Any) -> None:
 # ---- the second forward ------------------------------------------------------------------------
 
 
-@contextmanager
 def restore_state(
     modules: Sequence[nn.Module], training_flags: list[bool], snapshots: Sequence[BufferSnapshot]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let modules find the training flags and buffers of an earlier forward inside the context.
 
     Inside, changed buffers hold copies of the snapshots, and running statistics are copies, too.
     Afterwards all modules have their current flags and buffers back, and writes inside are gone.
     """
     current_flags = [module.training for module in modules]
-    current_buffers = [
-        (owner, name, buffer) for owner in modules for name, buffer in owner._buffers.items()
-    ]
+    buffers = [(owner, name, t) for owner in modules for name, t in owner._buffers.items()]
+    if not buffers and not snapshots and current_flags == training_flags:
+        return _NO_CONTEXT
+    return _restore_state(modules, training_flags, current_flags, buffers, snapshots)
+
+
+@contextmanager
+def _restore_state(
+    modules: Sequence[nn.Module],
+    training_flags: list[bool],
+    current_flags: list[bool],
+    current_buffers: list[tuple[nn.Module, str, Tensor | None]],
+    snapshots: Sequence[BufferSnapshot],
+) -> Iterator[None]:
     if current_flags != training_flags:
         _set_training(modules, training_flags)
     for owner, name, buffer in current_buffers:
@@ -492,7 +511,7 @@ def compute_product(tensor: Tensor) -> Product:
         tensor = wait_for_collective(to_local(tensor))
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return None
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return None
     product = multiply_by_fixed_vector(_flatten(tensor))
     return product.item() if product.is_cpu else product

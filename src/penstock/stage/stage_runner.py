@@ -63,7 +63,7 @@ from penstock.stage.payload import (
     is_in_graph,
     needs_no_grad,
     payload_versions,
-    protect_shared_tensors,
+    protect_shared_tensor,
     storage_addresses,
     unpack_payloads,
     unpack_with_graph_inputs,
@@ -255,8 +255,8 @@ class StageRunner:
         if self._recomputed_cells is None:
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
             needs_grad: Callable[[Tensor], bool] = needs_no_grad
-        elif (self.stage.index, microbatch) in self._recomputed_cells and self._needs_backward(
-            p.needs_grad for p in input_payloads.values()
+        elif (self.stage.index, microbatch) in self._recomputed_cells and (
+            self.parameters or self._needs_backward(p.needs_grad for p in input_payloads.values())
         ):
             with torch.set_grad_enabled(False):  # half the time of `torch.no_grad`
                 self._recompute_inputs[microbatch], outputs = self._forward_for_recompute(
@@ -306,8 +306,8 @@ class StageRunner:
                 # buffer, an input) or a view can be in memory that was there before, and only these
                 # are looked up. Without a graph every tensor is a leaf.
                 if read_only_addresses or tensor.is_leaf or tensor._is_view():
-                    protect_shared_tensors(
-                        payloads[dst], (index,), self._storage_addresses, read_only_addresses
+                    protect_shared_tensor(
+                        payloads[dst], index, self._storage_addresses, read_only_addresses
                     )
 
     @cached_property
@@ -395,10 +395,14 @@ class StageRunner:
         without gradients, the first forward of each kind is followed by a recomputation whose graph
         is dropped at once.
         """
+        if not (self._has_frozen_peer or self._has_peer_with_hooks):
+            count = 0
+            for dst, payload in payloads.items():
+                if dst != OUTSIDE:
+                    count += sum(payload.needs_grad)
+            if count < 2:
+                return
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE}
-        is_alone = sum(map(sum, sent.values())) < 2
-        if is_alone and not (self._has_frozen_peer or self._has_peer_with_hooks):
-            return
         saved = self._recompute_inputs[microbatch]
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
         key = received, tuple(sent.items()), self._trainable_ids
@@ -452,12 +456,13 @@ class StageRunner:
             self._parameter_versions = self._read_parameter_versions()
 
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
-        return [
-            (p.data_ptr(), p._version)
-            for module in self._static_modules
-            for p in module._parameters.values()
-            if p is not None
-        ]
+        # Four times for each cell that is recomputed.
+        versions = []
+        for module in self._static_modules:
+            for p in module._parameters.values():
+                if p is not None:
+                    versions.append((p.data_ptr(), p._version))
+        return versions
 
     def _note_parameters(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the memory of each parameter and a checksum of it."""
@@ -537,14 +542,14 @@ class StageRunner:
                 "place always or never, or set checkpoint='never'."
             )
         behavior.mutates_inputs = mutated or bool(behavior.mutates_inputs)
-        written = find_written(buffers, behavior.silent_writes)
-        unwritten = exclude_written(buffers, written)
+        written = unwritten = buffers
+        if buffers:
+            written = find_written(buffers, behavior.silent_writes)
+            unwritten = exclude_written(buffers, written)
         flat_outputs = flatten_outputs(outputs)
         products: dict[int, list[Product]] = {}
-        compared = self._list_compared_outputs(flat_outputs)
-        if self._is_compared:
-            for dst, tensors in compared.items():
-                products[dst] = list(map(compute_product, tensors))
+        for dst, tensors in self._list_compared_outputs(flat_outputs).items():
+            products[dst] = list(map(compute_product, tensors))
         return _RecomputeInputs(
             originals if mutated else input_payloads,
             payload_versions(originals.values()) if mutated else after,
@@ -558,9 +563,14 @@ class StageRunner:
 
     def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, list[Tensor]]:
         """Return the outputs of the layers by destination: of the model, and not its loss."""
-        compared = {dst: tensors for dst, (tensors, _) in outputs.items()}
+        compared: dict[int, list[Tensor]] = {}
+        if self._is_compared:
+            for dst, (tensors, _) in outputs.items():
+                compared[dst] = tensors
         if self._model_outputs:
-            compared[OUTSIDE] = flatten_values((self._model_outputs.pop(),))[0]
+            output = self._model_outputs.pop()
+            if self._is_compared:
+                compared[OUTSIDE] = flatten_values((output,))[0]
         return compared
 
     def _build_graph(
@@ -828,8 +838,11 @@ class StageRunner:
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
-        needs_backward = self._needs_backward(graph.inputs_need_grad.values())
-        if needs_backward and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
+        if (
+            OUTSIDE in gradients
+            and not any(graph.roots[OUTSIDE])
+            and self._needs_backward(graph.inputs_need_grad.values())
+        ):
             raise RunError(
                 "the loss does not require grad, although parameters or inputs of this stage do. "
                 "It was detached, or it does not depend on the output. Compute it from the output."

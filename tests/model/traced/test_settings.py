@@ -219,3 +219,63 @@ def test_settings_are_equal_until_a_value_changes() -> None:
     assert second != first
     module.held["a"][0] = True  # equal to 1, but not the same
     assert reader.read() not in (first, second)
+
+
+class BaseConfig:
+    """The base of a configuration, as libraries have one."""
+
+
+class CacheConfig(BaseConfig):
+    """A configuration that a stage copies, because it says that a cache is used."""
+
+    use_cache, scale, shift = True, 1.0, 0.0
+
+
+class Scaled(nn.Module):
+    """A model that reads its configuration and two attributes in the glue of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.config, self.seen = CacheConfig(), list[float]()
+        self.first, self.second = 2.0, 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.config.scale + self.config.shift
+        return x * self.first + self.second + sum(self.seen)
+
+
+def swap_names(model: Scaled) -> None:
+    """Exchange the names of two attributes. Their values stay in order in the `__dict__`."""
+    names = [name for name in vars(model) if name in ("first", "second")]
+    values = [vars(model).pop(name) for name in names]
+    vars(model).update(zip(reversed(names), values, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.config, "scale", model.config.scale / 2),
+        lambda model: setattr(model, "config", CacheConfig()),
+        lambda model: setattr(model, "first", 5.0),
+        lambda model: model.seen.append(7.0),
+        swap_names,
+    ],
+    ids=["value in config", "another config", "attribute", "list", "names swapped"],
+)
+@pytest.mark.parametrize("is_copied", [False, True], ids=["", "copied pipe"])
+def test_attributes_that_change_after_the_first_steps_reach_every_stage(
+    change: Callable[[Any], object], is_copied: bool
+) -> None:
+    model = Scaled().double()
+    model.config.shift = 0.25
+    (x,) = batches(5)
+    pipe = piped(model, x, 3)
+    for _ in range(2):
+        assert torch.equal(pipe(x), model(x))
+    if is_copied:
+        pipe, model = copy.deepcopy((pipe, model))
+    for _ in range(3):
+        assert torch.equal(pipe(x), model(x))
+        change(model)

@@ -28,13 +28,18 @@ from inspect import getattr_static
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from penstock.nested_values import are_same_objects
 from penstock.state_copy import LIBRARY_PACKAGES
 from penstock.torch_compat import get_eager_function
 
-_CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
+_CONTAINER_TYPES = frozenset((list, dict, set, OrderedDict, defaultdict, deque))
+# The types of most attributes. Their values are no containers, and refer to no module.
+PLAIN_TYPES = frozenset(
+    (type(None), bool, int, float, str, torch.dtype, torch.device, Tensor, nn.Parameter)
+)
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # attributes of PyTorch, such as `_buffers`
 # The hooks of a module, by kind.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -64,12 +69,18 @@ class ContainerCopy:
 
     def sync_with_original(self) -> None:
         """Take over the current contents of the original."""
-        self.snapshot = copy_container(self.original)
+        if not (_is_empty(self.original) and _is_empty(self.snapshot)):
+            self.snapshot = copy_container(self.original)
         self.restore()
 
     def restore(self) -> None:
         """Set the contents back to the snapshot."""
-        set_contents(self.stage_copy, copy_container(self.snapshot))
+        if not (_is_empty(self.snapshot) and _is_empty(self.stage_copy)):
+            set_contents(self.stage_copy, copy_container(self.snapshot))
+
+
+def _is_empty(container: Any) -> bool:
+    return type(container) in _CONTAINER_TYPES and not container
 
 
 def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -88,14 +99,17 @@ def is_state_object(value: Any) -> bool:
     class, no `__call__` and no special behaviour when it is copied or assigned to.
     """
     kind = type(value)
+    if kind in PLAIN_TYPES or kind in _CONTAINER_TYPES:
+        return False
     if kind is SimpleNamespace:
         return True
-    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, Enum | BaseException):
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, _SPECIAL_TYPES):
         return False
     plain = kind.__mro__[1:] == (object,) and not _SPECIAL_METHODS & vars(kind).keys()
     return plain and kind.__module__.partition(".")[0] not in LIBRARY_PACKAGES
 
 
+_SPECIAL_TYPES = (Enum, BaseException)
 # An object with one of these cannot be copied and restored attribute by attribute.
 _SPECIAL_METHODS = frozenset(
     ("__copy__", "__del__", "__enter__", "__getattr__", "__reduce__", "__setattr__", "__slots__")
@@ -213,23 +227,27 @@ def copy_container(value: Any, depth: int = 3) -> Any:
 
     Everything else, tensors and modules above all, is not copied.
     """
-    if depth and is_state_object(value):
-        container_copy = copy.copy(value)
-        vars(container_copy).update(
-            (key, copy_container(item, depth - 1)) for key, item in vars(value).items()
-        )
-        return container_copy
-    if type(value) not in _CONTAINER_TYPES or not depth:
+    kind = type(value)
+    if kind in PLAIN_TYPES or not depth:
         return value
-    if isinstance(value, set):
+    if kind is set:
         return set(value)
-    if isinstance(value, list | deque):
-        return type(value)(copy_container(item, depth - 1) for item in value)
-    container_copy = (
-        defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-    )
-    container_copy.update((key, copy_container(item, depth - 1)) for key, item in value.items())
-    return container_copy
+    if kind in _CONTAINER_TYPES:
+        if kind is list or kind is deque:
+            return kind([copy_container(item, depth - 1) for item in value])
+        container_copy = (
+            defaultdict(value.default_factory) if isinstance(value, defaultdict) else kind()
+        )
+        for key, item in value.items():
+            container_copy[key] = copy_container(item, depth - 1)
+        return container_copy
+    if is_state_object(value):
+        object_copy = copy.copy(value)
+        attributes = vars(object_copy)
+        for key, item in vars(value).items():
+            attributes[key] = copy_container(item, depth - 1)
+        return object_copy
+    return value
 
 
 def set_contents(container: Any, contents: Any) -> None:
@@ -237,10 +255,13 @@ def set_contents(container: Any, contents: Any) -> None:
     if is_state_object(container):
         container, contents = vars(container), vars(contents)
     container.clear()
-    if isinstance(container, list | deque):
+    if isinstance(container, _SEQUENCE_TYPES):
         container.extend(contents)
     else:
         container.update(contents)
+
+
+_SEQUENCE_TYPES = (list, deque)
 
 
 # ---- rebinding functions -----------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from penstock.data_parallel.dtensor import Sharding
 from penstock.model.traced.containers import (
+    PLAIN_TYPES,
     ContainerCopy,
     ReboundHooks,
     copy_attributes,
@@ -41,7 +42,7 @@ from penstock.model.traced.containers import (
 )
 from penstock.model.traced.interception import get_current_interceptor
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.nested_values import iter_captured_values
+from penstock.nested_values import are_same_objects, iter_captured_values
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
     COMPILED_CALL_ATTRIBUTE,
@@ -248,6 +249,7 @@ class ProxyModel:
 
         Containers that hold modules keep their copies: these hold unit proxies.
         """
+        config_copies = list(self._config_copies.values())
         self._config_copies = {}
         containers = {
             address: container
@@ -255,15 +257,24 @@ class ProxyModel:
             if holds_module(container.original)
         }
         for name, (original, parent_copy) in self.parent_copies.items():
-            seen = self._seen_attributes[name]
-            self._seen_attributes[name] = current = dict(vars(original))
-            # A `forward` that was assigned to the model, or removed again, holds modules.
-            for key in sync_attributes(original, parent_copy):
-                if current[key] is not seen.get(key):
-                    copies = {id(module): copy for module, copy in self._replacements}
-                    parent_copy.__dict__[key] = _map_modules(current[key], copies)
-            for key in seen.keys() - current.keys():
-                parent_copy.__dict__.pop(key, None)
+            seen, current = self._seen_attributes[name], vars(original)
+            if are_same_objects(seen, current) and are_same_objects(
+                seen.values(), current.values()
+            ):
+                # Nearly always: nobody has set an attribute since, and what a forward sets on the
+                # copy is undone. But the configuration itself may have changed.
+                config = parent_copy.__dict__.get("config")
+                if any(config is config_copy for config_copy in config_copies):
+                    parent_copy.__dict__["config"] = current["config"]
+            else:
+                self._seen_attributes[name] = dict(current)
+                # A `forward` that was assigned to the model, or removed again, holds modules.
+                for key in sync_attributes(original, parent_copy):
+                    if current[key] is not seen.get(key):
+                        copies = {id(module): copy for module, copy in self._replacements}
+                        parent_copy.__dict__[key] = _map_modules(current[key], copies)
+                for key in seen.keys() - current.keys():
+                    parent_copy.__dict__.pop(key, None)
             for key, value in iter_containers(original):
                 if not holds_module(value):
                     container_copy = self._containers.get(id(value)) or ContainerCopy.from_original(
@@ -403,15 +414,16 @@ def holds_module(value: Any, depth: int = 4) -> bool:
     Looks into lists, dicts, plain objects, bound methods, closures and partials. The depth is
     limited because a list may contain itself.
     """
-    if not depth:
+    # Every stage asks this about every attribute of every parent, and most are plain values.
+    if type(value) in _MODULE_FREE_TYPES or not depth:
         return False
     if isinstance(value, nn.Module):
         return True
-    if isinstance(value, list | tuple | dict):
-        items = value.values() if isinstance(value, dict) else value
-        return any(
-            isinstance(item, _HOLDER_TYPES) and holds_module(item, depth - 1) for item in items
-        )
+    if isinstance(value, _SEQUENCE_TYPES):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, _HOLDER_TYPES) and holds_module(item, depth - 1):
+                return True
+        return False
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
     if is_state_object(value):
@@ -428,6 +440,8 @@ def holds_module(value: Any, depth: int = 4) -> bool:
     )
 
 
+_MODULE_FREE_TYPES = PLAIN_TYPES | {set}
+_SEQUENCE_TYPES = (list, tuple, dict)
 # Items of lists and dicts that are looked into. Other items, such as numbers, are passed over.
 _HOLDER_TYPES = (nn.Module, list, tuple, dict, partial, FunctionType, MethodType)
 

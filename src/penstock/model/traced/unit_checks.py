@@ -36,14 +36,20 @@ def are_same_values(expected: Any, actual: Any, depth: int = 6) -> bool:
         return is_alike and torch.equal(expected, actual)
     if type(expected) is not type(actual):  # 1 == 1.0 == True
         return False
-    if isinstance(expected, list | tuple | deque):
-        return len(expected) == len(actual) and all(
-            are_same_values(*pair, depth - 1) for pair in zip(expected, actual, strict=True)
-        )
-    if isinstance(expected, dict | UserDict):
-        return expected.keys() == actual.keys() and all(
-            are_same_values(value, actual[key], depth - 1) for key, value in expected.items()
-        )
+    if isinstance(expected, _SEQUENCE_TYPES):
+        if len(expected) != len(actual):
+            return False
+        for value, other in zip(expected, actual, strict=True):
+            if value is not other and not are_same_values(value, other, depth - 1):
+                return False
+        return True
+    if isinstance(expected, _MAPPING_TYPES):
+        if expected.keys() != actual.keys():
+            return False
+        for key, value in expected.items():
+            if not are_same_values(value, actual[key], depth - 1):
+                return False
+        return True
     if isinstance(expected, slice):
         ends = (actual.start, actual.stop, actual.step)
         return are_same_values((expected.start, expected.stop, expected.step), ends)
@@ -57,6 +63,8 @@ def are_same_values(expected: Any, actual: Any, depth: int = 6) -> bool:
     return are_same_values(getattr(expected, "__dict__", {}), attributes, depth - 1)
 
 
+_SEQUENCE_TYPES = (list, tuple, deque)
+_MAPPING_TYPES = (dict, UserDict)
 _COMPARABLE_TYPES = (
     *(int, float, complex, str, bytes, range, set, frozenset, Enum, type),
     *(torch.dtype, torch.device, pytree.TreeSpec),
