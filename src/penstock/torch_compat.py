@@ -612,6 +612,74 @@ DataDependentOutputException: Any = _probe(f"{_FAKE_TENSOR}.DataDependentOutputE
 DynamicOutputShapeException: Any = _probe(f"{_FAKE_TENSOR}.DynamicOutputShapeException", TRACING)
 UnsupportedOperatorException: Any = _probe(f"{_FAKE_TENSOR}.UnsupportedOperatorException", TRACING)
 
+
+class SymbolicSizes:
+    """Sizes that stand for any number, and the conditions that running code has put on them.
+
+    Code that runs on fake tensors of such sizes gets expressions for the sizes of its results. If
+    it asks a question, such as `if n > 512`, PyTorch answers for the number at hand and records the
+    condition. The other sizes for which the conditions hold lead to the same operations.
+
+    PyTorch's compiler and `torch.export` work so. Nothing public gives access to the conditions.
+    Tested with PyTorch 2.13. If a part of it is missing, the constructor or a method raises
+    AttributeError, ImportError or TypeError, and each size is traced for itself.
+    """
+
+    def __init__(self) -> None:
+        # Imported at the first use: they take a tenth of a second.
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental import symbolic_shapes
+
+        self._make_source, self._dynamic = ConstantSource, symbolic_shapes.DimDynamic.DYNAMIC
+        self._environment: Any = symbolic_shapes.ShapeEnv()
+        # Tensors that are not made with symbolic sizes, such as parameters, have fixed ones.
+        self.mode: Any = FakeTensorMode(
+            allow_non_fake_inputs=True, shape_env=self._environment, static_shapes=True
+        )
+
+    def create(self, size: int) -> tuple[Any, Any]:
+        """Return a symbol, and a size for which it stands and that is `size` at the moment."""
+        source = self._make_source(f"size_{len(self._environment.var_to_range)}")
+        symbol = self._environment.create_symbol(
+            size, source=source, dynamic_dim=self._dynamic, constraint_dim=None
+        )
+        return symbol, self._environment.create_symintnode(symbol, hint=size)
+
+    def holds(self, values: Mapping[Any, int]) -> bool:
+        """Return whether all conditions hold if the symbols have these values."""
+        environment = self._environment
+        conditions = [guard.expr for guard in environment.guards]
+        equal = [symbol - expression for symbol, expression in environment.replacements.items()]
+        return (
+            not environment.num_deferred_runtime_asserts
+            and all(value in environment.var_to_range[symbol] for symbol, value in values.items())
+            and all(_substitute(condition, values) == True for condition in conditions)  # noqa: E712
+            and all(_substitute(difference, values) == 0 for difference in equal)
+        )
+
+    @staticmethod
+    def to_expression(size: Any) -> Any:
+        """Return a number as it is, and a symbolic size as an expression of symbols."""
+        return size.node.expr if isinstance(size, torch.SymInt) else size
+
+    @staticmethod
+    def evaluate(expression: Any, values: Mapping[Any, int]) -> int:
+        """Return the value of an expression. Raise ValueError if symbols in it have none."""
+        if isinstance(expression, int):
+            return expression
+        value = _substitute(expression, values)
+        if not value.is_Integer:
+            raise ValueError(f"{expression} has no value")
+        return int(value)
+
+
+def _substitute(expression: Any, values: Mapping[Any, int]) -> Any:
+    """Return an expression of sympy with numbers in place of symbols."""
+    import sympy  # a dependency of PyTorch
+
+    return sympy.sympify(expression).xreplace({s: sympy.Integer(n) for s, n in values.items()})
+
+
 # As the `__torch_function__` of a subclass: functions see it as a plain tensor.
 disabled_torch_function: Any = _probe("torch._C._disabled_torch_function_impl", TRACING)
 

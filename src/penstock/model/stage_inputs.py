@@ -95,6 +95,8 @@ class StageInputs:
     sums_loss: bool = False
     # whether the outputs of a step contain the loss, which the model computes itself
     outputs_have_loss: bool = False
+    # a digest that traced batches share whose forwards differ in sizes only; the audit goes by it
+    kind_digest: str = ""
 
     def refine_reduction(self, reduction: LossReduction) -> LossReduction:
         """Return the reduction, as far as the inputs show more about the model's own loss."""

@@ -160,9 +160,9 @@ class Auditor:
             inputs.chunks > 1,
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
-            # takes another path for a shape has another digest.
+            # takes another path for a shape, or whose units do, has another digest.
             tuple([(type(v), getattr(v, "dtype", None), getattr(v, "ndim", 0)) for v in batch]),
-            inputs.assignment_digest,
+            inputs.kind_digest,
             # A pipe does not call the containers of its layers, so hooks do not see them.
             tuple(get_global_hook_ids()),
         )

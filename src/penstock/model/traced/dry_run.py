@@ -64,9 +64,9 @@ class FakeTensorFactory:
     even for fake tensors.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mode: FakeTensorMode | None = None) -> None:
         self.device = device
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
         # Keys are `id(tensor)`. The tensor itself is kept as well, so that its id is not reused.
         self._moved_fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -187,12 +187,7 @@ def run_on_fakes(
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     before = StateSnapshot(modules, copy_value=lambda _: False)
     try:
-        with (
-            fake_factory.mode,
-            UnitOriginMode(unit, flatten((args, kwargs))[0]) as origin_mode,
-            _replace_module_tensors(modules, fake_factory.from_tensor, written),
-        ):
-            return _call_target(target, args, kwargs), origin_mode.used_rng
+        return call_with_fakes(fake_factory, unit, target, args, kwargs, written)
     except _FAKE_TENSOR_ERRORS as error:
         if not unit and isinstance(error, DATA_DEPENDENT_ERRORS):
             raise
@@ -201,6 +196,24 @@ def run_on_fakes(
     before.restore()
     request = target, args, kwargs, known_tensors, written
     return run_on_dummy_data(fake_factory, unit, *request), True
+
+
+def call_with_fakes(
+    fake_factory: FakeTensorFactory,
+    unit: str,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    written: list[Write] | None = None,
+) -> tuple[Any, bool]:
+    """Do what `run_on_fakes` does, but raise PyTorch's error where the fake mode fails."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    with (
+        fake_factory.mode,
+        UnitOriginMode(unit, flatten((args, kwargs))[0]) as origin_mode,
+        _replace_module_tensors(modules, fake_factory.from_tensor, written),
+    ):
+        return _call_target(target, args, kwargs), origin_mode.used_rng
 
 
 def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
@@ -257,6 +270,17 @@ def make_fake_output(fake_factory: FakeTensorFactory, leaf: Any, unit: str) -> A
     if not leaf.is_leaf:
         with fake_factory.mode:
             fake = _make_non_leaf(fake)
+    fake.made_in = unit  # type: ignore[attr-defined]
+    return fake
+
+
+def make_fake_tensor(fake_factory: FakeTensorFactory, spec: TensorSpec, unit: str) -> Tensor:
+    """Return a fake tensor as an output of a unit, but a leaf of autograd's graph.
+
+    To make it without an operation under the mode is twenty times faster.
+    """
+    fake: Tensor = FakeTensor(fake_factory.mode, spec.allocate("meta"), fake_factory.device)
+    fake.requires_grad_(spec.requires_grad)
     fake.made_in = unit  # type: ignore[attr-defined]
     return fake
 

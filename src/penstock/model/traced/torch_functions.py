@@ -93,6 +93,7 @@ METADATA_QUERIES = {
 # Their answer differs between a forward and its recomputation, because a checkpointed forward runs
 # without a graph. The stages return what the trace recorded, so that both take the same path.
 MODE_DEPENDENT = frozenset(_tensor_attributes(("requires_grad", "is_leaf"), as_getters=True))
+IS_LEAF: Any = next(iter(_tensor_attributes(("is_leaf",), as_getters=True)))
 
 # They need the shape and dtype of their first argument, but not its contents. So every stage can
 # run them, wherever that argument is.

@@ -55,8 +55,9 @@ from penstock.model.traced.trace import (
     ValueLeaf,
 )
 from penstock.model.traced.tracer import Tracer
+from penstock.model.traced.unit_shapes import SizeBinding, SizesDiffer, UnitShapes
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
-from penstock.nested_values import flatten, iter_tensors, unflatten
+from penstock.nested_values import are_same_objects, flatten, iter_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
 from penstock.torch_compat import FakeTensor, force_eager, without_fake_tensor_log
 
@@ -247,6 +248,49 @@ def trace_model(
     return trace, constants
 
 
+def derive_trace(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    parents: Collection[nn.Module],
+    shapes: UnitShapes,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device,
+) -> tuple[Trace, dict[int, Tensor]]:
+    """Trace the forward for inputs of other sizes without running its units.
+
+    It returns what `trace_model` would. Raises `SizesDiffer` where that is not certain.
+    """
+    if not shapes.is_current():
+        raise SizesDiffer
+    input_leaves, spec = flatten((args, kwargs))
+    leaves = [
+        _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
+    ]
+    with (
+        # No unit runs, and the parents run as copies.
+        isolated(
+            list(parents), inputs=[leaf for leaf in input_leaves if not isinstance(leaf, Tensor)]
+        ),
+        force_eager(),
+        suspend_cell_rng(),
+        without_fake_tensor_log(),
+    ):
+        fake_factory, binding = FakeTensorFactory(device), SizeBinding(shapes)
+        try:
+            trace, constants, is_stable = _trace_once(
+                model, units, leaves, spec, fake_factory, is_rerun=False, binding=binding
+            )
+        except SizesDiffer:
+            raise
+        except Exception as error:  # the full trace will say what is wrong
+            raise SizesDiffer from error
+        binding.finish()
+    if not is_stable or not shapes.is_current():
+        raise SizesDiffer
+    return trace, constants
+
+
 def _trace_once(
     model: nn.Module,
     units: Mapping[str, nn.Module],
@@ -254,8 +298,12 @@ def _trace_once(
     tree_spec: Any,
     fake_factory: FakeTensorFactory,
     is_rerun: bool,
+    binding: SizeBinding | None = None,
 ) -> tuple[Trace, dict[int, Tensor], bool]:
     """Trace the forward, then check it.
+
+    With a `binding`, the outputs of units are looked up. Then the forward must change nothing: the
+    units that might see a change do not run.
 
     Returns the trace, the constants, and whether a second run takes the same path.
     """
@@ -278,10 +326,13 @@ def _trace_once(
     fake_remote_tensors([*copies, *_find_remote_modules(units)], fake_factory)
     tracer = Tracer([model, proxy_model.model], fake_factory)
     tracer.unit_hooks = proxy_model.unit_hooks
-    tracer.shared_containers = find_shared_containers(parents, units)
+    tracer.size_binding = binding
+    attributes_before = [dict(vars(copy)) for copy in copies]
+    if binding is None:
+        tracer.shared_containers = find_shared_containers(parents, units)
+        tracer.unit_state = UnitStateTracker(proxy_model, units, tracer.shared_containers)
     shared_state = SettingsReader(parents)
     state_before = shared_state.read_by_name()
-    tracer.unit_state = UnitStateTracker(proxy_model, units, tracer.shared_containers)
     inputs = tracer.value_table.register_inputs(
         [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     )
@@ -291,6 +342,14 @@ def _trace_once(
     with tracer:
         output = proxy_model.model(*args, **kwargs)
     lost = _find_lost_attributes(proxy_model)
+    if binding is not None:
+        is_unchanged = all(
+            before.keys() == vars(copy).keys()
+            and are_same_objects(before.values(), vars(copy).values())
+            for before, copy in zip(attributes_before, copies, strict=True)
+        )
+        if lost or not is_unchanged or proxy_model.unit_hooks:
+            raise SizesDiffer
     reassigned_buffers = {
         f"{name}.{key}" if name else key: buffer
         for name, (_, copy) in proxy_model.parent_copies.items()
@@ -302,8 +361,10 @@ def _trace_once(
     state_after = shared_state.read_by_name()
     changed = [name for name, key in state_after.items() if state_before.get(name) != key]
     # A new ProxyModel: the forward may have set attributes on the copies of the first one.
-    is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
+    next_model = proxy_model if binding is not None else ProxyModel(model, proxies)
+    is_stable = is_reproducible(trace, next_model, leaves, tree_spec)
     if lost:
+        assert tracer.unit_state is not None
         next_call = ProxyModel(model, proxies)
         next_call.take_state(proxy_model)
         _check_lost_attributes(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,7 +59,9 @@ from penstock.model.traced.settings import ModelSettings, SettingsReader, read_s
 from penstock.model.traced.stage_program import StageProgram, build_stage_program
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
-from penstock.model.traced.trace_model import trace_model
+from penstock.model.traced.trace_family import TraceFamily, warn_of_changes
+from penstock.model.traced.trace_model import derive_trace, trace_model
+from penstock.model.traced.unit_shapes import SizesDiffer, UnitShapes, learn_unit_shapes
 from penstock.model.traced.whole_model import UnitLocations, run_model_method
 from penstock.nested_values import are_same_objects, flatten
 from penstock.schedules.ir import StageGraph
@@ -108,6 +111,7 @@ class CutSummary:
 # Limits of the trace cache. The oldest keys go first; of one key, the oldest traces.
 MAX_CACHE_KEYS = 64  # cache keys: shapes of micro-batches, training and eval mode, ...
 MAX_TRACES_PER_KEY = 16  # traces of one key: their guards had different results
+MAX_FAMILIES = 16  # keys that differ in more than sizes
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ class _CompiledTrace:
     loss_combination: LossCombination
     target_replay: TraceReplay  # computes the loss targets, if there are any
     fingerprint: str  # of the assignment, which all processes must agree on
+    kind: str  # the fingerprint of the first trace that differs from this one in sizes only
     # Tensors in attributes and variables, if a guard depends on one. None: they do not matter.
     tensors: tuple[ObjectIdentity, ...] | None
     # `requires_grad` of all parameters, if the forward asks for it. None: it does not matter.
@@ -238,10 +243,20 @@ class TraceMemory:
     # The children of the pipe and of the parents, their parameters and their buffers at the first
     # check; see `check_unchanged`.
     initial_members: list[Any] = field(default_factory=list)
+    families: OrderedDict[Any, TraceFamily] = field(default_factory=OrderedDict)
+    call_count: int = 0  # batches that were split
     settings_reader: SettingsReader | None = None  # made by the first use
 
     def __reduce__(self) -> tuple[type[TraceMemory], tuple[()]]:
         return TraceMemory, ()
+
+    def get_family(self, key: Any) -> TraceFamily:
+        """Return the family of micro-batches with this key."""
+        family = self.families.setdefault(key, TraceFamily())
+        self.families.move_to_end(key)
+        if len(self.families) > MAX_FAMILIES:
+            self.families.popitem(last=False)
+        return family
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -278,9 +293,12 @@ class TracedPartition(Partition):
     ) -> None:
         """Put the trace of the example into the cache."""
         settings = self.read_settings()
-        key, _, _ = self._make_cache_key(*example, settings)
+        key, leaves, _ = self._make_cache_key(*example, settings)
         if key not in self._memory.cache:
-            self._add_to_cache(key, trace, assignment, constants, settings)
+            compiled = self._compile(trace, assignment, constants, settings)
+            self._add_to_cache(key, compiled)
+            family = self._memory.get_family(_make_family_key(key, leaves))
+            family.add_reference(0, trace, compiled.kind)
 
     def named_roots(self) -> list[tuple[str, nn.Module]]:
         """Return the model."""
@@ -383,6 +401,7 @@ class TracedPartition(Partition):
     def build_stage_inputs(self, batch: Batch, devices: InputDevices) -> StageInputs:
         """Split a batch: trace each micro-batch, and give each stage the inputs that it uses."""
         check_inputs(batch.inputs, batch.keyword_inputs.values(), devices.get(0))
+        self._memory.call_count += 1
         default_inputs = build_default_kwargs(self.model, batch.keyword_inputs)
         inputs, keyword_inputs = batch.inputs, {**default_inputs, **batch.keyword_inputs}
         last_stage = len(self.stages) - 1
@@ -444,6 +463,7 @@ class TracedPartition(Partition):
             sums_loss=sums_loss and batch.uses_model_loss,
             outputs_have_loss=batch.uses_model_loss
             and all(plan.compiled.loss_combination.has_loss for plan in plans),
+            kind_digest=" ".join(sorted({plan.compiled.kind for plan in plans})),
         )
 
     def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:
@@ -505,15 +525,8 @@ class TracedPartition(Partition):
             if self._is_current(compiled, settings) and compiled.guards.matches(tensors):
                 self._memory.cache.move_to_end(key)
                 return TracedMicrobatch(compiled, leaves, spec, tensors)
-        try:
-            trace, constants = trace_model(self.model, self.units, args, dict(kwargs), self._device)
-        except EscapedTensor as escaped:
-            # While the example is traced, the unit would be opened and its children become units.
-            # Now the units are fixed.
-            raise CutError(
-                f"at {escaped.location}, with these inputs {escaped.problem}. This did not happen "
-                "with the example. Make the Pipe with an example like these inputs."
-            ) from None
+        family = self._memory.get_family(_make_family_key(key, leaves))
+        trace, constants, is_full = self._trace(args, kwargs, family)
         # The new trace is assigned to the stages as the example left them: units and parameters
         # stay where they are, and a buffer is changed by the stage that changed it before.
         written = {
@@ -524,8 +537,41 @@ class TracedPartition(Partition):
             trace, self.ownership.find_stage, self.ownership.num_stages, owners
         )
         self._check_ownership(assignment)
-        compiled = self._add_to_cache(key, trace, assignment, constants, settings)
+        kind = "" if is_full else family.find_kind(trace)
+        compiled = self._compile(trace, assignment, constants, settings, kind)
+        self._add_to_cache(key, compiled)
+        if is_full:
+            family.add_reference(self._memory.call_count, trace, compiled.kind)
+            family.learn(
+                lambda traces: learn_unit_shapes(self.model, self.units, traces, self._device)
+            )
+            warn_of_changes(family, _name_tensors(args, kwargs))
         return TracedMicrobatch(compiled, leaves, spec, tensors)
+
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], family: TraceFamily
+    ) -> tuple[Trace, Mapping[int, Tensor], bool]:
+        """Return a new trace, its constants, and whether the units were run for it."""
+        if family.shapes is not None:
+            with suppress(SizesDiffer):
+                return *self._derive_trace(args, kwargs, family.shapes), False
+        try:
+            return *trace_model(self.model, self.units, args, dict(kwargs), self._device), True
+        except EscapedTensor as escaped:
+            # While the example is traced, the unit would be opened and its children become units.
+            # Now the units are fixed.
+            raise CutError(
+                f"at {escaped.location}, with these inputs {escaped.problem}. This did not happen "
+                "with the example. Make the Pipe with an example like these inputs."
+            ) from None
+
+    def _derive_trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: UnitShapes
+    ) -> tuple[Trace, Mapping[int, Tensor]]:
+        parents = self.parents.values()
+        return derive_trace(
+            self.model, self.units, parents, shapes, args, dict(kwargs), self._device
+        )
 
     def _is_current(self, compiled: _CompiledTrace, settings: ModelSettings) -> bool:
         """Return whether what a trace depends on, besides its inputs and its key, is the same."""
@@ -563,15 +609,15 @@ class TracedPartition(Partition):
                     "or eval), and with an example like these inputs."
                 )
 
-    def _add_to_cache(
+    def _compile(
         self,
-        key: Any,
         trace: Trace,
         assignment: TraceAssignment,
         constants: Mapping[int, Tensor],
         settings: ModelSettings,
+        kind: str = "",
     ) -> _CompiledTrace:
-        """Compile a trace into stage programs and guards, and remember it."""
+        """Compile a trace into stage programs and guards. It is of a new kind by default."""
         programs = {
             stage: build_stage_program(assignment, stage, device, constants)
             for stage, device in self.devices.items()
@@ -581,7 +627,8 @@ class TracedPartition(Partition):
         producers = [trace.values[value].producer for value in goals if value is not None]
         guards = InputGuards(trace, constants, self._get_buffer)
         asks_requires_grad = any(node.func in MODE_DEPENDENT for node in trace.nodes)
-        compiled = _CompiledTrace(
+        fingerprint = fingerprint_assignment(assignment)
+        return _CompiledTrace(
             guards,
             assignment,
             programs,
@@ -590,17 +637,19 @@ class TracedPartition(Partition):
             TraceReplay(
                 trace, constants, self._get_buffer, [p for p in producers if p is not None]
             ),
-            fingerprint_assignment(assignment),
+            fingerprint,
+            kind or fingerprint,
             settings.tensors if guards.depend_on_constants else None,
             self._read_requires_grad() if asks_requires_grad else None,
         )
+
+    def _add_to_cache(self, key: Any, compiled: _CompiledTrace) -> None:
         # The newest first: the next micro-batches are probably like this one.
         traces = self._memory.cache.setdefault(key, [])
         traces.insert(0, compiled)
         del traces[MAX_TRACES_PER_KEY:]
         if len(self._memory.cache) > MAX_CACHE_KEYS:
             self._memory.cache.popitem(last=False)
-        return compiled
 
     def _get_buffer(self, name: str) -> Tensor:
         """Return a buffer by its name in the model.
@@ -624,6 +673,7 @@ class TracedPartition(Partition):
             self.local_model.apply_cast(cast)
         # A new cache: pipes of copies of the model, which are not cast, may share the old one.
         self._memory.cache, self._memory.initial_members = OrderedDict(), []
+        self._memory.families.clear()
         for index, device in self.devices.items():
             stage_forward: Any = self.stages[index].compute  # a `StageForward`
             stage_forward.refresh_buffers(device)
@@ -866,6 +916,26 @@ def _iter_unit_members(modules: Sequence[nn.Module]) -> Iterator[Any]:
     for module in modules:
         yield from module._modules.values()
         yield from module._parameters.values()
+
+
+def _make_family_key(key: Any, leaves: Sequence[Any]) -> Any:
+    """Return the cache key of inputs without the sizes of tensors."""
+    structure, leaf_keys, *state = key
+    pairs = zip(leaves, leaf_keys, strict=True)
+    return (
+        structure,
+        *state,
+        *(
+            (leaf.ndim, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf_key
+            for leaf, leaf_key in pairs
+        ),
+    )
+
+
+def _name_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return a name for each tensor of the inputs, for messages."""
+    named = [*((f"input {index}", value) for index, value in enumerate(args)), *kwargs.items()]
+    return [name for name, value in named for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _make_leaf_key(leaf: Any) -> Any:

@@ -20,7 +20,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -40,15 +45,16 @@ from penstock.model.traced.dry_run import (
     find_mutated,
     get_rng_state,
     get_versions,
+    make_fake_tensor,
     make_shape_placeholder,
     run_on_dummy_data,
     run_on_fakes,
     select_originals,
 )
-from penstock.model.traced.guards import CROSS_ENTROPY_FUNCTIONS
 from penstock.model.traced.interception import (
     EscapedTensor,
     FunctionCall,
+    HookSkipped,
     NullHookHandle,
     OpInterceptor,
     StaleUnit,
@@ -61,6 +67,7 @@ from penstock.model.traced.torch_functions import (
     BINCOUNT,
     COMPARISONS,
     HOOK_REGISTRATION,
+    IS_LEAF,
     MODE_DEPENDENT,
     SHAPE_ONLY,
     UNIFORM_RANDOM,
@@ -79,6 +86,7 @@ from penstock.model.traced.trace import (
     ValueLeaf,
     ValueRef,
 )
+from penstock.model.traced.unit_shapes import SizeBinding, SizesDiffer
 from penstock.model.traced.value_table import ValueTable
 from penstock.nested_values import (
     flatten,
@@ -241,6 +249,19 @@ def _find_assigned_buffers(unit: nn.Module, writes: Sequence[Write]) -> list[str
     return [name for name, buffer in unit.named_buffers() if id(buffer) in assigned]
 
 
+# Functions of PyTorch, with the types of arguments for which the contents of tensors do not decide
+# the shape of the result. Functions in Python are left out: a model may make them anew each time.
+_FIXED_SHAPE_CALLS: set[Any] = set()
+_C_FUNCTION_TYPES = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+
+def _describe_argument_types(func: Any, function_call: FunctionCall) -> Any:
+    """Return the function, the structure of its arguments, and their types, dims and dtypes."""
+    leaves, spec = flatten((function_call.args, function_call.kwargs))
+    types = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
+    return func, str(spec), tuple(types)
+
+
 def _count_hooks(tensor: Tensor) -> int:
     return len(tensor._backward_hooks or ())
 
@@ -258,6 +279,8 @@ class Tracer(OpInterceptor):
         # By unit: lists, dicts and attributes through which a tensor could leave the unit.
         self.shared_containers: Mapping[str, Sequence[Any]] = {}
         self.unit_state: UnitStateTracker | None = None
+        # The shapes of what units return, if they are known. Then no unit is run.
+        self.size_binding: SizeBinding | None = None
         self._random_ranges, self._call_counts = dict[int, tuple[Any, Any]](), Counter[str]()
         self._packed_lengths = PackedSequenceLengths(fake_factory)
         self._unit_integer_inputs: dict[int, Tensor] = {}
@@ -290,6 +313,8 @@ class Tracer(OpInterceptor):
         7. Packed sequences: execute on dummy data with the real lengths.
         8. Everything else: execute on fake tensors.
         """
+        if self.in_hook:
+            raise HookSkipped
         function_call = FunctionCall(args, kwargs, call, list(iter_tensors((args, kwargs))))
         inputs = tuple(map(self.value_table.value_of, function_call.tensors))
         literals, location = format_literals((args, kwargs)), get_source_location()
@@ -298,6 +323,8 @@ class Tracer(OpInterceptor):
         )
         check_no_transform(node)
         if func in MODE_DEPENDENT:
+            if self.size_binding is not None and func == IS_LEAF:
+                raise SizesDiffer  # outputs that were looked up are leaves
             # Not of the real tensor: it does not see what was written into its fake.
             result, _ = function_call.call_with_mapped_tensors(
                 lambda t: t if self._is_input_only(t) else self.value_table.get_fake(t)
@@ -404,16 +431,24 @@ class Tracer(OpInterceptor):
                 replace(node, kind=NodeKind.HOST_READ, is_guard=True, recorded_result=result)
             )
             return result
-        if function_call.tensors and not mutated and self._has_data_dependent_shape(function_call):
+        if (
+            function_call.tensors
+            and not mutated
+            and self._has_data_dependent_shape(node.func, function_call)
+        ):
             shapes = [tuple(t.shape) for t in iter_tensors(result)]
             node = replace(node, is_guard=True, recorded_result=shapes)
         return self._append_node(node, result, function_call.tensors, mutated)
 
-    def _has_data_dependent_shape(self, function_call: FunctionCall) -> bool:
+    def _has_data_dependent_shape(self, func: Any, function_call: FunctionCall) -> bool:
         """Return whether the output shape of an operation depends on tensor contents.
 
-        PyTorch's fake tensors raise a specific error for such an operation.
+        PyTorch's fake tensors raise a specific error for such an operation. Whether they do depends
+        on the types of the arguments, not on sizes, and for other sizes it is looked up.
         """
+        key = _describe_argument_types(func, function_call)
+        if self.size_binding is not None and key in _FIXED_SHAPE_CALLS:
+            return False
         try:
             with self.value_table.fake_factory.mode:
                 function_call.call_with_mapped_tensors(self.value_table.get_fake)
@@ -421,10 +456,16 @@ class Tracer(OpInterceptor):
             return True
         except Exception:  # fake tensors do not support the operation for another reason
             return False
+        if type(func) in _C_FUNCTION_TYPES:
+            _FIXED_SHAPE_CALLS.add(key)
         return False
 
     def _trace_on_fakes(self, node: TraceNode, function_call: FunctionCall) -> Any:
         """Execute and record an operation of which at least one tensor has no contents here."""
+        if self.size_binding is not None and len(self.nodes) in self.size_binding.shapes.calls:
+            arguments = function_call.args, function_call.kwargs
+            node = replace(node, arg_template=self._build_arg_template(function_call))
+            return self._look_up_call(self.size_binding, node, *flatten(arguments))
         fakes = {id(t): self.value_table.get_fake(t) for t in function_call.tensors}
         fake_tensors = [fakes[id(t)] for t in function_call.tensors]
         versions = get_versions(fake_tensors)
@@ -455,8 +496,9 @@ class Tracer(OpInterceptor):
             has_side_effect=any(map(self.value_table.is_persistent, mutated)),
             uses_rng=uses_rng,
         )
-        # `guards.find_loss_targets` reads the targets of the model's own loss from the arguments.
-        if node.func in CROSS_ENTROPY_FUNCTIONS:
+        # For `guards.find_loss_targets` and `unit_shapes`. An in-place operation has turned its
+        # arguments into other values.
+        if not mutated and node.arg_template is None:
             node = replace(node, arg_template=self._build_arg_template(function_call))
         return self._append_node(node, result, function_call.tensors, mutated, fake_tensors)
 
@@ -568,7 +610,12 @@ class Tracer(OpInterceptor):
     def intercept_unit(
         self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a unit on fake tensors and record its call as one node."""
+        """Run a unit on fake tensors, or look up what it returns, and record its call as a node."""
+        if self.size_binding is not None:
+            with without_interception(self):
+                output = self._look_up_unit(self.size_binding, name, args, kwargs)
+            self.notify_hooks(name, target, args, kwargs, output)
+            return output
         # A tensor may leave a unit through a list that others hold as well. Where the unit does not
         # run, the list would stay empty.
         has_changed = track_container_changes(self.shared_containers.get(name, ()))
@@ -641,6 +688,44 @@ class Tracer(OpInterceptor):
         return apply_container_updates(
             self._append_node(node, output, tensors, mutated, fake_tensors), args, kwargs
         )
+
+    def _look_up_unit(
+        self, binding: SizeBinding, name: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Append the node of a unit's call whose result follows from earlier traces."""
+        leaves, spec = flatten((args, kwargs))
+        inputs = tuple([self.value_table.value_of(t) for t in leaves if isinstance(t, Tensor)])
+        remaining = iter(inputs)
+        refs = [ValueRef(next(remaining)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call = UnitCall(name, self._call_counts[name])
+        self._call_counts[name] += 1
+        location = get_source_location()
+        node = TraceNode(NodeKind.UNIT, call, inputs, None, location, arg_template=(refs, spec))
+        return self._look_up_call(binding, node, leaves, spec)
+
+    def _look_up_call(
+        self, binding: SizeBinding, node: TraceNode, leaves: list[Any], spec: Any
+    ) -> Any:
+        """Append a node, given its arguments, whose result follows from earlier traces."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        known = binding.take_call(
+            len(self.nodes),
+            node.func,
+            [TensorSpec.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            [self.value_table.value_of(t) if isinstance(t, Tensor) else -1 for t in leaves],
+            spec,
+        )
+        unit = node.func.unit if node.kind is NodeKind.UNIT else ""
+        output_leaves = [
+            make_fake_tensor(self.value_table.fake_factory, leaf, unit)
+            if isinstance(leaf, TensorSpec)
+            else tensors[leaf.argument_index]
+            if isinstance(leaf, ArgumentLeaf)
+            else leaf
+            for leaf in binding.build_outputs(known)
+        ]
+        node = replace(node, changed_attributes=known.changed_attributes, uses_rng=known.uses_rng)
+        return self._append_node(node, unflatten(output_leaves, known.output_tree), tensors)
 
     # ---- recording ----------------------------------------------------------------------------
 
@@ -727,6 +812,9 @@ class Tracer(OpInterceptor):
             for name, v in reassigned.items()
             if is_persistent_update(name, v, self.nodes, values)
         }
+        written = self.value_table.find_buffer_names([w.tensor for w in self._written_in_units])
+        if self.size_binding is not None:
+            written = self.size_binding.shapes.written_buffers
         nodes, traced_output = tuple(self.nodes), TracedOutput(tuple(output_leaves), spec)
         reads = {k: frozenset(v) for k, v in self.value_table.metadata_reads.items()}
         return Trace(
@@ -737,6 +825,6 @@ class Tracer(OpInterceptor):
             reassigned,
             reads,
             self._unit_integer_inputs,
-            self.value_table.find_buffer_names([w.tensor for w in self._written_in_units]),
+            written,
             attribute_reads,
         )
