@@ -62,6 +62,12 @@ TABLE: dict[str, list[Mistake]] = {
         ),
         Mistake("pipe.step(x, labels=y)", TYPE, "no layer takes 'labels'", "called target="),
         Mistake("llm.step(ids=x, label=y)", TYPE, "no input 'label'", "Did you mean labels?"),
+        Mistake("gpt2.step(ids, ids)", ATTRIBUTE, "'past_key_values'", "step(x, labels=y)"),
+        Mistake("gpt2(ids, ids)", ATTRIBUTE, "'past_key_values'", "pipe(x, labels=y)"),
+        Mistake("bert.step(ids, ids)", RUN, "'attention_mask' of the forward", "labels=y"),
+        Mistake("bert.step(ids)", RUN, "given none", "pipe.step(x, labels=y)"),
+        Mistake("bert.step(ids, target=ids)", RUN, "given 'target'", "pipe.step(x, labels=y)"),
+        Mistake("t5.step(ids, ids)", VALUE, "'attention_mask' of the forward", "labels=y"),
         Mistake("pipe.step(x)", TYPE, "the step has none", "pipe.step(x, target=y)"),
         Mistake("pipe.step(loader)", TYPE, "a DataLoader", "for x, y in loader"),
         Mistake("pipe.step(x.numpy(), target=y)", TYPE, "An array is not split", "torch.as_tensor"),
@@ -280,16 +286,30 @@ def build_dispatched_model() -> nn.Module:
     return model
 
 
+def build_pretrained(name: str) -> Pipe:
+    """Return a pipe of a tiny model of transformers, or skip the test."""
+    pytest.importorskip("transformers")
+    from tests.hugging_face import tiny
+
+    options = {} if name == "bert" else {"use_cache": False}
+    example = {"input_ids": IDS, "labels": IDS}
+    return Pipe(getattr(tiny, name)(**options), **SIZES, example=example)
+
+
+IDS = torch.arange(32).reshape(4, 8)
 X, Y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 SIZES: dict[str, Any] = {"chunks": 2, "stages": 2, "devices": ["cpu", "cpu"]}
 # Names that the code of a row may use, and that take a while to make.
 ON_DEMAND: dict[str, Callable[[], Any]] = {
+    "bert": lambda: build_pretrained("bert"),
     "dispatched": build_dispatched_model,
     "gpipe": lambda: ScheduleGPipe.__new__(ScheduleGPipe),  # making one needs process groups
+    "gpt2": lambda: build_pretrained("gpt2"),
     "llm": lambda: Pipe(LanguageModel(), **SIZES, example={"ids": X, "labels": Y}),
     "lossless": lambda: Pipe(Net(), **SIZES, example=X),
     "other": lambda: torch.optim.SGD(Net().parameters(), lr=0.1),
     "stage": lambda: PipelineStage.__new__(PipelineStage),
+    "t5": lambda: build_pretrained("t5"),
 }
 
 
@@ -301,6 +321,7 @@ def build_namespace(code: str) -> dict[str, Any]:
         "Net": Net,
         "Pipe": Pipe,
         "functional": functional,
+        "ids": IDS,
         "loader": DataLoader(TensorDataset(X, Y), batch_size=4),
         "model": model,
         "nn": nn,

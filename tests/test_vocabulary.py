@@ -59,3 +59,12 @@ def test_schedule_names_of_pytorch_in_any_case(pytorch: str, ours: str) -> None:
 def test_import_of_a_word_of_another_library_says_what_to_write() -> None:
     with pytest.raises(ImportError, match=r"no PipelineStage\. .* Pipe\(model, stages=4"):
         from penstock import PipelineStage  # noqa: F401
+
+
+def test_words_of_other_libraries_are_no_attributes_of_the_package() -> None:
+    assert not hasattr(penstock, "PipelineStage")
+    assert getattr(penstock, "ScheduleGPipe", None) is None
+    with pytest.raises(AttributeError, match=r"no PipelineStage\. .* Pipe\(model, stages=4"):
+        _ = penstock.PipelineStage
+    with pytest.raises(ImportError, match=r"no PipelineStage\. .* Pipe\(model, stages=4"):
+        from penstock import PipelineStage  # noqa: F401

@@ -15,6 +15,9 @@ of a second and works without torch.
 """
 
 import importlib as _importlib
+import opcode as _opcode
+import sys as _sys
+import types as _types
 import typing as _typing
 
 from penstock import draw, schedules
@@ -181,12 +184,18 @@ _ON_DEMAND = {
 }
 
 
+def _is_import(frame: _types.FrameType) -> bool:
+    """Return whether a frame is at `from penstock import name`."""
+    return frame.f_code.co_code[frame.f_lasti] == _opcode.opmap["IMPORT_FROM"]
+
+
 def __getattr__(name: str) -> _typing.Any:
     if (error := _get_deprecated_error(name)) is not None:
         return error
     if name in _PACKAGE_NAMES:
-        # Not an AttributeError, of which `from penstock import name` would drop the text.
-        raise ImportError(f"penstock has no {name}. {_suggest(name, _PACKAGE_NAMES)}")
+        # `hasattr` needs an AttributeError, of which `from penstock import name` drops the text.
+        error_class = ImportError if _is_import(_sys._getframe(1)) else AttributeError
+        raise error_class(f"penstock has no {name}. {_suggest(name, _PACKAGE_NAMES)}")
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'penstock' has no attribute '{name}'")
     value = getattr(_importlib.import_module(f"penstock.{_ON_DEMAND[name]}"), name)

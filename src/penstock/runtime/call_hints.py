@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockTypeError
 from penstock.microbatch import list_tensors
 from penstock.model.example_hints import list_positional_names
+from penstock.model.framework_attributes import find_base_model
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import Batch
 from penstock.tracebacks import add_hint
@@ -29,14 +30,18 @@ from penstock.vocabulary import RESULT_ATTRIBUTES, STEP_ARGUMENTS, suggest
 def add_call_hint(error: Exception, placed: PlacedPartition, batch: Batch) -> None:
     """Add a note to an error in a call of a pipe, if its arguments look like a known mistake."""
     location = getattr(error, "whereabouts", None)
-    if location is not None and location.stage > 0:
-        return  # the first stage has taken the inputs
     model = placed.partition.model
+    if location is not None and location.stage > 0:  # the first stage has taken the inputs
+        hint = _explain_labels(model, batch) if batch.uses_model_loss else ""
+        if hint:
+            add_hint(error, hint)
+        return
     forward = _find_forward(model, placed)
     hint = (
         _explain_whole_batch(batch)
         or (_explain_positional_target(forward, batch) if forward is not None else "")
         or _explain_names(model, batch)
+        or _explain_labels(model, batch)
         or _explain_rows(batch)
         or _explain_target_rows(batch)
         or _explain_moved_model(placed)
@@ -109,6 +114,32 @@ def _explain_positional_target(forward: Callable[..., Any], batch: Batch) -> str
     if not batch.is_step:
         return f"{given}A pipe takes what the model takes. For a loss, use pipe.step(x, target=y)."
     return f"{given}Leave out the others: the target is given by name already."
+
+
+def _explain_labels(model: nn.Module | None, batch: Batch) -> str:
+    """Explain labels that were given by position, or not at all, to a model that computes a loss.
+
+    The second input of a Hugging Face model is a mask or a cache.
+    """
+    names = None if model is None else list_positional_names(find_base_model(model).forward)
+    if names is None or "labels" not in names or "labels" in batch.keyword_inputs:
+        return ""
+    given = names[: len(batch.inputs)]
+    if "labels" in given:
+        return ""
+    call = "pipe.step" if batch.is_step else "pipe"
+    cure = f"{call}(x, labels=y)"
+    if len(given) > 1:
+        if batch.is_step and not batch.uses_model_loss:
+            cure = "pipe.step(x, target=y)"
+        return (
+            f"The inputs that were passed by position are {', '.join(map(repr, given))} of the "
+            f"forward. If the last one has the labels, write {cure}."
+        )
+    if not batch.uses_model_loss:
+        return ""
+    instead = "'target', which the model does not have. " if batch.target else "none. "
+    return f"The model computes its loss from 'labels', and was given {instead}Write {cure}."
 
 
 def _explain_names(model: nn.Module | None, batch: Batch) -> str:
