@@ -39,6 +39,10 @@ Cell = tuple[int, int]  # stage, micro-batch
 InputDevices = Mapping[int, torch.device]
 
 
+_TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
+_TOKEN_DTYPES = (torch.int64, torch.int32)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The batch of one call of a pipe.
@@ -62,6 +66,19 @@ class Batch:
     reduction: str | None = None
     is_step: bool = False
     return_outputs: bool = False
+
+    def count_tokens(self) -> int | None:
+        """Return the number of token ids, padding included, or None if there are none.
+
+        They are the inputs called `input_ids` and `decoder_input_ids`, or the first input if it is
+        a matrix of whole numbers.
+        """
+        tokens = None
+        named = [self.keyword_inputs[n] for n in _TOKEN_INPUTS if n in self.keyword_inputs]
+        for value in named or self.inputs[:1]:
+            if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in _TOKEN_DTYPES:
+                tokens = (tokens or 0) + value.numel()
+        return tokens
 
     @property
     def returns_loss(self) -> bool:
