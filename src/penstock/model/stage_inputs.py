@@ -224,19 +224,17 @@ def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
     use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
     # `.data` shares the memory but has a version counter of its own, which starts at 0. So
     # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
-    return {
-        cell: Payload(
-            tuple(tensor.data for tensor in tensors),
+    payloads: dict[Cell, Payload] = {}
+    for cell, (tensors, layout) in flattened.items():
+        payloads[cell] = payload = Payload(
+            tuple([tensor.data for tensor in tensors]),
             layout,
-            tuple(tensor.requires_grad for tensor in tensors),
-            frozenset(
-                index
-                for index, tensor in enumerate(tensors)
-                if tensor.requires_grad or use_counts[id(tensor)] > 1
-            ),
+            tuple([tensor.requires_grad for tensor in tensors]),
         )
-        for cell, (tensors, layout) in flattened.items()
-    }
+        for index, tensor in enumerate(tensors):
+            if tensor.requires_grad or use_counts[id(tensor)] > 1:
+                payload.shared |= {index}
+    return payloads
 
 
 def propagate_version_bumps(
