@@ -894,7 +894,7 @@ def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter
     for module in modules:
         for parameter in module._parameters.values():
             if parameter is not None:
-                original = unwrap_proxy(parameter)
+                original = parameter.__dict__.get("_stands_for", parameter)  # `unwrap_proxy`
                 if original.requires_grad:
                     parameters[id(original)] = original
     return list(parameters.values())
