@@ -51,13 +51,6 @@ def list_accelerators() -> list[torch.device]:
     return [torch.device(kind, index) for index in range(count)]
 
 
-def list_used_accelerators() -> list[torch.device]:
-    """Return all accelerators if this process has used one, or none. It initializes none."""
-    kind = get_accelerator_type()
-    is_initialized = getattr(_get_module(kind), "is_initialized", torch.accelerator.is_available)
-    return list_accelerators() if kind != "cpu" and is_initialized() else []
-
-
 def is_accelerator(device: torch.device) -> bool:
     """Return whether the device is neither the host nor the meta device."""
     return device.type not in ("cpu", "meta")
