@@ -1,4 +1,4 @@
-"""Branches on numbers of the rows, selections among rows, and hooks that a forward registers."""
+"""Branches on numbers of the rows, selections among rows, late hooks, and what hooks keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock import AuditError, Pipe
 from penstock.runtime.audit_rows import RowsCheck
-from tests.oracle import closely
+from tests.support import same_gradients
 
 WIDTH, ROWS = 6, 16
 each_door = pytest.mark.parametrize("door", ["call", "step"])
@@ -74,7 +74,8 @@ def by_number(x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_list(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.sin, torch.cos)[x.mean().gt(0).tolist()](y)
+    is_positive: Any = x.mean().gt(0).tolist()
+    return y.sin() if is_positive else y.cos()
 
 
 def by_choice(x: Tensor, y: Tensor) -> Tensor:
@@ -113,16 +114,18 @@ def test_branch_that_makes_no_difference_is_compared_seldom(
     pipe, model = build(Branching(lambda x, y: y.masked_fill(x < -5, 0.0) if (x < -5).any() else y))
     compared = []
     compare = RowsCheck.compare_all_microbatches
-    monkeypatch.setattr(
-        RowsCheck, "compare_all_microbatches", lambda check: compared.append(1) or compare(check)
-    )
+
+    def count(check: RowsCheck) -> str | None:
+        compared.append(check)
+        return compare(check)
+
+    monkeypatch.setattr(RowsCheck, "compare_all_microbatches", count)
     for index in range(12):
         x = rows()
         x[index, 0] = -6.0
         train(pipe, x, door)
         functional.mse_loss(model(x), torch.zeros_like(x)).backward()
-    for parameter, expected in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert closely(parameter.grad, expected.grad)
+    assert same_gradients(pipe, model)
     assert len(compared) == 2  # in the first step, and when the ways first differed
 
 
@@ -205,5 +208,38 @@ def test_hook_that_a_layer_registers_on_its_child(door: str) -> None:
         x = rows()
         train(pipe, x, door)
         functional.mse_loss(model(x), torch.zeros_like(x)).backward()
-    for parameter, expected in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert closely(parameter.grad, expected.grad)
+    assert same_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("layer", "is_refused"), [(0, True), (1, True), (2, False)])
+def test_loss_that_reads_what_a_hook_has_kept(
+    layer: int, is_refused: bool, schedule: str, detaches: bool
+) -> None:
+    """It was of another micro-batch, by chance. In the last stage it is of the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+    kept: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
+        kept["features"] = output.detach() if detaches else output
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) * kept["features"]).square().mean()
+
+    layers = copy.deepcopy(model)
+    for sequential in (model, layers):
+        sequential[layer].register_forward_hook(keep)
+    pipe = Pipe(
+        layers, 4, "never", stages=2, devices=["cpu"] * 2, loss_fn=loss_fn, schedule=schedule
+    )
+    x, target = rows(), rows()
+    if is_refused:
+        with pytest.raises(AuditError, match="loss_fn reads what layers of an earlier stage"):
+            pipe.step(x, target=target)
+        return
+    for _ in range(2):
+        pipe.step(x, target=target)
+        loss_fn(model(x), target).backward()
+    assert same_gradients(pipe, model)

@@ -319,6 +319,7 @@ class Audit:
 
         `loss` is an accumulator like that of the step. It gives the gradient of the loss.
         """
+        refusal = None
         try:
             with self._reference.isolate():
                 batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
@@ -337,6 +338,8 @@ class Audit:
                     self._run_next_microbatch()
             if changes and self._later_microbatch is not None:
                 self._compare_states(changes, self._later_microbatch)
+                if self._reference.reads_earlier_stages(self.microbatch, self._later_microbatch):
+                    refusal = _KEPT_FOR_LOSS
             obstacle = None
             if forward.changed_state and not self._is_first_everywhere:
                 obstacle = (
@@ -359,10 +362,12 @@ class Audit:
                 self._split_problem = self._rows_check.compare_groups()
             if keeps_state:
                 self._compare_loss_orders()
-            if forward.changed_hooks is None:
+            if forward.changed_hooks is not None:
+                refusal = _describe_hooks(forward.changed_hooks)
+            if refusal is None:
                 self._forward = forward
             else:
-                self._state_problem = _describe_hooks(forward.changed_hooks)
+                self._state_problem = refusal
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
             self._failure = error
@@ -825,6 +830,13 @@ def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
         "it once for the whole batch, after all rows have been computed. Change such state outside "
         "of the forward, after each step, or use chunks=1."
     )
+
+
+_KEPT_FOR_LOSS = (
+    "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
+    "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
+    "values from the model, or use chunks=1."
+)
 
 
 def _describe_hooks(name: str) -> str:

@@ -411,6 +411,46 @@ class Reference:
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
         return value if isinstance(value, Tensor) and not has_drawn and not has_changed else None
 
+    @torch.no_grad()
+    def reads_earlier_stages(self, microbatch: int, other: int) -> bool:
+        """Return whether the loss of a micro-batch depends on where another one is in the model.
+
+        The other one runs up to the last stage. What its layers leave outside of their outputs is
+        then of that micro-batch, and the loss of the first one must not change.
+        """
+        loss_fn, last_stage = self._request.loss_fn, len(self._partition.stages) - 1
+        if loss_fn is None or not last_stage or self._reduction is None:
+            return False
+        args, kwargs, target = self.take_batch(self.find_rows(microbatch))
+        assert self._stage_map is not None  # a forward has run
+        cells = UnsplitCells(self._seed, last_stage + 1, *self._stage_map, self._devices)
+        last_units = [unit for unit, stages in self._stage_map[0] if set(stages) == {last_stage}]
+        digests = []
+
+        def stop(*_: object) -> None:
+            raise _LastStageReached
+
+        with self.isolate():
+            with cells.emulate(microbatch):
+                output = self._partition.run_unsplit(args, kwargs)
+            for is_beside in (False, False, True):
+                if is_beside:
+                    args, kwargs, _ = self.take_batch(self.find_rows(other))
+                    hooks = [unit.register_forward_pre_hook(stop) for unit in last_units]
+                    try:
+                        with cells.emulate(other):
+                            self._partition.run_unsplit(args, kwargs)
+                        return False  # it does not stop, so its last stage has run as well
+                    except _LastStageReached:
+                        pass
+                    finally:
+                        for hook in hooks:
+                            hook.remove()
+                results = list_tensors(loss_fn(output, *target))
+                digests.append(self._digester.digest_all(dict(enumerate(results))))
+        # A loss that differs from call to call has state, or draws.
+        return digests[0] == digests[1] != digests[2]
+
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
 
@@ -646,6 +686,10 @@ _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tra
 def _is_host_generator(value: Any) -> bool:
     is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
     return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
+
+
+class _LastStageReached(Exception):
+    """The forward of a micro-batch has come to the last stage."""
 
 
 class _GradientWatch(TorchFunctionMode):
