@@ -14,14 +14,14 @@ import argparse
 import os
 import statistics
 import time
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock import Pipe
 
 
-def make_batch(length: int) -> dict[str, Tensor]:
+def make_batch(length: int) -> dict[str, Any]:
     ids = torch.randint(0, 64, (4, length))
     return {"input_ids": ids, "labels": ids}
 
@@ -56,10 +56,10 @@ def measure(runtime: str, layers: int, lengths: list[int]) -> list[str]:
     )
     rows = []
     for name, length in (("first", 16), ("second", 20)):
-        first = timed(pipe, length)
+        first_step = timed(pipe, length)
         # Steps 2, 8 and 32 of a kind also compare groups of rows.
         later = [timed(pipe, length) for _ in range(8)]
-        rows.append((name, [first], [tuple(map(statistics.median, zip(*later, strict=True)))]))
+        rows.append((name, [first_step], [tuple(map(statistics.median, zip(*later, strict=True)))]))
     firsts, laters = [], []
     for length in lengths:
         firsts.append(timed(pipe, length))

@@ -155,6 +155,7 @@ class MessageCost:
 def clocks() -> Iterator[MessageCost]:
     """Put clocks around the transport, and around what it calls of gloo."""
     cost = MessageCost()
+    gloo: Any = c10d.ProcessGroupGloo
     recv_from = ProcessTransport.recv_from
 
     def start_recv(*args: Any) -> Any:
@@ -163,8 +164,8 @@ def clocks() -> Iterator[MessageCost]:
     replaced: list[tuple[Any, str, Any]] = [
         (ProcessTransport, "send_to", cost.timing("send", ProcessTransport.send_to)),
         (ProcessTransport, "recv_from", cost.timing("recv", start_recv)),
-        (c10d.ProcessGroupGloo, "send", cost.timing("gloo send", c10d.ProcessGroupGloo.send)),
-        (c10d.ProcessGroupGloo, "recv", cost.timing("gloo recv", c10d.ProcessGroupGloo.recv)),
+        (gloo, "send", cost.timing("gloo send", gloo.send)),
+        (gloo, "recv", cost.timing("gloo recv", gloo.recv)),
         (c10d.Work, "wait", cost.timing("gloo wait", c10d.Work.wait)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
