@@ -56,7 +56,7 @@ from penstock.model.traced.guards import (
 from penstock.model.traced.interception import EscapedTensor
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
 from penstock.model.traced.settings import ModelSettings, SettingsReader, read_state_key
-from penstock.model.traced.stage_program import StageProgram, build_stage_program
+from penstock.model.traced.stage_program import StageProgram, build_stage_programs
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_family import TraceFamily, warn_of_changes
@@ -618,10 +618,7 @@ class TracedPartition(Partition):
         kind: str = "",
     ) -> _CompiledTrace:
         """Compile a trace into stage programs and guards. It is of a new kind by default."""
-        programs = {
-            stage: build_stage_program(assignment, stage, device, constants)
-            for stage, device in self.devices.items()
-        }
+        programs = build_stage_programs(assignment, self.devices, constants)
         loss_targets = find_loss_targets(trace)
         goals = [] if loss_targets is None else [loss_targets.target, loss_targets.class_weights]
         producers = [trace.values[value].producer for value in goals if value is not None]
