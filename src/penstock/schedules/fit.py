@@ -4,7 +4,8 @@
 rule for what a rank does next, and the fastest result wins. Some strategies follow the order of a
 named schedule of the same placement and only place the Ws anew; some follow an order with more or
 fewer forwards before the first backward; others choose the order too. No strategy is best
-everywhere, and each costs little. Finally, a local search improves the winner.
+everywhere, and each costs little. Then `rule_search` looks for better rules than these. Finally, a
+local search improves the winner.
 
 "Fast" has two meanings, the objectives. The makespan is the time from the first start to the last
 end on any rank. The period is the longest time that one rank needs from its first to its last
@@ -35,6 +36,8 @@ from penstock.schedules.list_scheduler import (
     when_full,
     when_lagging,
 )
+from penstock.schedules.priority_scheduler import Pipeline
+from penstock.schedules.rule_search import search_rules
 from penstock.schedules.simulator import Deadlock, Span, check_stages_match, play
 
 # -------------------------------------------------------------------------------------------------
@@ -173,6 +176,9 @@ def _swaps_on_critical_path(
 # The search.
 # -------------------------------------------------------------------------------------------------
 
+_MIN_STRATEGIES = 60  # how many are tried before rules are searched, if the effort allows it
+_RULE_ATTEMPTS = 400
+
 
 def fit(
     placement: Sequence[int],
@@ -232,12 +238,24 @@ def fit(
     named = list(dict.fromkeys(named_schedules(placement, chunks).values()))
     fitting = [schedule for schedule in named if _fits_caps(schedule, cost, caps)]
     best = _BestSchedule(graph, cost, _MEASURES[objective], fitting)
+    # At least a third of the effort is for the search of rules, which costs more and finds more.
+    kept = effort - max(effort // 3, min(effort, _MIN_STRATEGIES * size))
     for strategy in _strategies(placement, chunks, named, cost, caps):
-        if best.schedule and (best.seconds <= goal or effort < size):
+        if best.schedule and best.seconds <= goal:
             return best.schedule
+        if best.schedule and effort - size < kept:
+            break
         effort -= size
         best.consider(strategy.build(placement, chunks, caps, graph))
     assert best.schedule, "the strategies that check is_safe always end"
+    rules = min(effort, _RULE_ATTEMPTS * size)
+    if rules >= size:
+        pipeline = Pipeline(placement, chunks, cost, caps, graph)
+        for starts in search_rules(pipeline, objective, rules, goal):
+            best.consider(pipeline.schedule(starts))
+        effort -= rules
+    if best.seconds <= goal:
+        return best.schedule
     swaps = min(200, effort // size)
     return improve_by_swaps(best.schedule, graph, cost, caps, swaps, objective)
 
