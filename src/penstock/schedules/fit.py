@@ -68,6 +68,12 @@ def _measure_period(spans: Sequence[Span]) -> tuple[float, Span]:
 
 _MEASURES: dict[Objective, _Measure] = {"makespan": _measure_makespan, "period": _measure_period}
 
+
+def measure_seconds(spans: Sequence[Span], objective: Objective) -> float:
+    """Return the seconds of a simulation, for one objective."""
+    return _MEASURES[objective](spans)[0]
+
+
 # -------------------------------------------------------------------------------------------------
 # The local search: swap neighbours on the critical path as long as that helps.
 #
