@@ -20,9 +20,10 @@ from dataclasses import replace
 from itertools import product
 from math import isnan
 from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from penstock.errors import ArgumentError
+from penstock.schedules.bound import Objective, schedule_bound
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
 from penstock.schedules.families import FAMILIES, make
 from penstock.schedules.families.common import Placement, check_sizes
@@ -43,8 +44,6 @@ from penstock.schedules.simulator import Deadlock, Span, check_stages_match, pla
 # -------------------------------------------------------------------------------------------------
 # The objectives.
 # -------------------------------------------------------------------------------------------------
-
-Objective = Literal["makespan", "period"]
 
 # Returns (seconds, the span that ends last) of a simulation, for one objective.
 _Measure = Callable[[Sequence[Span]], tuple[float, Span]]
@@ -234,10 +233,8 @@ def fit(
             f"objective {objective!r} is unknown: it is {' or '.join(map(repr, _MEASURES))}"
         )
     caps = _memory_caps(placement, chunks, cost, graph, memory)
-    if objective == "makespan":
-        goal = lower_bound(placement, chunks, cost, graph)
-    else:
-        goal = chunks * max(_seconds_per_rank(placement, cost))
+    whole = [False] * len(placement)
+    goal = schedule_bound(cost, graph, placement, chunks, whole, caps, objective)
     goal *= 1 + 1e-12  # the bound is a sum of floats; the factor allows for its rounding errors
     size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
     # With one stage per rank some families are the same.
