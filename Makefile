@@ -20,7 +20,7 @@
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
-# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
+# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; two hours on two cores
 # make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
 # make bench     measure; prints tables
 # make bench-gpu measure on one GPU; prints all GPU tables of docs/measurements.md; about an hour. PYTHON= chooses the
@@ -107,6 +107,7 @@ caps: $(READY)
 
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+	for ranks in 16 24 32; do $(BIN)/python benchmarks/zero_bubble.py --curves $$ranks || true; done
 
 plans: $(READY)
 	$(BIN)/python -m tests.planning.brute_force

@@ -1,17 +1,7 @@
 """Lower bounds: seconds that no schedule, and no plan, can beat.
 
 `schedule_bound` is for one cut with its micro-batches, recomputation and memory, and any order of
-its actions. It is the largest of these, over all ranks:
-
-    work     when the first micro-batch can be there, and then all actions of the rank
-    drain    the same without the weight gradients, and then the way of the last gradient to the
-             first stage
-    fill     no input gradient can start before a micro-batch has been through the later stages and
-             back; until then there is only memory for so many forwards
-    memory   every micro-batch occupies its activations for its way through the later stages and
-             back; these areas of bytes x seconds have to fit next to each other below the cap
-
-`space_bound` is for all cuts of a placement.
+its actions (see `schedules.bound`). `space_bound` is for all cuts of a placement.
 """
 
 from __future__ import annotations
@@ -22,7 +12,8 @@ from collections.abc import Sequence
 from math import floor, inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
-from penstock.schedules.fit import Objective
+from penstock.schedules import bound
+from penstock.schedules.bound import Objective
 
 _PACKING_STEPS, _PACKING_PARTS = 100, 20  # how finely `_least_full_rank` looks
 
@@ -35,106 +26,10 @@ def schedule_bound(
     free: Sequence[float],
     objective: Objective = "makespan",
 ) -> float:
-    """Return seconds that no schedule of these stages can beat.
-
-    Args:
-        costs: The costs of the stages.
-        placement: The rank of each stage.
-        chunks: The number of micro-batches.
-        recomputed: Whether each stage recomputes its activations.
-        free: The bytes that each rank has for activations.
-        objective: The makespan of one step, or the period of steps that follow each other.
-    """
-    cost, graph, stages = costs.cost, costs.graph, range(len(placement))
-    R = cost.R or cost.F
-
-    def hop(src: int, dst: int) -> float:
-        return cost.send_seconds(src, dst) if placement[src] != placement[dst] else 0.0
-
-    # Of a single micro-batch, with nothing in its way. down: from the start of the step to its F.
-    # trip: from the start of its F to the end of its I. tail: from the end of its I to the end of
-    # the step.
-    down, tail, trip = ([0.0] * len(placement) for _ in range(3))
-    for s in stages:
-        down[s] = max((down[b] + cost.F[b] + hop(b, s) for b in graph.before(s)), default=0.0)
-        tail[s] = max([cost.W[s], *(hop(s, b) + cost.I[b] + tail[b] for b in graph.before(s))])
-    for s in reversed(stages):
-        away = max((hop(s, a) + trip[a] + hop(a, s) for a in graph.after(s)), default=0.0)
-        trip[s] = cost.F[s] + max(away, R[s] if recomputed[s] else 0.0) + cost.I[s]
-    bound = 0.0
-    if objective == "makespan":
-        bound = max(down[s] + trip[s] + tail[s] for s in stages)
-    for rank, cap in enumerate(free):
-        mine = [s for s in stages if placement[s] == rank]
-        if not mine:
-            continue
-        again = {s: R[s] if recomputed[s] else 0.0 for s in mine}
-        ordered = chunks * sum(cost.F[s] + cost.I[s] + again[s] for s in mine)
-        work = ordered + chunks * sum(cost.W[s] for s in mine)
-        wait = min(trip[s] - cost.I[s] for s in mine)
-        early = _most_seconds_before_first_gradient(costs, mine, chunks, recomputed, cap)
-        spans = [work, wait + work - early, _fill_area(costs, mine, chunks, recomputed, trip, cap)]
-        if objective == "period":
-            bound = max(bound, *spans)
-            continue
-        start = min(down[s] for s in mine)
-        first_gradient = min(down[s] + trip[s] - cost.I[s] for s in mine)
-        bound = max(
-            bound,
-            *(start + span for span in spans),
-            first_gradient + work - early,
-            start + ordered + min(tail[s] for s in mine),
-        )
-    return bound
-
-
-def _most_seconds_before_first_gradient(
-    costs: StageCosts,
-    stages: Sequence[int],
-    chunks: int,
-    recomputed: Sequence[bool],
-    cap: float,
-) -> float:
-    """Return the most work that a rank can do before its first input gradient.
-
-    Until then nothing is freed, so only so many Fs and Rs fit in memory. A fraction of an action
-    counts, too: this makes the sum easy and keeps it an upper bound.
-    """
-    cost, items = costs.cost, []
-    for s in stages:
-        size = cost.activation[s]
-        if recomputed[s]:
-            input_size = cost.stage_input[s]
-            items += [(cost.F[s], input_size), ((cost.R or cost.F)[s], size - input_size)]
-        else:
-            items.append((cost.F[s], size))
-    items.sort(key=lambda item: item[0] / item[1] if item[1] else inf, reverse=True)
-    seconds = 0.0
-    for length, size in items:
-        count = min(chunks, cap / size) if size else chunks
-        seconds += count * length
-        cap -= count * size
-    return seconds
-
-
-def _fill_area(
-    costs: StageCosts,
-    stages: Sequence[int],
-    chunks: int,
-    recomputed: Sequence[bool],
-    trip: Sequence[float],
-    cap: float,
-) -> float:
-    """Return the seconds in which the bytes x seconds of all micro-batches fit below the cap."""
-    cost, area = costs.cost, 0.0
-    for s in stages:
-        whole, end = cost.activation[s], cost.kept_sizes[s] * cost.W[s]
-        if recomputed[s]:
-            redo = (cost.R or cost.F)[s] + cost.I[s]
-            area += cost.stage_input[s] * (trip[s] - redo) + whole * redo + end
-        else:
-            area += whole * trip[s] + end
-    return chunks * area / cap if cap > 0 else inf
+    """Return seconds that no schedule of these stages can beat, as in `schedules.bound`."""
+    return bound.schedule_bound(
+        costs.cost, costs.graph, placement, chunks, recomputed, free, objective
+    )
 
 
 def space_bound(
