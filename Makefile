@@ -21,7 +21,7 @@
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
-# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
+# make plans     compare plans with brute force, on 200 random small problems; minutes
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -107,7 +107,7 @@ papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
 
 plans: $(READY)
-	$(BIN)/python -m tests.planning.brute_force
+	$(BIN)/python -m tests.planning.brute_force --workers 2
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py
