@@ -593,6 +593,19 @@ def silence_storage_warning() -> None:
         setattr(_warn_about_storage, "has_warned", True)  # noqa: B010
 
 
+# ---- device time ---------------------------------------------------------------------------------
+
+# There is no public way to keep a device busy for a while. Without it, times of small kernels
+# include the gaps in which the device waits for the host.
+_sleep_on_device = _probe("torch.cuda._sleep", "", fallback=None)
+
+
+def sleep_on_device(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many cycles of the device's clock, if possible."""
+    if _sleep_on_device is not None:
+        _sleep_on_device(cycles)
+
+
 # ---- tensor subclasses ---------------------------------------------------------------------------
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor"

@@ -274,3 +274,21 @@ def test_captured_traced_model() -> None:
             pair.each(nn.Module.zero_grad)
         pair.step(**inputs(number, number not in (2, 3, 5, 8)))
     assert sum(recordings(pair.graph)) == 8
+
+
+def test_captured_traced_model_with_many_stages_and_chunks() -> None:
+    """The inputs of a traced model had more entries than a fingerprint looks into.
+
+    No two steps were alike then: every step ran eagerly, on one rank at a time.
+    """
+    torch.manual_seed(0)
+    chunks = 100
+    example: dict[str, Any] = {
+        "ids": torch.randint(16, (chunks, 2)),
+        "mask": torch.ones(chunks, 2, dtype=torch.bool),
+        "labels": torch.randint(16, (chunks, 2)),
+    }
+    pair = pipe_pair(Model().double(), stages=3, example=example, loss_fn=None, chunks=chunks)
+    for _ in range(3):
+        pair.step(**example)
+    assert recordings(pair.graph) == [2]

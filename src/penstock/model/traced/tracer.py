@@ -45,7 +45,6 @@ from penstock.model.traced.dry_run import (
     run_on_fakes,
     select_originals,
 )
-from penstock.model.traced.guards import CROSS_ENTROPY_FUNCTIONS
 from penstock.model.traced.interception import (
     EscapedTensor,
     FunctionCall,
@@ -454,10 +453,9 @@ class Tracer(OpInterceptor):
             node,
             has_side_effect=any(map(self.value_table.is_persistent, mutated)),
             uses_rng=uses_rng,
+            # For the profiler, and for `guards.find_loss_targets`.
+            arg_template=self._build_arg_template(function_call),
         )
-        # `guards.find_loss_targets` reads the targets of the model's own loss from the arguments.
-        if node.func in CROSS_ENTROPY_FUNCTIONS:
-            node = replace(node, arg_template=self._build_arg_template(function_call))
         return self._append_node(node, result, function_call.tensors, mutated, fake_tensors)
 
     def _is_input_only(self, tensor: Tensor) -> bool:

@@ -216,7 +216,8 @@ def build_graph_key(
         stage_inputs.has_target,
         stage_inputs.assignment_digest,
         (inputs.specs, inputs.tensor_indices, inputs.alias_indices, inputs.has_overlap),
-        (fingerprint(inputs.other_leaves), inputs.structure),
+        # One by one: a tuple with an entry a stage and micro-batch may be too long to be inspected.
+        (tuple(map(fingerprint, inputs.other_leaves)), inputs.structure),
     )
     return GraphKey(
         CachedHash(request_facts),
