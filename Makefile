@@ -21,7 +21,7 @@
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
 # make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; two hours on two cores
-# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
+# make plans     compare plans with brute force, on 200 random small problems; minutes
 # make bench     measure; prints tables
 # make bench-gpu measure on one GPU; prints all GPU tables of docs/measurements.md; about an hour. PYTHON= chooses the
 #                interpreter, with a build of PyTorch for that GPU
@@ -110,7 +110,7 @@ papers: $(READY)
 	for ranks in 16 24 32; do $(BIN)/python benchmarks/zero_bubble.py --curves $$ranks || true; done
 
 plans: $(READY)
-	$(BIN)/python -m tests.planning.brute_force
+	$(BIN)/python -m tests.planning.brute_force --workers 2
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

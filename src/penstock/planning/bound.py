@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from math import floor, inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
@@ -40,22 +41,35 @@ def space_bound(
 ) -> float:
     """Return seconds that no plan with this placement and number of micro-batches can beat.
 
-    Whatever the cut is, the ranks together have the whole work to do, and rank r starts after at
-    least r units. With one stage per rank there is also a best cut: a stage that takes as many
-    units as it can leaves the fewest to the others. The result is infinite if the parameters alone
-    exceed the memory.
+    Whatever the cut is, a micro-batch passes through all units and back, the ranks together have
+    the whole work to do, and rank r starts after at least r units. With one stage per rank there is
+    also a best cut: a stage that takes as many units as it can leaves the fewest to the others. The
+    result is infinite if the parameters alone exceed the memory.
     """
     ranks, units, chunks = len(memory), len(table.profile.units), table.chunks
     work = [sums["FIW"] for sums in table.seconds]
     distinct = [sums["FIW"] for sums in table.distinct_seconds]
     fastest = [min(sums[u + 1] - sums[u] for sums in distinct) for u in range(units)]
-    # fills[u]: the least seconds from the start of the step until unit u can start.
-    fills = [0.0]
-    for u in range(units):
-        fills.append(fills[-1] + min(s["F"][u + 1] - s["F"][u] for s in table.distinct_seconds))
+    # The least seconds from the start of the step until unit u can start, and from the end of its I
+    # to the end of the step: the units before it, on the fastest device for each. Messages between
+    # the ranks before rank r come on top.
+    fills, drains = (
+        list(
+            accumulate(
+                (
+                    min(s[op][u + 1] - s[op][u] for s in table.distinct_seconds)
+                    for u in range(units)
+                ),
+                initial=0.0,
+            )
+        )
+        for op in "FI"
+    )
+    hops, hops_back = _least_hops(table, ranks)
     if objective == "period":
-        fills = [0.0] * len(fills)
-    starts = [fills[r] for r in range(ranks)]
+        fills = drains = [0.0] * (units + 1)
+        hops = hops_back = [0.0] * ranks
+    starts = [fills[r] + hops[r] for r in range(ranks)]
     # The share of rank r in the work is at most its time from its start on. Units are weighed by
     # the seconds on the fastest rank, and each rank by how close it can come to these.
     paces = {
@@ -69,34 +83,69 @@ def space_bound(
     even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
         pace
     )
+    even = max(even, fills[-1] + drains[-1] + hops[-1] + hops_back[-1])
     if len(distinct) == 1:
         even = max(even, chunks * _least_full_rank(fastest, ranks))
     if sum(memory) < table.resident[-1]:
         return inf
     if list(placement) != list(range(ranks)):
         return even
+    # Without weight gradients, which may wait: these are the actions on a rank before its last I.
+    ordered = {
+        id(sums["FIW"]): [f + i for f, i in zip(sums["F"], sums["I"], strict=True)]
+        for sums in table.distinct_seconds
+    }
+
+    def reach(sums: Sequence[float], start: int, seconds: float) -> int:
+        """Return the first unit that a rank cannot do for all micro-batches in these seconds."""
+        return bisect_right(sums, (sums[start] + seconds / chunks) * (1 + 1e-12)) - 1
 
     def fits(seconds: float) -> bool:
         end = 0
         for rank in range(ranks):
             start, sums = end, work[rank]
-            room = sums[start] + (seconds - fills[start]) / chunks
-            end = bisect_right(sums, room * (1 + 1e-12)) - 1
-            room = table.resident[start] + memory[rank]
-            end = min(end, bisect_right(table.resident, room * (1 + 1e-12)) - 1)
+            left = seconds - fills[start] - hops[rank]
+            end = min(
+                reach(sums, start, left),
+                reach(ordered[id(sums)], start, left - drains[start] - hops_back[rank]),
+                bisect_right(table.resident, (table.resident[start] + memory[rank]) * (1 + 1e-12))
+                - 1,
+            )
             if end >= units:
                 return True
             if end < start:
                 return False
         return False
 
-    low, high = even, fills[-1] + chunks * max(sums[-1] for sums in work)
+    low, high = even, hops[-1] + fills[-1] + drains[-1] + hops_back[-1]
+    high += chunks * max(sums[-1] for sums in work)
     if not fits(high):
         return inf
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low
+
+
+def _least_hops(table: CostTable, ranks: int) -> tuple[list[float], list[float]]:
+    """Return the least seconds of the messages from rank 0 to each rank, and back.
+
+    Stage r is the first of rank r in every placement, so each of the ranks before passes the
+    micro-batch on to the next one. At the best cut, the fewest bytes are sent.
+    """
+    profile = table.profile
+    units = len(profile.units)
+    sizes = {True: [0.0] * (units + 1), False: [0.0] * (units + 1)}
+    for value, size, _ in table.values:
+        for boundary in range(value.src + 1, max(value.dsts, default=value.src) + 1):
+            for with_grad in (True, False):
+                sizes[with_grad][boundary] += size if value.has_grad or not with_grad else 0.0
+    forth, back = (min(sizes[with_grad][1:units], default=0.0) for with_grad in (False, True))
+    links = [profile.link_between(rank, rank + 1) for rank in range(ranks - 1)]
+    return (
+        list(accumulate((link.seconds(forth) for link in links), initial=0.0)),
+        list(accumulate((link.seconds(back) for link in links), initial=0.0)),
+    )
 
 
 def _least_full_rank(seconds: Sequence[float], ranks: int) -> float:

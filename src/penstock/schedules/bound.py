@@ -64,8 +64,10 @@ def schedule_bound(
     bound = 0.0
     if objective == "makespan":
         bound = max(down[s] + trip[s] + tail[s] for s in stages)
-    for rank, cap in enumerate(free):
-        mine = [s for s in stages if placement[s] == rank]
+    stages_by_rank: list[list[int]] = [[] for _ in free]
+    for stage, rank in enumerate(placement):
+        stages_by_rank[rank].append(stage)
+    for mine, cap in zip(stages_by_rank, free, strict=True):
         if not mine:
             continue
         again = {s: R[s] if recomputed[s] else 0.0 for s in mine}

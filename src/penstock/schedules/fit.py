@@ -25,7 +25,7 @@ from typing import NamedTuple
 from penstock.errors import ArgumentError
 from penstock.schedules.bound import Objective, schedule_bound
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
-from penstock.schedules.families import FAMILIES, make
+from penstock.schedules.families import make, training_families
 from penstock.schedules.families.common import Placement, check_sizes
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, follows, produces
 from penstock.schedules.list_scheduler import (
@@ -517,13 +517,11 @@ def named_schedules(
     """Return the named schedules of a placement that can train: those of `names`, or all."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
-    schedules: dict[str, Schedule] = {}
-    for name, family in FAMILIES.items():
-        exists = family.free or family.stages_per_rank == per_rank
-        wanted = family.trains and exists and (names is None or name in names)
-        if wanted and family.placement(ranks, per_rank) == placement:
-            schedules[name] = make(name, ranks, chunks, per_rank)
-    return schedules
+    return {
+        name: make(name, ranks, chunks, per_rank)
+        for name in training_families(placement)
+        if names is None or name in names
+    }
 
 
 def _choose_by_policy(policy: OrderPolicy) -> ActionChooser:
