@@ -245,6 +245,9 @@ class Audit:
         self._cell_io, self._reduction = execution.cell_io, reduction
         self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
         self._grads_before: dict[tuple[int, int], dict[int, Digest]] = {}
+        # Of parameters of other stages, before a backward; and the stages that have begun theirs.
+        self._other_grads_before: dict[int, dict[int, Digest]] = {}  # by stage
+        self._stages_in_backward: set[int] = set()
         self._attributes_before: dict[int, dict[AttributeKey, Any]] = {}  # by stage
         forwards = [
             action
@@ -478,6 +481,8 @@ class Audit:
             # It sets gradients of earlier steps aside, if it has to.
             loss.before_backward(stage_runner, action.microbatch)
         self._grads_before[action.stage, action.microbatch] = self._digest_gradients(stage_runner)
+        self._stages_in_backward.add(action.stage)
+        self._other_grads_before[action.stage] = self._digest_other_gradients()
 
     def after_compute(
         self, stage_runner: StageRunner, action: Compute, payloads: Mapping[int, Payload]
@@ -503,6 +508,10 @@ class Audit:
         else:
             before = self._grads_before.pop((action.stage, action.microbatch))
             after = self._digest_gradients(stage_runner)
+            others_before = self._other_grads_before.pop(action.stage)
+            for key, digest in self._digest_other_gradients().items():
+                if key not in after and digest != others_before.get(key):
+                    before[key], after[key] = others_before.get(key, Digest(0.0, 0.0)), digest
             with self._lock:  # a tied parameter is on several ranks
                 for key, digest in after.items():
                     added = digest.minus(before.get(key))
@@ -513,6 +522,25 @@ class Audit:
             id(parameter): gradient
             for parameter, gradient in stage_runner.iter_gradients()
             if gradient is not None
+        }
+        return self._digester.digest_all(gradients)
+
+    def _digest_other_gradients(self) -> dict[int, Digest]:
+        """Return the digests of gradients of stages that have not begun their backward.
+
+        The backward of an `autograd.Function` that spans stages may call `backward` by itself, as
+        that of reversible layers does. It gives gradients to the parameters of earlier stages, in
+        whose own cells nothing is added any more.
+        """
+        if self._forward is None or not self._forward.has_own_gradients:
+            return {}
+        gradients = {
+            id(parameter): parameter.grad
+            for stage in self._placed.partition.stages
+            if stage.index not in self._stages_in_backward
+            for module in stage.modules()
+            for parameter in module.parameters(recurse=False)
+            if parameter.grad is not None
         }
         return self._digester.digest_all(gradients)
 
