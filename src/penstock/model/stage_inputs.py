@@ -106,6 +106,8 @@ class StageInputs:
     target_count: TargetCounter | None = None
     # the weights of the micro-batches in the model's own loss, for `pipe(x)`
     loss_shares: Sequence[float | Tensor] = ()
+    # the labels of each micro-batch by which these weights are counted, and their counter
+    counted_labels: tuple[list[Tensor], TargetCounter] | None = None
     # the tensors before the split, if all inputs are tensors that are split by their rows
     unsplit_tensors: tuple[Tensor, ...] = ()
     # whether the losses of a step, which the model computes itself, are known to be sums

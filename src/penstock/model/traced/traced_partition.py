@@ -440,11 +440,13 @@ class TracedPartition(Partition):
         # Without a target, the model may compute the loss itself, from labels among its inputs.
         model_targets = None if target else _find_model_targets(plans)
         loss_shares: Sequence[float | Tensor] = ()
+        counted_labels = None
         sums_loss = batch.returns_loss and _is_loss_summed(batch, plans, trace_larger)
         if not batch.uses_model_loss and sums_loss:
             loss_shares = [1.0] * len(pieces)
         elif not batch.uses_model_loss and plans[0].compiled.loss_combination.has_loss:
             loss_shares = _compute_loss_shares(rows, model_targets, last_device)
+            counted_labels = model_targets
         elif model_targets is not None:
             targets = [move_to_device(labels, last_device) for labels in model_targets[0]]
             target_counter = model_targets[1]
@@ -460,6 +462,7 @@ class TracedPartition(Partition):
             " ".join(plan.compiled.fingerprint for plan in plans),
             target_counter,
             loss_shares,
+            counted_labels,
             sums_loss=sums_loss and batch.uses_model_loss,
             outputs_have_loss=batch.uses_model_loss
             and all(plan.compiled.loss_combination.has_loss for plan in plans),
