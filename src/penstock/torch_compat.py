@@ -641,7 +641,7 @@ class SymbolicSizes:
     def __init__(self) -> None:
         from torch.fx.experimental import symbolic_shapes  # at the first use: it takes its time
 
-        self.dynamic_dim = symbolic_shapes.StatelessSymbolicContext(
+        self.dynamic_dim: Any = symbolic_shapes.StatelessSymbolicContext(
             dynamic_sizes=[symbolic_shapes.DimDynamic.DYNAMIC]
         )
         self.environment: Any = symbolic_shapes.ShapeEnv()
