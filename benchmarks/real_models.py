@@ -80,12 +80,12 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def plain_gpt(rows: int) -> Case:
-    """Build 16 blocks of width 1024, and a head of 32,000 words."""
+    """Build 16 blocks of width 1024, and a head of 32,000 words; two rows a micro-batch."""
     blocks = [Block(1024, 16) for _ in range(16)]
     model = nn.Sequential(
         nn.Embedding(WORDS, 1024), *blocks, nn.LayerNorm(1024), nn.Linear(1024, WORDS)
     )
-    ids = torch.randint(WORDS, (rows, TOKENS))
+    ids = torch.randint(WORDS, (2 * rows, TOKENS // 2))
     return Case(model, ids, token_loss, ids)
 
 

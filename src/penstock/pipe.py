@@ -301,7 +301,7 @@ class Pipe(nn.Module):
                 memory,
                 checkpoint,
                 resolve_schedule(schedule),
-                loss=build_output_loss(loss_fn, target, chunks),
+                build_loss=build_output_loss(loss_fn, target),
             )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.

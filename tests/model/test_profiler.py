@@ -22,6 +22,7 @@ from penstock.model.profiler import (
     _find_median,
     measure_layer_bytes,
     measure_layer_times,
+    measure_unit_layers,
     profile_call,
     profile_calls,
     profile_layers,
@@ -599,6 +600,10 @@ def test_last_layer_counts_with_its_loss(clock: Clock) -> None:
     example = (torch.ones(2, 3),)
     first, last = profile_layers(layers, example, timeout=0.0, loss=compute_loss)
     assert (first.seconds, last.forward, last.input_grad) == (0.0, 5.0, 8.0)
+    without = profile_layers(layers, example, timeout=0.0)
+    assert last.activation_bytes == without[-1].activation_bytes  # a memory cap counts it apart
+    _, unit = measure_unit_layers(layers, example, None, False, timeout=0.0, loss=compute_loss)
+    assert (unit.forward, unit.input_grad) == (5.0, 8.0)
 
 
 # ---- time on a device -----------------------------------------------------------------------

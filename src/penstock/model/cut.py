@@ -141,11 +141,7 @@ def choose_unit_counts(
     timeout = inf if peers or limits.measured_together else 0.5
     costs = profile_calls(unit_calls, limits.devices[0], timeout)
     tail = _profile_tail(traced_model.trace, loss, limits.devices[0], timeout)
-    costs[-1] = replace(
-        costs[-1],
-        forward=costs[-1].forward + tail.forward,
-        input_grad=costs[-1].input_grad + tail.input_grad,
-    )
+    costs[-1] = costs[-1].with_loss(tail.forward, tail.input_grad)
     cost_rows = take_maximum(list(map(astuple, costs)), peers, limits.devices[0])
     costs = [
         UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in cost_rows

@@ -181,8 +181,8 @@ class ProcessContext:
 class SplitRequest:
     """The arguments of `Pipe` that say how to split the model; None if left out.
 
-    `reserved` are bytes of each rank that the cut must leave free. `loss` is the loss of an output
-    of the example's first micro-batch.
+    `reserved` are bytes of each rank that the cut must leave free. `build_loss` returns the loss of
+    the first micro-batch of the example, by the number of micro-batches.
     """
 
     stages: int | Sequence[int] | None
@@ -195,7 +195,12 @@ class SplitRequest:
     checkpoint: Recomputation = "except_last"
     schedule: str | Schedule | None = None
     reserved: tuple[float, ...] = ()
-    loss: OutputLoss | None = None
+    build_loss: Callable[[int], OutputLoss] | None = None
+
+    @property
+    def loss(self) -> OutputLoss | None:
+        """The loss of an output of the example's first micro-batch, if there is one."""
+        return None if self.build_loss is None else self.build_loss(self.chunks)
 
 
 def place_model(

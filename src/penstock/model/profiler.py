@@ -162,13 +162,18 @@ def measure_unit_layers(
     loss: OutputLoss | None = None,
 ) -> list[UnitMeasurement]:
     """Measure the layers of a Sequential on a micro-batch, the last one with the loss."""
-    return _measure_layers(
-        attach_loss(layers, loss),
-        microbatch,
-        unpack,
-        device,
-        lambda call: call.measure_unit(runs, timeout),
+    measured = _measure_layers(
+        layers, microbatch, unpack, device, lambda call: call.measure_unit(runs, timeout), loss
     )
+    if loss is not None:
+        *measured, last, of_loss = measured
+        measured.append(
+            last._replace(
+                forward=last.forward + of_loss.forward,
+                input_grad=last.input_grad + of_loss.input_grad,
+            )
+        )
+    return measured
 
 
 # ---- layers of a Sequential ----------------------------------------------------------------------
@@ -253,35 +258,16 @@ def profile_layers(
     microbatch = scatter(example, chunks)[0][0]
     timeout /= max(len(layers), 1)
     measured = _measure_layers(
-        attach_loss(layers, loss),
-        microbatch,
-        unpack,
-        device,
-        lambda call: call.measure(runs, timeout),
+        layers, microbatch, unpack, device, lambda call: call.measure(runs, timeout), loss
     )
-    return [
+    costs = [
         UnitCost(*seconds, saved_bytes, count_training_bytes(layer))
-        for layer, (saved_bytes, seconds) in zip(layers, measured, strict=True)
+        for layer, (saved_bytes, seconds) in zip(layers, measured, strict=False)
     ]
-
-
-def attach_loss(layers: Sequence[nn.Module], loss: OutputLoss | None) -> Sequence[nn.Module]:
-    """Return the layers, of which the last also computes the loss of its output.
-
-    The loss runs on the last stage. That of a large vocabulary takes as long as several blocks.
-    """
-    return layers if loss is None else [*layers[:-1], _LayerWithLoss(layers[-1], loss)]
-
-
-class _LayerWithLoss(nn.Module):
-    def __init__(self, layer: nn.Module, loss: OutputLoss) -> None:
-        super().__init__()
-        self.layer, self.loss = layer, loss
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.layer(*args, **kwargs)
-        # A loss may be a tuple or a dict with more than the tensor.
-        return parse_loss(self.loss(output), LOSS_FN_ORIGIN)[0]
+    if loss is not None:
+        _, (forward, input_grad, _) = measured[-1]
+        costs[-1] = costs[-1].with_loss(forward, input_grad)
+    return costs
 
 
 def count_training_bytes(module: nn.Module, optimizer_state_scale: float = 2) -> int:
@@ -303,8 +289,9 @@ def _measure_layers(
     unpack: bool,
     device: DeviceLike,
     measure: Callable[[_CallProfiler], ResultT],
+    loss: OutputLoss | None = None,
 ) -> list[ResultT]:
-    """Run the layers one after the other, and return a measurement of each."""
+    """Run the layers one after the other, and return a measurement of each, then of the loss."""
     results = []
     # Weak references: a storage that nothing keeps is freed, and its memory may be used again by a
     # storage that has to be counted.
@@ -319,7 +306,22 @@ def _measure_layers(
                 output = call.output
             values = output if unpack and isinstance(output, tuple) else (output,)
             del call  # frees the layer's activations
+        if loss is not None:
+            with _profiled_call("loss_fn", _Loss(loss), ((output,), {}), device) as call:
+                results.append(measure(call))
     return results
+
+
+class _Loss(nn.Module):
+    """The loss of an output. It runs on the last stage, and may take as long as several blocks."""
+
+    def __init__(self, loss: OutputLoss) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def forward(self, output: Any) -> Tensor:
+        # `loss_fn` may return more than the loss.
+        return parse_loss(self._loss(output), LOSS_FN_ORIGIN)[0]
 
 
 # ---- one call ------------------------------------------------------------------------------------

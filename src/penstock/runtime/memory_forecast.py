@@ -113,23 +113,28 @@ def build_example_loss(loss_fn: LossFn | None, has_target: bool) -> LossFn:
 
 
 def build_output_loss(
-    loss_fn: LossFn | None, target: Any, chunks: int
-) -> Callable[[Any], Any] | None:
-    """Return the loss of the first of `chunks` micro-batches, to measure it; None without one.
+    loss_fn: LossFn | None, target: Any
+) -> Callable[[int], Callable[[Any], Any]] | None:
+    """Return the loss of the first micro-batch by the number of micro-batches; None without one.
 
-    Without a target, a loss that may take one is replaced as in `build_example_loss`.
+    It is there to be measured. Without a target, a loss that may take one is replaced as in
+    `build_example_loss`.
     """
     if loss_fn is None:
         return None
     is_known = target is not None or _takes_nothing_else(loss_fn)
     example_loss = build_example_loss(loss_fn if is_known else None, target is not None)
 
-    def compute_loss(output: Any) -> Any:
+    def build(chunks: int) -> Callable[[Any], Any]:
         targets = () if target is None else scatter((target,), chunks)[0][0]
-        device = next((tensor.device for tensor in iter_tensors(output)), None)
-        return example_loss(output, *move_to_device(targets, device))
 
-    return compute_loss
+        def compute_loss(output: Any) -> Any:
+            device = next((tensor.device for tensor in iter_tensors(output)), None)
+            return example_loss(output, *move_to_device(targets, device))
+
+        return compute_loss
+
+    return build
 
 
 def _takes_nothing_else(loss_fn: LossFn) -> bool:

@@ -95,6 +95,16 @@ class UnitCost:
         """The seconds of forward and backward together."""
         return self.forward + self.input_grad + self.weight_grad
 
+    def with_loss(self, forward: float, backward: float) -> UnitCost:
+        """Return the cost of the last unit, which computes the loss as well, in so many seconds."""
+        return UnitCost(
+            self.forward + forward,
+            self.input_grad + backward,
+            self.weight_grad,
+            self.activation_bytes,
+            self.resident_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class CutSummary:
