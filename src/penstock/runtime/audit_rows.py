@@ -11,8 +11,9 @@ combine to those of both together. Three tests have different powers:
                      Their gradients are compared as well: a backward may depend on more rows than
                      the forward, by a hook, a custom backward, or a value that is detached. If the
                      forward has any of these, groups are compared in the first step, too.
-    two              with the groups. They show what needs more rows than a micro-batch has, such as
-    micro-batches    a term for batches of more than four rows. There is no backward.
+    all              with the groups, and in the first step if the forward has branches or selects
+    micro-batches    among rows (branches.py). They show what needs more rows than a micro-batch
+                     has, such as a term for batches of more than four rows. No backward.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
@@ -141,18 +142,12 @@ class RowsCheck:
         return self._try_modes(ranges, with_gradients=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def compare_two_microbatches(self) -> str | None:
-        """Return how the results of two micro-batches do not combine to those of both, or None.
-
-        A layer may mix rows only if there are more of them than a micro-batch has.
-        """
-        return self._try_modes(self._find_two_microbatches()) if self._has_parts() else None
-
-    @torch.no_grad()
     def compare_all_microbatches(self) -> str | None:
-        """Return how the results of all micro-batches do not combine to those of the batch.
+        """Return how all micro-batches do not combine to the results of the batch, or None.
 
-        None: they do. A branch or a selection may depend on all rows of the batch.
+        A layer may mix rows only if there are more of them than a micro-batch has, and a branch or
+        a selection may depend on all rows of the batch. If the batch is too large for the memory,
+        two micro-batches are compared.
         """
         return self._try_modes(self._list_microbatches()) if self._has_parts() else None
 

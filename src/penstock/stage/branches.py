@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -46,6 +47,13 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
     "nanmedian": (1, None),
     "quantile": (2, None),
     "nanquantile": (2, None),
+    "narrow": (1, None),
+    "index_select": (1, None),
+    "split": (2, 0),
+    "tensor_split": (2, 0),
+    "chunk": (2, 0),
+    "unbind": (1, 0),
+    "__iter__": (1, 0),
 }
 _PLAIN_TYPES = (bool, float, str)
 # Functions whose whole numbers are not sizes.
@@ -103,7 +111,9 @@ def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Return whether a function selects some of the first dim of a tensor."""
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return False
-    if name == "__getitem__" and not args[0].is_leaf:  # not a table of positions
+    if args[0].is_leaf and torch.is_grad_enabled():
+        return False  # an input, or a table of positions
+    if name == "__getitem__":
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         return isinstance(index, slice) and index != slice(None)
     if name not in _SELECTIONS:
