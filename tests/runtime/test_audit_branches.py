@@ -78,13 +78,17 @@ def by_list(x: Tensor, y: Tensor) -> Tensor:
     return y.sin() if is_positive else y.cos()
 
 
+def by_shape(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if len(x[x.mean(1) > 0]) == len(x) else y
+
+
 def by_choice(x: Tensor, y: Tensor) -> Tensor:
     return functional.linear(y, torch.ones_like(y[0]).diag() * int(x.mean() > 0))
 
 
 @each_door
 @pytest.mark.parametrize("is_traced", [False, True])
-@pytest.mark.parametrize("function", [by_mean, by_number, by_list, by_choice])
+@pytest.mark.parametrize("function", [by_mean, by_number, by_list, by_shape, by_choice])
 def test_branch_that_micro_batches_take_differently_later(
     function: Callable[[Tensor, Tensor], Tensor], is_traced: bool, door: str
 ) -> None:
@@ -97,6 +101,15 @@ def test_branch_that_micro_batches_take_differently_later(
         with pytest.raises(AuditError, match=r"as `if x.mean\(\) > 0` does.* went different ways"):
             train(pipe, rows(sides), door)
     train(pipe, rows(9.0), door)
+
+
+def test_branch_on_the_text_of_a_number() -> None:
+    pipe, _ = build(Branching(lambda x, y: y if "-" in f"{x.mean():.3f}" else y * 2))
+    for _ in range(3):
+        train(pipe, rows(9.0), "step")
+    sides = 9.0 * torch.arange(ROWS, dtype=torch.float64).sub(7.5).sign()[:, None]
+    with pytest.raises(AuditError, match="went different ways"):
+        train(pipe, rows(sides), "step")
 
 
 def test_branch_on_a_sum_of_the_whole_batch() -> None:

@@ -31,9 +31,13 @@ from penstock.stage.stage import Stage, StageFunction
 # The names of functions that return a number of a tensor to Python.
 _READS = frozenset(
     (
-        *("__bool__", "__int__", "__float__", "__index__", "__array__"),
-        *("item", "tolist", "numpy", "equal", "allclose"),
+        *("__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"),
+        *("__format__", "__repr__", "item", "tolist", "numpy", "equal", "allclose"),
     )
+)
+# The names of functions that return a tensor whose shape is a number of another one.
+_SHAPE_READS = frozenset(
+    ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 )
 # The names of functions that select among the entries of a dim, with the position of their `dim`
 # and its default.
@@ -91,6 +95,8 @@ class BranchWatch(TorchFunctionMode):
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
         elif self.has_read:
             self._follow(name, args, kwargs)
+        elif name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1])):
+            self.has_read = True  # the sizes themselves are mostly different
         if not self.selects_rows:
             self.selects_rows = _selects_rows(name, args, kwargs)
         return result
@@ -105,6 +111,10 @@ class BranchWatch(TorchFunctionMode):
             if type(value) in _PLAIN_TYPES or (has_numbers and type(value) is int)
         ]
         self.way = hash((self.way, name, *plain))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.bool
 
 
 def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
