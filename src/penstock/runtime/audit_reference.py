@@ -90,6 +90,7 @@ class ReferenceForward(NamedTuple):
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
         has_branches: Whether Python read numbers of tensors, or operations selected among rows.
+        uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
     """
 
@@ -102,6 +103,7 @@ class ReferenceForward(NamedTuple):
     has_own_gradients: bool
     draws_in_loss: bool
     has_branches: bool
+    uses_float32: bool
     changed_hooks: str | None
 
     @property
@@ -294,9 +296,7 @@ class Reference:
         gradient_watch, branch_watch = _GradientWatch(), BranchWatch()
         hooks = self._list_hooks()
         with cells.emulate(microbatch), nullcontext() if fixes_draws else gradient_watch:
-            values = self._compute(
-                args, kwargs, counted_targets or target, None if fixes_draws else branch_watch
-            )
+            values = self._compute(args, kwargs, counted_targets or target, branch_watch)
         has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
         if not has_own_gradients and not fixes_draws:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
@@ -316,6 +316,7 @@ class Reference:
             has_own_gradients,
             self._draws_in_loss,
             branch_watch.has_read or branch_watch.selects_rows,
+            branch_watch.uses_float32,
             self._find_changed_hooks(hooks),
         )
 
@@ -356,11 +357,11 @@ class Reference:
         args: Any,
         kwargs: Mapping[str, Any],
         targets: tuple[Any, ...],
-        branch_watch: BranchWatch | None,
+        branch_watch: BranchWatch,
     ) -> tuple[Any, ...]:
         def run_model(_: object) -> dict[int, tuple[Any, ...]]:
             # Not the loss function, which each step compares with the whole batch if it has to.
-            with branch_watch or nullcontext():
+            with branch_watch:
                 return {OUTSIDE: (self._partition.run_unsplit(args, kwargs),)}
 
         if self._reduction is None:

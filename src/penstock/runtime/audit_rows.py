@@ -310,7 +310,8 @@ class RowsCheck:
                 continue  # the pipe returns a list, with an entry for each micro-batch
             if not leaf.dim() and shares is None:
                 continue  # weighted by labels, which are not known of the parts
-            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
+            tolerance = _find_tolerance(other.dtype, whole.uses_float32)
+            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
                 continue
@@ -337,7 +338,7 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = SPLIT_ROUNDING.get(total.dtype, 1e-8)
+        tolerance = _find_tolerance(total.dtype, whole.uses_float32)
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -480,11 +481,15 @@ def _select_seeds(
     return None if seeds is None else seeds.for_part(index, ranges)
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
+def _find_tolerance(dtype: torch.dtype, uses_float32: bool) -> float:
+    """Return the relative difference that is rounding, if the model may use float32 inside."""
+    return max(SPLIT_ROUNDING.get(dtype, 1e-8), SPLIT_ROUNDING[torch.float32] * uses_float32)
+
+
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     if not expected.is_floating_point():
         return True  # an index of a maximum may differ by rounding
     actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
     distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
-    tolerance = SPLIT_ROUNDING.get(expected.dtype, 1e-8)
     return not expected.numel() or float(distance.max()) <= tolerance * size

@@ -76,11 +76,12 @@ class BranchWatch(TorchFunctionMode):
         has_read: Whether it has read a number.
         selects_rows: Whether an operation selects among the entries of the first dim.
         way: A digest of what followed the first number.
+        uses_float32: Whether an operation returned a tensor of float32.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_read = self.selects_rows = False
+        self.has_read = self.selects_rows = self.uses_float32 = False
         self.way = 0
 
     def __torch_function__(
@@ -97,6 +98,8 @@ class BranchWatch(TorchFunctionMode):
             self._follow(name, args, kwargs)
         elif name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1])):
             self.has_read = True  # the sizes themselves are mostly different
+        if isinstance(result, Tensor) and result.dtype is torch.float32:
+            self.uses_float32 = True
         if not self.selects_rows:
             self.selects_rows = _selects_rows(name, args, kwargs)
         return result
