@@ -739,6 +739,19 @@ def is_forward_ad_enabled() -> bool:
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
+_peek_transforms: Callable[[], Any] = _probe(
+    "torch._C._functorch.peek_interpreter_stack", "Refusing torch.func", fallback=lambda: None
+)
+
+
+def is_inside_transform() -> bool:
+    """Return whether the caller is in a transform of `torch.func`, such as `vmap` or `grad`.
+
+    Nothing public tells. Where PyTorch does not say, the answer is no, and the transform fails.
+    """
+    return _peek_transforms() is not None
+
+
 # ---- modes ---------------------------------------------------------------------------------------
 
 _count_function_modes, _get_function_mode, _push_function_mode, _pop_function_mode = (

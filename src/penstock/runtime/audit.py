@@ -764,7 +764,7 @@ class Audit:
     def check_groups(self) -> None:
         """Find out whether groups of rows depend on each other, before a call that is not new."""
         self._split_problem = (
-            self._rows_check.compare_groups() or self._rows_check.compare_two_microbatches()
+            self._rows_check.compare_groups() or self._rows_check.compare_all_microbatches()
         )
         self._finish()
 

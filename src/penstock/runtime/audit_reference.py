@@ -92,6 +92,7 @@ class ReferenceForward(NamedTuple):
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
         has_branches: Whether Python read numbers of tensors, or operations selected among rows.
+        uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
     """
 
@@ -105,6 +106,7 @@ class ReferenceForward(NamedTuple):
     has_own_gradients: bool
     draws_in_loss: bool
     has_branches: bool
+    uses_float32: bool
     changed_hooks: str | None
 
     @property
@@ -142,6 +144,7 @@ class Reference:
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
         self._adds_losses = self._draws_in_loss = False
+        self._uses_float32: bool | None = None  # not known before a forward
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
         self._write_log = _WriteLog([])  # of the running isolation
@@ -334,10 +337,13 @@ class Reference:
         attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
         gradient_watch, branch_watch = _GradientWatch(), BranchWatch()
         hooks = self._list_hooks() if records_state else {}
+        # The watch costs time in every operation. What it says of float32 holds for all forwards.
+        is_watched = records_state or self._uses_float32 is None
         with cells.emulate(microbatch), gradient_watch if records_state else nullcontext():
             values = self._compute(
-                args, kwargs, counted_targets or target, branch_watch if records_state else None
+                args, kwargs, counted_targets or target, branch_watch if is_watched else None
             )
+        self._uses_float32 = bool(self._uses_float32) or branch_watch.uses_float32
         has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
         if not has_own_gradients and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
@@ -355,6 +361,7 @@ class Reference:
             has_own_gradients=has_own_gradients,
             draws_in_loss=self._draws_in_loss,
             has_branches=branch_watch.has_read or branch_watch.selects_rows,
+            uses_float32=self._uses_float32,
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
         )
 

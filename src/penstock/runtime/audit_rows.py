@@ -12,8 +12,9 @@ combine to those of both together. Three tests have different powers:
                      value that is detached.
     two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
                      rows of a micro-batch.
-    two              with the groups. They show what needs more rows than a micro-batch has, such as
-    micro-batches    a term for batches of more than four rows. There is no backward.
+    all              with the groups, and in the first step if the forward has branches or selects
+    micro-batches    among rows (branches.py). They show what needs more rows than a micro-batch
+                     has, such as a term for batches of more than four rows. No backward.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
@@ -159,18 +160,12 @@ class RowsCheck:
         return self._try_modes(ranges, with_gradients=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def compare_two_microbatches(self) -> str | None:
-        """Return how the results of two micro-batches do not combine to those of both, or None.
-
-        A layer may mix rows only if there are more of them than a micro-batch has.
-        """
-        return self._try_modes(self._find_two_microbatches()) if self._has_parts() else None
-
-    @torch.no_grad()
     def compare_all_microbatches(self) -> str | None:
-        """Return how the results of all micro-batches do not combine to those of the batch.
+        """Return how all micro-batches do not combine to the results of the batch, or None.
 
-        None: they do. A branch or a selection may depend on all rows of the batch.
+        A layer may mix rows only if there are more of them than a micro-batch has, and a branch or
+        a selection may depend on all rows of the batch. If the batch is too large for the memory,
+        two micro-batches are compared.
         """
         return self._try_modes(self._list_microbatches()) if self._has_parts() else None
 
@@ -310,7 +305,8 @@ class RowsCheck:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
+            tolerance = _find_tolerance(other.dtype, whole.uses_float32)
+            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
                 continue
@@ -337,7 +333,7 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = SPLIT_ROUNDING.get(total.dtype, 1e-8)
+        tolerance = _find_tolerance(total.dtype, whole.uses_float32)
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -494,11 +490,15 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = flag
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
+def _find_tolerance(dtype: torch.dtype, uses_float32: bool) -> float:
+    """Return the relative difference that is rounding, if the model may use float32 inside."""
+    return max(SPLIT_ROUNDING.get(dtype, 1e-8), SPLIT_ROUNDING[torch.float32] * uses_float32)
+
+
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     if not expected.is_floating_point():
         return True  # an index of a maximum may differ by rounding
     actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
     distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
-    tolerance = SPLIT_ROUNDING.get(expected.dtype, 1e-8)
     return not expected.numel() or float(distance.max()) <= tolerance * size

@@ -73,7 +73,11 @@ from penstock.stage.loss import (
 )
 from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage
-from penstock.torch_compat import is_forward_ad_enabled, is_parametrization_cached
+from penstock.torch_compat import (
+    is_forward_ad_enabled,
+    is_inside_transform,
+    is_parametrization_cached,
+)
 
 # ---- results -------------------------------------------------------------------------------------
 
@@ -187,6 +191,12 @@ class PreparedPipe:
             raise RunError(
                 "a pipe was called in forward-mode AD (torch.autograd.forward_ad, torch.func.jvp), "
                 "whose tangents do not pass from stage to stage. Call the model itself for them."
+            )
+        if is_inside_transform():
+            raise RunError(
+                "a pipe was called inside a transform of torch.func (vmap, grad, jacrev). It has "
+                "one node of its own in the graph of autograd, which these cannot transform. Call "
+                "the model itself there, or use torch.autograd."
             )
         model = self.partial_model() if torch.is_grad_enabled() else None
         if model is not None and vars(model).get("forward") is not refuse_forward:
