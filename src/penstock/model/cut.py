@@ -161,13 +161,18 @@ def _profile_tail(
     trace: Trace, loss: OutputLoss | None, device: torch.device, timeout: float
 ) -> UnitCost:
     """Return the seconds of the operations after the last unit, which are mostly the loss."""
+    nothing = UnitCost(0.0, 0.0, 0.0, 0, 0)
+    tail = TraceTail(trace, loss)
+    if not tail.can_run:
+        return nothing
+    with preserve_rng():
+        arguments = tail.make_arguments()
     try:
-        tail = TraceTail(trace, loss)
-        return profile_call(tail, tail.make_arguments(), {}, device, timeout=timeout)
+        return profile_call(tail, arguments, {}, device, timeout=timeout)
     # Some operations do not accept the values that they are measured with. Then only the units
     # count: a cut that is a little less even is better than none.
     except Exception:
-        return UnitCost(0.0, 0.0, 0.0, 0, 0)
+        return nothing
 
 
 def find_cut_within(

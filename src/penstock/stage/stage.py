@@ -110,7 +110,13 @@ class Stage:
         A module behaves differently in training and evaluation, with another dropout rate, and once
         a switch or a number of its own is no longer zero. Each such setting has its own record.
         """
-        settings = tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
+        settings: tuple[Any, ...]
+        if self.resharding_modules:
+            # The first forward of a record gathers parameters more often. All replicas have to do so
+            # in the same step, and numbers in modules may differ between them.
+            settings = tuple([(m.training, _dropout_rates(m)) for m in modules])
+        else:
+            settings = tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
         new_record = ObservedBehavior(mutates_inputs=True if self.may_mutate_inputs else None)
         return self._behaviors.setdefault(
             (type(self.compute), self.may_mutate_inputs, settings), new_record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -67,9 +66,8 @@ def test_tail_computes_a_loss_fn_of_the_output() -> None:
     torch.testing.assert_close(tail(logits), logits.square().mean())
 
 
-def test_tail_without_a_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="no loss"):
-        TraceTail(trace(ids=IDS).trace, None)
+def test_tail_without_a_loss_cannot_run() -> None:
+    assert not TraceTail(trace(ids=IDS).trace, None).can_run
 
 
 def test_slow_loss_makes_the_last_stage_shorter() -> None:
@@ -89,3 +87,12 @@ def test_loss_that_cannot_be_measured_counts_nothing() -> None:
 
     counts, costs = choose_unit_counts(trace(ids=IDS), 2, "time", limits(2), broken_loss)
     assert sum(counts) == len(costs) == 5
+
+
+def test_measuring_the_tail_leaves_the_random_numbers_as_they_are() -> None:
+    traced_model = trace(ids=IDS, labels=IDS)
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    choose_unit_counts(traced_model, 2, "time", limits(2), None)
+    assert torch.rand(()) == expected

@@ -23,9 +23,6 @@ class TraceTail(nn.Module):
 
     Its arguments are the values that it needs: outputs of units, parameters, and what follows from
     the inputs alone.
-
-    Raises:
-        ValueError: The operations cannot be repeated with other values, or there are none.
     """
 
     def __init__(self, trace: Trace, loss: Callable[[Any], Any] | None) -> None:
@@ -35,8 +32,6 @@ class TraceTail(nn.Module):
         self._nodes = [
             node for node in after if node.kind is NodeKind.OPERATION and not node.input_only
         ]
-        if any(node.is_guard or node.arg_template is None for node in self._nodes):
-            raise ValueError("the shapes depend on the values of tensors")
         computed = {value for node in self._nodes for value in node.produced_values}
         outputs = trace.output.value_indices
         self._losses = [
@@ -44,11 +39,16 @@ class TraceTail(nn.Module):
             for value in outputs
             if value in computed and trace.values[value].tensor_spec.numel == 1
         ]
-        if loss is None and not self._losses:
-            raise ValueError("there is no loss")
         used = {value for node in self._nodes for value in node.inputs}
         used.update(outputs if loss is not None else ())
         self._needed = sorted(used - computed)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is a loss, and no operation depends on the values of tensors."""
+        if any(node.is_guard or node.arg_template is None for node in self._nodes):
+            return False
+        return self._loss is not None or bool(self._losses)
 
     def make_arguments(self) -> tuple[Tensor, ...]:
         """Return tensors of the shapes in the trace."""
