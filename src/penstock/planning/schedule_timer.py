@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 
 from penstock.planning.stage_costs import StageCosts
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import Cost, exceeds
-from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.simulator import play
