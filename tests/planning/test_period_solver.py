@@ -17,8 +17,8 @@ from penstock.planning.period_solver import (
 from penstock.planning.solver import solve_schedule
 from penstock.planning.stage_costs import StageCosts
 from penstock.schedules import loop, make, vee
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
-from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Op, StageGraph
 from penstock.schedules.priority_scheduler import Pipeline
 from penstock.schedules.verify import verify

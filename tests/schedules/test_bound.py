@@ -43,8 +43,8 @@ def test_no_schedule_beats_the_bound(seed: int, objective: Objective) -> None:
     draw = Random(seed)
     placement = draw.choice([loop(2, 1), loop(3, 1), vee(2), loop(2, 2)])
     stages, ranks, chunks = len(placement), max(placement) + 1, draw.choice([3, 4])
-    columns = [tuple(float(draw.randint(1, 4)) for _ in range(stages)) for _ in range(3)]
-    cost = Cost(*columns, (1.0,) * stages, 0.5, weight_activation=(0.4,) * stages)
+    F, I, W = (tuple(float(draw.randint(1, 4)) for _ in range(stages)) for _ in range(3))
+    cost = Cost(F, I, W, (1.0,) * stages, 0.5, weight_activation=(0.4,) * stages)
     cap = stages / ranks * draw.choice([1.0, 1.5, 2.0])
     bound = bound_of(cost, placement, chunks, cap, objective)
     schedule = fit(placement, chunks, cost, cap, objective=objective)

@@ -24,9 +24,9 @@ from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
 from penstock.planning.profile import PerRows, UnitProfile, UnitSeconds, resolve_memory
 from penstock.planning.search import search_plan
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import Cost
 from penstock.schedules.families import FAMILIES, make
-from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Schedule
 from penstock.tracebacks import entry_point
 

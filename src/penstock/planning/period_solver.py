@@ -26,8 +26,9 @@ from math import ceil, floor, inf, isinf
 from typing import Any, NamedTuple
 
 from penstock.planning.stage_costs import StageCosts
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import Cost, exceeds
-from penstock.schedules.fit import Objective, measure_seconds
+from penstock.schedules.fit import measure_seconds
 from penstock.schedules.ir import Compute, Op, Schedule, consumes, follows, produces
 from penstock.schedules.priority_scheduler import (
     Pipeline,

@@ -20,9 +20,9 @@ from penstock.errors import ArgumentError
 from penstock.planning.profile import Profile, parse_json, read_json, write_json
 from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
 from penstock.schedules.families import FAMILIES, make
-from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.lowering import lower, recompute
 from penstock.schedules.notation import dumps, loads

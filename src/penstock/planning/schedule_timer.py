@@ -12,8 +12,8 @@ from itertools import chain, combinations
 from typing import NamedTuple
 
 from penstock.planning.stage_costs import StageCosts, group_stages
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
-from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.verify import require_sound

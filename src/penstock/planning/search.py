@@ -34,9 +34,10 @@ from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.solver import has_solver, solve_schedule, solve_space_bound
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks, group_stages
 from penstock.schedules.balance import check_cut
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
 from penstock.schedules.families import family_of, loop, training_families, vee
-from penstock.schedules.fit import Objective, fit, named_schedules
+from penstock.schedules.fit import fit, named_schedules
 from penstock.schedules.ir import Schedule
 from penstock.text_format import format_bytes
 

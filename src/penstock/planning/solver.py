@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from penstock.planning.period_solver import repeat_pattern, solve_period, unroll_pattern
 from penstock.planning.stage_costs import CostTable, StageCosts
-from penstock.schedules.fit import Objective
+from penstock.schedules.bound import Objective
 from penstock.schedules.ir import Compute, Op, Schedule, consumes, follows, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.priority_scheduler import Pipeline

@@ -430,7 +430,7 @@ def _strategies(
     cost: Cost,
     caps: Sequence[float],
 ) -> Iterator[_Strategy]:
-    """Yield all strategies: the orders of the named schedules, the order policies, warm-ups."""
+    """Yield all strategies: the orders of the named schedules, warm-ups, the order policies."""
     even = replace(
         Cost.even(placement), activation=cost.activation, weight_activation=cost.weight_activation
     )
@@ -442,6 +442,7 @@ def _strategies(
         ]
         for due in (never, when_full, when_lagging(lambda rank: rank)):
             yield _Strategy(follow_order(order, due), plan)
+    yield from _warm_up_strategies(placement, chunks, cost, caps)
     for policy, plan in product(ORDER_POLICIES, plans):
         pace = policy.pace * max(_seconds_per_rank(placement, plan))
         yield _Strategy(_choose_by_policy(policy), plan, pace)
@@ -449,7 +450,6 @@ def _strategies(
             yield _Strategy(
                 _choose_by_policy(policy), plan, pace, patience=sum(plan.F) / len(placement) / 4
             )
-    yield from _warm_up_strategies(placement, chunks, cost, caps)
 
 
 def _warm_up_strategies(

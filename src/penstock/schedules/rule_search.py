@@ -62,6 +62,14 @@ class PriorityRule(NamedTuple):
     allowance: float
 
 
+# Where the search begins: rules that were best for pipelines of 16 ranks under several caps.
+_FIRST_RULES = (
+    PriorityRule((4, 1.5), (3, 1.5), -0.5, 1, 1000, 1.5, 1, 1),
+    PriorityRule((1, 1.5), (2, 2), -0.5, 0.8, 1000, 1.5, 2, 1),
+    PriorityRule((1.9, 2.3), (7, 5.6), -0.35, 1.35, 20, 0.5, 0, 1),
+    PriorityRule((3.9, 9), (2.5, 1), 1, 1.1, 1000, 0.2, 0.25, -1),
+)
+
 _SLOWNESSES = (1, 1, 1.5, 2, 3, 4)
 _SHIFTS = (-2, -1, -0.5, 0, 0, 0, 0.5, 1, 2)
 _PACES = (0.3, 0.6, 0.8, 0.9, 1, 1, 1.2, 1.5, 2)
@@ -173,7 +181,7 @@ def _evolve(
     """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
     draw, pipeline = Random(0), trial.pipeline
     is_vee = pipeline.placement == vee(pipeline.ranks) and pipeline.ranks > 1
-    first: list[Rule] = [*seeds, *([RoundRule()] if is_vee else [])]
+    first: list[Rule] = [*seeds, *([RoundRule()] if is_vee else []), *_FIRST_RULES]
     best, attempt = inf, 0
     parents: list[tuple[float, int, PriorityRule]] = []  # the best so far; the newest of equals
     while effort >= pipeline.actions and best > goal:
