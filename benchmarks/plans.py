@@ -41,9 +41,10 @@ from penstock.model.planner import ModelPlan, attach_model
 from penstock.planning import search_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from benchmarks.virtual import blocks_of, contention_of_graphs, head, line, loss_of, needs_cuda
-from examples.resnet101 import resnet101
+from resnet101 import resnet101
 
 TABLES = ("choices", "caps", "worth", "unequal")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v")

@@ -249,15 +249,15 @@ def run_case(seed: int, hard: bool = False) -> Outcome:
         return Outcome("refused", text)
     measured, forecast = pipe.memory(x, target=target), pipe._memory_forecast
     assert forecast is not None
-    gradients = [0] * ranks
+    parameters: list[set[nn.Parameter]] = [set() for _ in range(ranks)]  # tied ones count once
     for stage, rank in zip(
         pipe._placed_partition.partition.stages, pipe._placed_partition.placement, strict=True
     ):
-        parameters = {p for layer in stage.layers for p in layer.parameters()}
-        gradients[rank] += sum(p.nbytes for p in parameters if p.requires_grad)
+        parameters[rank].update(p for layer in stage.layers for p in layer.parameters())
     assert measured.peak == forecast.peak, f"measured {measured.peak}, forecast {forecast.peak}"
     for rank, (held, peak) in enumerate(zip(measured.held, measured.peak, strict=True)):
-        used = held + ADAM_STATE_FACTOR * gradients[rank] + peak
+        gradients = sum(p.nbytes for p in parameters[rank] if p.requires_grad)
+        used = held + ADAM_STATE_FACTOR * gradients + peak
         assert used <= cap, f"rank {rank} uses {used} of {cap}"
     return Outcome("kept", f"{max(forecast.total)} of {cap:.0f}")
 
