@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, Plan
+from penstock.device.nvidia import VirtualGpu
 from penstock.errors import ArgumentError, PenstockError
 from penstock.model.planner import ModelPlan, attach_model
 from penstock.planning import search_plan
@@ -135,17 +136,16 @@ def make_plan(case: Case, places: Sequence[Any], **options: Any) -> ModelPlan:
     )
 
 
-def with_contention(case: Case, planned: ModelPlan, rows: int) -> ModelPlan:
+def with_contention(case: Case, planned: ModelPlan, places: list[VirtualGpu]) -> ModelPlan:
     """Return the best plan for groups that are slower when all of them are busy.
 
     The groups share the memory and the power of one GPU. A profile is measured on one of them.
     """
     block = case.model[len(case.model) // 2]
-    x = case.x[:rows]
+    x = case.x[: len(case.x) // (4 * len(places))]
     with torch.no_grad():
-        for layer in case.model[: len(case.model) // 2]:
-            x = layer(x)
-    share = contention_of_graphs(list(planned.model_devices), block, x)
+        x = case.model[: len(case.model) // 2](x)
+    share = contention_of_graphs(places, block, x)
     print(f"contention {share:.3f}", flush=True)
     slower = [replace(device, speed=device.speed * share) for device in planned.profile.devices]
     found = search_plan(planned.profile.with_devices(slower), memory=inf, solver_seconds=0)
@@ -223,10 +223,10 @@ def cut_equally(plan: ModelPlan, stages: int) -> list[int]:
     return [share + (stage < rest) for stage in range(stages)]
 
 
-def print_choices(case: Case, places: Sequence[Any], clock: Clock, times: int) -> None:
+def print_choices(case: Case, places: list[VirtualGpu], clock: Clock, times: int) -> None:
     start = perf_counter()
     planned = make_plan(case, places, memory=inf)
-    planned = with_contention(case, planned, len(case.x) // (4 * len(places)))
+    planned = with_contention(case, planned, places)
     print(
         f"\nplanned in {perf_counter() - start:.1f} s: {planned.describe_choice()}, {planned.cut}"
     )
@@ -283,12 +283,11 @@ def print_worth(case: Case, places: Sequence[Any], times: int) -> None:
     assert found is not None
     plan, fast, fast_peak = found
     print("\n" + head(["under a cap of " + f"{cap / 1e9:.2f} GB", "ms", "forecast", "allocated"]))
-    for name, found, ms, peak in (
-        ("equal layers, 1f1b, recompute all", usual, slow, slow_peak),
-        (plan.describe_choice(), plan, fast, fast_peak),
+    for name, forecast, ms, peak in (
+        ("equal layers, 1f1b, recompute all", usual.seconds, slow, slow_peak),
+        (plan.describe_choice(), plan.seconds, fast, fast_peak),
     ):
-        cells = [f"{ms:.1f}", f"{1e3 * found.seconds:.1f}", f"{peak / 1e9:.2f} GB"]
-        print(line([name, *cells]))
+        print(line([name, f"{ms:.1f}", f"{1e3 * forecast:.1f}", f"{peak / 1e9:.2f} GB"]))
     print(f"{slow / fast:.2f} times the speed", flush=True)
 
 

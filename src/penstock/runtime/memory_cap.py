@@ -180,6 +180,9 @@ def _list_alternatives(request: SplitRequest) -> Iterator[tuple[str, SplitReques
             yield "schedule='1f1b'", replace(request, schedule="1f1b")
             yield "both", replace(frugal, schedule="1f1b")
         # The loss that is measured for the cut has the target of a larger micro-batch.
-        more = {"chunks": 2 * request.chunks, "loss": None}
-        yield f"chunks={2 * request.chunks}", replace(request, **more)
-        yield f"chunks={2 * request.chunks} and checkpoint='always'", replace(frugal, **more)
+        chunks = 2 * request.chunks
+        yield f"chunks={chunks}", replace(request, chunks=chunks, loss=None)
+        yield (
+            f"chunks={chunks} and checkpoint='always'",
+            replace(frugal, chunks=chunks, loss=None),
+        )
