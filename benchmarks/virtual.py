@@ -150,11 +150,11 @@ def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) 
     stages = [copy.deepcopy(stage) for _ in places]  # a graph does not keep their memory alive
     graphs = [captured(place, module, x) for place, module in zip(places, stages, strict=True)]
 
-    def together(number: int) -> float:
+    def together(chosen: Sequence[int]) -> float:
         pairs = []
         torch.cuda._sleep(CYCLES)
         begin = torch.cuda.current_stream().record_event()
-        for place, graph in zip(places[:number], graphs, strict=False):
+        for place, graph in ((places[index], graphs[index]) for index in chosen):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             place.compute_stream.wait_event(begin)
             with place.activate():
@@ -165,9 +165,13 @@ def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) 
         torch.cuda.synchronize()
         return float(statistics.mean(start.elapsed_time(end) for start, end in pairs))
 
-    together(len(places))
-    alone = statistics.median(together(1) for _ in range(5))
-    return alone / statistics.median(together(len(places)) for _ in range(5))
+    everyone = range(len(places))
+    together(everyone)
+    # Groups may be unequal, so each of them is measured alone.
+    alone = statistics.mean(
+        statistics.median(together([index]) for _ in range(3)) for index in everyone
+    )
+    return alone / statistics.median(together(everyone) for _ in range(5))
 
 
 def captured(place: VirtualGpu, stage: nn.Module, x: Tensor) -> torch.cuda.CUDAGraph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -170,3 +171,18 @@ def test_optimizer_factors() -> None:
     assert [resolve_optimizer(name) for name in ("sgd", "AdamW", 0.5)] == [0.0, 2.0, 0.5]
     with pytest.raises(ArgumentError, match="not -1"):
         resolve_optimizer(-1)
+
+
+def test_last_layer_is_measured_with_the_loss() -> None:
+    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+        assert len(output) == len(target)  # of one micro-batch
+        sleep(0.02)
+        return (output - target).square().mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    batch = torch.randn(8, 4)
+    found = penstock.plan(
+        model, batch, target=batch, loss_fn=slow_loss, devices=["cpu"] * 2, chunks=4
+    )
+    first, last = (unit.seconds[found.profile.devices[0].kind].F for unit in found.profile.units)
+    assert first.at(2) < 0.01 < last.at(2)

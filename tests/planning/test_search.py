@@ -161,3 +161,9 @@ def test_plan_for_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.timeline.makespan == pytest.approx(plan.seconds)
     assert plan.certificate
     assert plan.certificate.bound <= plan.seconds
+
+
+def test_nothing_is_recomputed_without_a_cap() -> None:
+    for seed in range(30, 40):
+        plan = search_plan(random_profile(seed), schedules=["fit"], solver_seconds=0)
+        assert not any(plan.recompute), seed

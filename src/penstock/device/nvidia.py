@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
+from math import gcd
 from typing import Any
 
 import torch
@@ -215,7 +217,7 @@ class VirtualGpu(Gpu):
 
     def __init__(
         self,
-        pickle_args: tuple[str, int, int, int],
+        pickle_args: tuple[str, int, int | tuple[int, ...], int],
         device: torch.device,
         sms: int,
         green_context: Any,
@@ -232,7 +234,9 @@ class VirtualGpu(Gpu):
 
 
 def virtual_devices(
-    device: torch.device | str = "cuda:0", n: int = 2, sms: int | None = None
+    device: torch.device | str = "cuda:0",
+    n: int | None = None,
+    sms: int | Sequence[int] | None = None,
 ) -> list[VirtualGpu]:
     """Cut a GPU into `n` virtual devices of `sms` multiprocessors each.
 
@@ -240,8 +244,9 @@ def virtual_devices(
 
     Args:
         device: The CUDA device to cut.
-        n: The number of virtual devices.
-        sms: The multiprocessors of each; by default as many as fit.
+        n: The number of virtual devices; by default 2.
+        sms: The multiprocessors of each; by default as many as fit. A list has one number for each,
+            for unequal devices.
 
     Returns:
         A list of devices for `Pipe(..., devices=...)`.
@@ -265,6 +270,15 @@ def virtual_devices(
         )
     index = resolve_index(named).index
     total = torch.cuda.get_device_properties(index).multi_processor_count
+    if isinstance(sms, Sequence):
+        sizes = tuple(sms)
+        if not sizes or n not in (None, len(sizes)) or min(sizes) < 1 or sum(sizes) > total:
+            raise ArgumentError(
+                f"sms={list(sms)} must have a positive number for each of the virtual devices, and "
+                f"at most {total} in all, which {torch.device('cuda', index)} has."
+            )
+        return list(_split_gpu(index, len(sizes), sizes))
+    n = 2 if n is None else n
     if n < 1:
         raise ArgumentError(f"virtual_devices needs n of at least 1, not n={n}.")
     # By default each group gets an equal share, rounded down to a size that the driver can form.
@@ -279,14 +293,16 @@ def virtual_devices(
     return list(_split_gpu(index, n, group_size))
 
 
-def _rebuild_virtual_gpu(device: str, groups: int, sms: int, index: int) -> VirtualGpu:
+def _rebuild_virtual_gpu(
+    device: str, groups: int, sms: int | tuple[int, ...], index: int
+) -> VirtualGpu:
     """Return a virtual GPU that was pickled, on the GPU of this process."""
     return virtual_devices(device, groups, sms)[index]
 
 
 # Cached, as the groups of two calls would share multiprocessors.
 @lru_cache
-def _split_gpu(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
+def _split_gpu(index: int, groups: int, sms: int | tuple[int, ...]) -> tuple[VirtualGpu, ...]:
     """Create the green contexts of all groups of a GPU."""
     driver = load_driver(_CUTTING)
     device = torch.device("cuda", index)
@@ -295,22 +311,29 @@ def _split_gpu(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
         handle = check_status(driver.cuDeviceGet(index), _CUTTING)
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = check_status(driver.cuDeviceGetDevResource(handle, kind), _CUTTING)
-        split = driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms)
+        # Only equal parts can be split off, so an unequal group has several of them.
+        part_size = sms if isinstance(sms, int) else gcd(*sms)
+        part_counts = [1] * groups if isinstance(sms, int) else [s // part_size for s in sms]
+        split = driver.cuDevSmResourceSplitByCount(sum(part_counts), whole, 0, part_size)
         parts, num_parts, _ = check_status(split, _CUTTING)
-        # The driver rounds the size of a group up, so fewer groups may fit than were asked for.
-        if num_parts < groups:
+        # The driver rounds the size of a part up, so fewer may fit than were asked for.
+        if num_parts < sum(part_counts):
             raise ArgumentError(
-                f"{device} has room for {num_parts} groups of {sms} multiprocessors, not {groups}. "
-                f"Ask for fewer in each group, for example sms={max(1, sms - _SM_GRANULARITY)}."
+                f"{device} has room for {num_parts} groups of {part_size} multiprocessors, not "
+                f"{sum(part_counts)}. Ask for fewer in each group, for example "
+                f"sms={max(1, part_size - _SM_GRANULARITY)}."
             )
         virtual_gpus = []
-        for group in range(groups):
-            part = parts[group]
-            description = check_status(driver.cuDevResourceGenerateDesc([part], 1), _CUTTING)
+        for group, end in enumerate(accumulate(part_counts)):
+            mine = parts[end - part_counts[group] : end]
+            described = driver.cuDevResourceGenerateDesc(mine, len(mine))
+            description = check_status(described, _CUTTING)
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
             context = check_status(driver.cuGreenCtxCreate(description, handle, flags), _CUTTING)
             pickle_args = str(device), groups, sms, group
-            virtual_gpus.append(VirtualGpu(pickle_args, device, int(part.sm.smCount), context))
+            virtual_gpus.append(
+                VirtualGpu(pickle_args, device, sum(int(part.sm.smCount) for part in mine), context)
+            )
     return tuple(virtual_gpus)
 
 

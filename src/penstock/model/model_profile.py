@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.device.accelerator import is_accelerator
@@ -30,7 +31,12 @@ from penstock.model.cut import (
 )
 from penstock.model.isolation import iter_module_tensors, preserve_rng
 from penstock.model.placement import describe_device
-from penstock.model.profiler import UnitMeasurement, measure_unit_calls, measure_unit_layers
+from penstock.model.profiler import (
+    OutputLoss,
+    UnitMeasurement,
+    measure_unit_calls,
+    measure_unit_layers,
+)
 from penstock.model.sequential import PipeSequential, is_plain_sequential
 from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.units import UnitSelector
@@ -56,7 +62,10 @@ OPTIMIZER_FACTORS = {
 # Seconds that Python needs for an action, and a link between two GPUs over PCIe. Ranks on the CPU
 # share memory.
 _ACTION_SECONDS = 4e-5
+_REPLAYED_SECONDS = 5e-6  # between two actions of a captured step
 _GPU_LINK = LinkProfile(latency=2e-5, bandwidth=20e9)
+# Returns the loss of the output of one of so many micro-batches, on a device.
+ExampleLoss = Callable[[int, torch.device], OutputLoss]
 _SMALLER = 4  # the second size is so many times smaller
 
 
@@ -93,9 +102,13 @@ def profile_model(
     *,
     units: UnitSelector = None,
     optimizer: str | float = "adamw",
+    loss: ExampleLoss | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure a model on an example, on each kind of device, and return its profile."""
+    """Measure a model on an example, on each kind of device, and return its profile.
+
+    The last layer of a Sequential is measured with the loss, if there is one.
+    """
     device_profiles = tuple(map(describe_device, devices))
     kinds = {p.kind: device for p, device in zip(device_profiles, devices, strict=True)}
     rows = _count_rows(example)
@@ -107,7 +120,8 @@ def profile_model(
         report = _report_part(progress, index, len(sizes), count)
         if is_plain_sequential(model):
             names, modules = [name for name, _ in model.named_children()], list(model)
-            samples.append(_measure_sequential(model, example, chunks, count, kinds, report))
+            sample = _measure_sequential(model, example, chunks, count, kinds, loss, report)
+            samples.append(sample)
         else:
             traced = trace_for_plan(model, example, chunks, units, devices)
             calls = traced.calls
@@ -117,15 +131,29 @@ def profile_model(
         model=type(model).__name__,
         rows=rows,
         units=tuple(
-            _build_unit(index, name, module, samples)
+            _build_unit(index, name, module, samples, loss is not None)
             for index, (name, module) in enumerate(zip(names, modules, strict=True))
         ),
         values=tuple(_build_values(samples)),
         devices=device_profiles,
-        link=_GPU_LINK if is_accelerator(devices[0].device) else LinkProfile(),
+        link=_describe_link(devices),
         optimizer_factor=resolve_optimizer(optimizer),
-        runtimes={"threads": _ACTION_SECONDS},
+        runtimes=_list_runtimes(devices),
     )
+
+
+def _describe_link(devices: Sequence[Device]) -> LinkProfile:
+    """Return the link between ranks. Ranks on the CPU, or on one GPU, share their memory."""
+    shared = len({device.device for device in devices}) == 1
+    is_gpu = is_accelerator(devices[0].device)
+    return _GPU_LINK if is_gpu and not shared else LinkProfile()
+
+
+def _list_runtimes(devices: Sequence[Device]) -> dict[str, float]:
+    """Return the runtimes to choose from, with the seconds that each adds to an action."""
+    if all(device.device.type == "cuda" for device in devices):
+        return {"threads": _ACTION_SECONDS, "auto": _REPLAYED_SECONDS}
+    return {"threads": _ACTION_SECONDS}
 
 
 def _report_part(
@@ -156,6 +184,7 @@ def _measure_sequential(
     chunks: int,
     rows: int,
     kinds: Mapping[str, Device],
+    loss: ExampleLoss | None,
     report: Progress,
 ) -> _Sample:
     values = example if isinstance(example, tuple) else (example,)
@@ -164,7 +193,13 @@ def _measure_sequential(
     for number, (kind, device) in enumerate(kinds.items()):
         report(kind, number / len(kinds))
         with device.activate():
-            by_kind[kind] = measure_unit_layers(list(model), microbatch, device.device, unpack)
+            by_kind[kind] = measure_unit_layers(
+                list(model),
+                microbatch,
+                device.device,
+                unpack,
+                loss=None if loss is None else loss(chunks, device.device),
+            )
     measured = next(iter(by_kind.values()))
     edges = [(i, (i + 1,), float(m.output_bytes)) for i, m in enumerate(measured[:-1])]
     return _Sample(rows, by_kind, edges)
@@ -198,7 +233,7 @@ def _measure_traced(
 
 
 def _build_unit(
-    index: int, name: str, module: nn.Module, samples: Sequence[_Sample]
+    index: int, name: str, module: nn.Module, samples: Sequence[_Sample], has_loss: bool
 ) -> UnitProfile:
     def line(kind: str, read: Callable[[UnitMeasurement], float]) -> PerRows:
         return _fit_line([(s.rows, read(s.by_kind[kind][index])) for s in samples])
@@ -206,8 +241,9 @@ def _build_unit(
     kinds = list(samples[0].by_kind)
     tensors = list(iter_module_tensors(module))
     is_last = index == len(samples[0].by_kind[kinds[0]]) - 1
-    # The loss keeps about as much as the output, as a cross-entropy does.
-    activation_bytes = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * is_last)
+    # A loss that was not measured keeps about as much as the output, as a cross-entropy does.
+    extra = is_last and not has_loss
+    activation_bytes = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * extra)
     return UnitProfile(
         name=name,
         seconds={

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -16,9 +16,11 @@ from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.display import Progress, shown_progress
 from penstock.errors import ArgumentError
+from penstock.microbatch import move_to_device, scatter
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.model_profile import profile_model, trace_for_plan
 from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
+from penstock.model.profiler import OutputLoss
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
@@ -55,6 +57,7 @@ def plan(
     memory: MemoryCap = None,
     optimizer: str | float = "adamw",
     target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
     units: UnitSelector = None,
     objective: Objective = "makespan",
     chunks: int | Sequence[int] | None = None,
@@ -77,6 +80,9 @@ def plan(
         optimizer: The name of the optimizer, such as "adamw" or "sgd", or the bytes of its state
             per byte of gradients.
         target: The target of the example, with which a pipe checks the memory exactly.
+        loss_fn: The loss of the output and the target, or of the output alone. The last layer of a
+            Sequential is measured with it: with a large vocabulary, the loss takes as long as
+            several layers.
         units: For a traced model, the submodules that are never cut.
         objective: "makespan" for the seconds of one step by itself, "period" for steps that follow
             each other.
@@ -119,6 +125,7 @@ def plan(
                 rank_devices,
                 units=units,
                 optimizer=optimizer,
+                loss=None if loss_fn is None else partial(build_microbatch_loss, loss_fn, target),
                 progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
             )
         caps = resolve_memory(memory, profile.devices)
@@ -137,6 +144,14 @@ def plan(
             chosen_plan = search(memory=caps)
     chosen_plan = replace(chosen_plan, memory=caps)
     return attach_model(chosen_plan, example, target, tuple(rank_devices), units)
+
+
+def build_microbatch_loss(
+    loss_fn: Callable[..., Any], target: Any, chunks: int, device: torch.device
+) -> OutputLoss:
+    """Return the loss of the first of so many micro-batches, as a function of its output."""
+    targets = () if target is None else scatter((target,), chunks)[0][0]
+    return lambda output: loss_fn(output, *move_to_device(targets, device))
 
 
 def replan(

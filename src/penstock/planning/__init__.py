@@ -4,8 +4,8 @@ The modules, in reading order:
 
     profile.py         the model and the devices as numbers, saved as JSON
     stage_costs.py     from units to stages: the costs of a cut
-    plan.py            `Plan`: the choice, its forecast and its certificate
     schedule_timer.py  one schedule, timed under many costs
+    plan.py            `Plan`: the choice, its forecast and its certificate
     bound.py           seconds that no schedule, and no plan, can beat
     period_solver.py   the best pattern of one micro-batch, for many of them, with ortools
     solver.py          the best schedule of a cut by constraint programming, with ortools

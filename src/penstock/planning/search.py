@@ -217,19 +217,18 @@ class Group:
         """Return the schedule that `fit` finds for a cut and recomputed stages, if one fits."""
         space = self.space
         costs = self.table.stage_costs(cut, self.placement)
+        free = costs.free_bytes(space.memory)
         schedule = fit_with_recomputation(
-            costs,
-            self.placement,
-            self.chunks,
-            flags,
-            costs.free_bytes(space.memory),
-            space.objective,
-            effort,
+            costs, self.placement, self.chunks, flags, free, space.objective, effort
         )
         if schedule is None:
             return None
-        seconds = ScheduleTimer("fit", schedule, costs.graph).seconds(costs, flags, space.objective)
-        return Point(seconds, "fit", self, cut, flags, schedule)
+        timer = ScheduleTimer("fit", schedule, costs.graph)
+        # The schedule that was found may fit with fewer recomputed stages, too.
+        return min(
+            Point(timer.seconds(costs, f, space.objective), "fit", self, cut, f, schedule)
+            for f in (flags, *self._fitting_flags(timer, costs, free))
+        )
 
 
 @dataclass(frozen=True)

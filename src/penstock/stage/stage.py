@@ -112,8 +112,8 @@ class Stage:
         """
         settings: tuple[Any, ...]
         if self.resharding_modules:
-            # The first forward of a record gathers parameters more often. All replicas have to do so
-            # in the same step, and numbers in modules may differ between them.
+            # The first forward of a record gathers parameters more often. All replicas have to do
+            # so in the same step, and numbers in modules may differ between them.
             settings = tuple([(m.training, _dropout_rates(m)) for m in modules])
         else:
             settings = tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
