@@ -167,8 +167,8 @@ class PipedModule:
             parameters = [p for p in pipe.parameters() if p.requires_grad]
             with _apart_from_grad(parameters) as gradients:
                 step_result = pipe.step(*inputs, scaler=scaler)
-            self.result = step_result
             result = self._finish(step_result, inputs)
+            self.result = _with_metrics_of_method(step_result, result)
         values = list(gradients.values())
         if step_result.ran.runtime == "graph":  # the next replay writes to the same memory
             values = [gradient.clone() for gradient in values]
@@ -356,6 +356,16 @@ class PipedModule:
             self._mirror.sync()
         assert self.pipe is not None
         vars(self.pipe)["training"] = self.module.training
+
+
+def _with_metrics_of_method(step_result: StepResult, result: MethodResult) -> StepResult:
+    """Return a step whose metrics are what the method returned beside the loss.
+
+    Those of the `MethodModule` also have what was logged, which the framework logs itself.
+    """
+    returned = result.output if isinstance(result.output, dict) else {}
+    metrics = step_result.metrics.replace(returned, step_result.loss, step_result.measured)
+    return replace(step_result, metrics=metrics)
 
 
 def _iter_numbers(result: MethodResult) -> Iterator[Tensor]:
