@@ -15,7 +15,7 @@ pipe still runs under any schedule and over processes, where `pipe(x)` has no ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import isnan
 from typing import Any
@@ -142,6 +142,7 @@ class PipedModule:
         # How values of micro-batches form that of the batch: "mean" or "sum", by method and name.
         self._reductions: dict[tuple[str, str], str] = {}
         self._checked_methods: set[str] = set()
+        self._defers_average = self._has_unaveraged_gradients = False
         self.pipe: Pipe | None = None  # before the first batch
         self.result: StepResult | None = None  # of the last training step
 
@@ -165,7 +166,7 @@ class PipedModule:
             if not torch.is_grad_enabled():
                 return self._finish(pipe.step(*inputs), inputs)
             parameters = [p for p in pipe.parameters() if p.requires_grad]
-            with _apart_from_grad(parameters) as gradients:
+            with self._reduction(pipe), _apart_from_grad(parameters) as gradients:
                 step_result = pipe.step(*inputs, scaler=scaler)
             result = self._finish(step_result, inputs)
             self.result = _with_metrics_of_method(step_result, result)
@@ -174,6 +175,30 @@ class PipedModule:
             values = [gradient.clone() for gradient in values]
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         return replace(result, loss=attach_gradients(result.loss, list(gradients), values, scale))
+
+    @contextmanager
+    def deferred_average(self) -> Iterator[None]:
+        """Keep losses in the context from averaging their gradients over the replicas.
+
+        The first loss after the context averages what has been accumulated in `.grad`, and its own
+        gradients. So a step of the optimizer averages twice, however many batches it accumulates.
+        """
+        previous, self._defers_average = self._defers_average, True
+        try:
+            yield
+        finally:
+            self._defers_average = previous
+
+    def _reduction(self, pipe: Pipe) -> AbstractContextManager[None]:
+        """Average gradients that wait for it. Return a context that says if this step averages."""
+        # Wrappers such as FSDP keep the gradients of `no_sync` to themselves, out of `.grad`.
+        if self._defers_average and pipe._replicas.is_empty:
+            self._has_unaveraged_gradients = True
+            return pipe.no_sync()
+        if self._has_unaveraged_gradients:
+            pipe._engine.average_gradients()
+            self._has_unaveraged_gradients = False
+        return nullcontext()
 
     def compute_values(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
