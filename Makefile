@@ -20,16 +20,18 @@
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
-# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; a quarter of an hour
-# make plans     compare plans with brute force, on 200 random small problems; half an hour on one core
+# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; two hours on two cores
+# make plans     compare plans with brute force, on 200 random small problems; minutes
 # make bench     measure; prints tables
+# make bench-gpu measure on one GPU; prints all GPU tables of docs/measurements.md; about an hour. PYTHON= chooses the
+#                interpreter, with a build of PyTorch for that GPU
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions caps papers plans bench format clean
+.PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions caps papers plans bench bench-gpu format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -105,15 +107,32 @@ caps: $(READY)
 
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
+	for ranks in 16 24 32; do $(BIN)/python benchmarks/zero_bubble.py --curves $$ranks || true; done
 
 plans: $(READY)
-	$(BIN)/python -m tests.planning.brute_force
+	$(BIN)/python -m tests.planning.brute_force --workers 2
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py
 	$(BIN)/python benchmarks/fit.py
 	$(BIN)/python benchmarks/cut.py
 	$(BIN)/python benchmarks/trust.py
+
+# The interpreter of the machine: the environment of `make` has PyTorch for the CPU.
+PYTHON ?= python3
+bench-gpu: export PYTHONPATH := src
+bench-gpu:
+	$(PYTHON) benchmarks/virtual_gpu.py
+	-for figure in 2 3 4 5; do $(PYTHON) benchmarks/graph.py --figure $$figure; done
+	$(PYTHON) benchmarks/graph.py
+	$(PYTHON) benchmarks/graph.py --transformers
+	$(PYTHON) benchmarks/graph.py --papers
+	$(PYTHON) benchmarks/recording.py --ranks 4 --sms 32
+	$(PYTHON) benchmarks/forecast.py --ranks 4 --sms 16 --rows 4096 --rounds 9
+	$(PYTHON) benchmarks/real_models.py
+	$(PYTHON) benchmarks/dropout.py --devices 4 --dtype bfloat16
+	$(PYTHON) benchmarks/papers.py --steps 2
+	$(PYTHON) benchmarks/papers.py --steps 2 --runtime graph --schedule 1f1b --checkpoint never
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,20 +1,24 @@
-"""Measure what the audit costs: the first step with and without it, and later steps.
+"""Measure what the audit costs: the first step with and without it, and the steps after it.
 
-    python benchmarks/audit.py [--device cuda] [--rounds 7] [--runtime inline]
+    python benchmarks/audit.py                                  # five models, 2, 4 and 8 chunks
+    python benchmarks/audit.py --model gpt2 --chunks 4 --door call --parts
+    python benchmarks/audit.py --device cuda                    # two virtual GPUs
 
-A transformer is cut into two stages on the CPU, or into two virtual GPUs. Every round builds a pipe
-with the audit and one without, and runs a few steps of each, one after the other, so that both see
-the same noise. The promise is a first step of at most 1 + 1.5 / chunks of one without the audit:
-one and a half micro-batches more.
+Every round builds a pipe with the audit and one without, makes the first step of each, and then
+some steps in turns, so that both see the same noise. Times are processor time of all threads on a
+CPU, and wall time on a GPU; ratios are medians over the rounds. "With the pipe" also counts the
+making of the pipe, which traces the model. The promise is a first step of at most 1 + 1.5 / chunks
+of one without the audit, one and a half micro-batches more, and at most 1.01 for the sum of the
+steps after it.
 
-With runtime="inline" a step takes as long as its micro-batches together, as in that formula. On p
-parallel ranks it takes (chunks + p - 1) / p micro-batches, but the unsplit model still runs its
-stages one after another: one and a half micro-batches are a first step of 1 + 1.5 * p / (chunks + p
-- 1). The column "micro-batches more" counts in the time that one takes over all stages, inline.
+The runtime is "inline", where a step takes as long as its micro-batches together, as in that
+formula. On p parallel ranks it takes (chunks + p - 1) / p micro-batches, but the unsplit model
+still runs its stages one after another: one and a half micro-batches are a first step of
+1 + 1.5 * p / (chunks + p - 1). The column "micro-batches more" counts in those of a later step.
 
-The last columns are the parts of the audit, in milliseconds: the forward and the backward of the
-unsplit model, the comparison of two rows with both together, and the digests while the pipe runs
-(added over the ranks). The rest of the audit is isolation.
+`--parts` adds the parts of the audit, in milliseconds: the forward and the backward of the unsplit
+model, the comparison of rows, the comparison of states, and the digests while the pipe runs. The
+rest of the audit is isolation.
 """
 
 from __future__ import annotations
@@ -22,24 +26,31 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import penstock
 from penstock.runtime.audit import Audit
 from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
 
-LATER_STEPS = 4
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from nanogpt.model import GPT, GPTConfig
+
 PARTS: dict[str, list[tuple[type, str]]] = {
     "forward": [(Reference, "run_forward")],
     "backward": [(Reference, "run_backward")],
-    "rows": [(RowsCheck, "compare_two_rows")],
+    "rows": [(RowsCheck, "compare_rows")],
+    "states": [(Audit, "_compare_states")],
     "digests": [(Audit, "before_compute"), (Audit, "after_compute"), (Audit, "check_step")],
 }
 
@@ -47,9 +58,9 @@ PARTS: dict[str, list[tuple[type, str]]] = {
 class Clock:
     """Adds up the seconds of the parts of audits. A part inside another one counts once."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_time: Callable[[], float]) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._is_running = False
+        self._read_time, self._is_running = read_time, False
         for part, methods in PARTS.items():
             for owner, name in methods:
                 self._watch(part, owner, name)
@@ -60,102 +71,224 @@ class Clock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._is_running and part != "digests":
                 return method(*args, **kwargs)
-            self._is_running, begin = part != "digests", time.perf_counter()
+            self._is_running, begin = part != "digests", self._read_time()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - begin
+                self.seconds[part] += self._read_time() - begin
                 self._is_running = False
 
         setattr(owner, name, timed)
 
 
-def build_model(width: int, blocks: int, device: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [
-        nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
-        for _ in range(blocks)
-    ]
-    return nn.Sequential(*layers).to(device)
+# ---- models --------------------------------------------------------------------------------------
 
 
-def time_steps(
-    audit: str,
-    runtime: str,
-    chunks: int,
-    checkpoint: str,
-    args: argparse.Namespace,
-    devices: Sequence[object],
-) -> tuple[float, float]:
-    """Return the seconds of the first step, and the median of later ones."""
-    model = build_model(args.width, args.blocks, args.device)
-    x = torch.randn(chunks * args.rows, args.length, args.width, device=args.device)
-    pipe = penstock.Pipe(
-        model,
-        chunks,
-        checkpoint,
-        stages=2,
-        devices=devices,
-        schedule="1f1b",
-        runtime=runtime,
-        loss_fn=lambda y: y.square().mean(),
-        audit=audit,
+class Case(NamedTuple):
+    """A model and a batch for it.
+
+    Attributes:
+        model: The model.
+        inputs: The inputs by name.
+        target: The target of `loss_fn`; None if the model computes its own loss.
+        loss_fn: The loss function.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    target: Tensor | None = None
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm, added to the input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.conv_1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv_2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm_1, self.norm_2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm_1(self.conv_1(x)))
+        return functional.relu(self.shortcut(x) + self.norm_2(self.conv_2(y)))
+
+
+class Classifier(nn.Module):
+    """A small ResNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        widths = [width, width, 2 * width, 2 * width, 4 * width, 4 * width]
+        self.blocks = nn.ModuleList(map(Residual, [width, *widths], widths))
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = functional.relu(self.stem(input))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def build_mlp(rows: int, device: str) -> Case:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    batch = torch.randn(2, 8 * rows, 512, device=device)
+    model = nn.Sequential(*layers).to(device)
+    return Case(model, {"input": batch[0]}, batch[1], nn.MSELoss())
+
+
+def build_resnet(rows: int, device: str) -> Case:
+    images = torch.randn(rows, 3, 32, 32, device=device)
+    target = torch.randint(10, (rows,), device=device)
+    model = Classifier(24).to(device)
+    return Case(model, {"input": images}, target, nn.CrossEntropyLoss())
+
+
+def build_nanogpt(rows: int, device: str) -> Case:
+    tokens = torch.randint(65, (2, rows, 64), device=device)
+    model = GPT(GPTConfig(65, context=64, width=256)).to(device)
+    return Case(model, {"ids": tokens[0], "targets": tokens[1]})
+
+
+def build_gpt2(rows: int, device: str, width: int, layers: int, length: int = 64) -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=width, n_layer=layers, n_head=4, vocab_size=512, n_positions=length, use_cache=False
     )
-    times = []
-    gc.collect()
-    for _ in range(1 + LATER_STEPS):
-        begin = time.perf_counter()
-        pipe.step(x)
-        if args.device != "cpu":
+    tokens = torch.randint(512, (rows, length), device=device)
+    model = GPT2LMHeadModel(config).to(device)
+    return Case(model, {"input_ids": tokens, "labels": tokens})
+
+
+MODELS: dict[str, Callable[[int, str], Case]] = {
+    "mlp": build_mlp,
+    "nanogpt": build_nanogpt,
+    "resnet": build_resnet,
+    "gpt2-tiny": lambda rows, device: build_gpt2(rows, device, 32, 2),
+    "gpt2": lambda rows, device: build_gpt2(rows, device, 512, 4),
+}
+
+
+# ---- measurement ---------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A fresh pipe of one of the models, and its batch.
+
+    Attributes:
+        seconds: How long it took to make the pipe.
+    """
+
+    def __init__(self, args: argparse.Namespace, name: str, chunks: int, audit: str) -> None:
+        torch.manual_seed(0)
+        self._case = MODELS[name](chunks * args.rows, args.device)
+        self._args = args
+        begin = args.read_time()
+        self._pipe = penstock.Pipe(
+            self._case.model,
+            chunks,
+            args.checkpoint,
+            stages=2,
+            devices=args.devices,
+            balance="parameters",
+            schedule="1f1b",
+            runtime=args.runtime,
+            audit=audit,
+            loss_fn=self._case.loss_fn,
+            example=self._case.inputs,
+        )
+        self.seconds = args.read_time() - begin
+
+    def time_step(self, door: str) -> float:
+        """Return the seconds of one step."""
+        inputs: dict[str, Any] = {**self._case.inputs}
+        target, loss_fn = self._case.target, self._case.loss_fn
+        begin = self._args.read_time()
+        if door == "step":
+            if target is not None:
+                inputs["target"] = target
+            self._pipe.step(**inputs)
+        else:
+            output: Any = self._pipe(**inputs)
+            if loss_fn is not None:
+                loss_fn(output, target).backward()
+            else:
+                (output[1] if isinstance(output, tuple) else output.loss).backward()
+        if self._args.device != "cpu":
             torch.accelerator.synchronize()
-        times.append(time.perf_counter() - begin)
-    return times[0], statistics.median(times[1:])
+        seconds: float = self._args.read_time() - begin
+        self._case.model.zero_grad()
+        return seconds
+
+
+class Measurement(NamedTuple):
+    """The ratios of one round, with the audit over without it."""
+
+    first: float
+    with_pipe: float
+    microbatches: float
+    later: float
+
+
+def measure(args: argparse.Namespace, name: str, door: str, chunks: int) -> Measurement:
+    gc.collect()
+    on, off = (Trainer(args, name, chunks, audit) for audit in ("first", "off"))
+    without, audited = off.time_step(door), on.time_step(door)
+    totals = [0.0, 0.0]
+    for step in range(args.later):
+        pair = [(0, on), (1, off)]
+        for index, trainer in pair if step % 2 else reversed(pair):
+            totals[index] += trainer.time_step(door)
+    return Measurement(
+        audited / without,
+        (on.seconds + audited) / (off.seconds + without),
+        (audited - without) / (totals[1] / args.later / chunks),
+        totals[0] / totals[1],
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--runtime", action="append", help="by default inline and threads")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", action="append", choices=MODELS, help="by default all")
+    parser.add_argument("--chunks", action="append", type=int, help="by default 2, 4 and 8")
+    parser.add_argument("--door", action="append", choices=("step", "call"), help="default both")
+    parser.add_argument("--runtime", default="inline")
+    parser.add_argument("--checkpoint", default="never")
     parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch")
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--later", type=int, default=39, help="steps after the first one")
+    parser.add_argument("--parts", action="store_true", help="show the parts of the audit")
     args = parser.parse_args()
-    devices: Sequence[object] = ["cpu", "cpu"]
-    if args.device != "cpu":
-        devices = penstock.virtual_devices("cuda:0", 2)
+    is_cpu = args.device == "cpu"
+    args.devices = ["cpu", "cpu"] if is_cpu else penstock.virtual_devices("cuda:0", 2)
+    args.read_time = time.process_time if is_cpu else time.perf_counter
     print(
-        f"torch {torch.__version__}, {args.device}, {args.blocks} blocks of width {args.width}, "
-        f"micro-batches of {args.rows} x {args.length}, medians of {args.rounds} rounds\n"
+        f"torch {torch.__version__}, {args.device}, micro-batches of {args.rows} rows, "
+        f"checkpoint={args.checkpoint!r}, {args.later} later steps, {args.rounds} rounds\n"
     )
-    clock = Clock()
-    print(
-        "| runtime | chunks | checkpoint | first step, audit / off | promised | micro-batches more "
-        f"| later steps, audit / off | {' | '.join(PARTS)} |\n|{'---|' * (7 + len(PARTS))}"
-    )
-    for runtime in args.runtime or ("inline", "threads"):
-        for checkpoint in ("except_last", "never"):
-            for chunks in (2, 4, 8):
-                case = runtime, chunks, checkpoint, args, devices
-                time_steps("first", *case)  # warm-up
-                clock.seconds.clear()
-                off, on = [], []
-                for _ in range(args.rounds):
-                    off.append(time_steps("off", *case))
-                    on.append(time_steps("first", *case))
-                inline = [time_steps("off", "inline", *case[1:])[1] for _ in range(args.rounds)]
-                microbatch = statistics.median(inline) / chunks
-                pairs = list(zip(on, off, strict=True))
-                more = statistics.median(a[0] - b[0] for a, b in pairs) / microbatch
-                first = statistics.median(a[0] / b[0] for a, b in pairs)
-                later = statistics.median(a[1] / b[1] for a, b in pairs)
-                parts = [f"{clock.seconds[part] / args.rounds * 1e3:.0f}" for part in PARTS]
-                print(
-                    f"| {runtime} | {chunks} | {checkpoint} | {first:.2f} | {1 + 1.5 / chunks:.2f} "
-                    f"| {more:.2f} | {later:.3f} | {' | '.join(parts)} |",
-                    flush=True,
-                )
+    clock = Clock(args.read_time) if args.parts else None
+    parts: Sequence[str] = tuple(PARTS) if clock is not None else ()
+    columns = ["model", "door", "chunks", "first step", "promised", "with the pipe"]
+    columns += ["micro-batches more", "later steps", *parts]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name in args.model or MODELS:
+        Trainer(args, name, 2, "first").time_step("step")  # warm-up
+        for door in args.door or ("step", "call"):
+            for chunks in args.chunks or (2, 4, 8):
+                if clock is not None:
+                    clock.seconds.clear()
+                rounds = [measure(args, name, door, chunks) for _ in range(args.rounds)]
+                first, with_pipe, more, later = map(statistics.median, zip(*rounds, strict=True))
+                cells = [name, door, str(chunks), f"{first:.2f}", f"{1 + 1.5 / chunks:.2f}"]
+                cells += [f"{with_pipe:.2f}", f"{more:.2f}", f"{later:.3f}"]
+                if clock is not None:
+                    cells += [f"{clock.seconds[part] / args.rounds * 1e3:.0f}" for part in parts]
+                print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

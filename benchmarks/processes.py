@@ -12,6 +12,9 @@ heavy   Large layers. The simulated step uses the durations of each stage in a p
 tiny    Layers so small that overhead dominates. The first columns have the time above the simulated
         step, per message. The last columns have the time above a simulation with the durations of
         the actions in that very step, so that only the cost of messages is left.
+message The CPU time of a message in the thread of its rank, in a step of the tiny model: what gloo
+        takes to start the send, to start the receive and to wait, and what Penstock takes beside.
+        Other threads of gloo are not counted. CPU time is the same on a busy machine, up to caches.
 memory  The peak of receive buffers that are alive on a rank, in activations of a micro-batch.
 """
 
@@ -22,6 +25,7 @@ import os
 import statistics
 import time
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +38,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 import penstock
+from penstock.runtime.distributed.channels import ProcessTransport
 from penstock.schedules.ir import Program, Send
 
 
@@ -122,6 +127,89 @@ def medians(turns: list[Turn]) -> list[float]:
     return [statistics.median(column) for column in zip(*turns, strict=True)]
 
 
+# ---- one message --------------------------------------------------------------------------
+
+
+class MessageCost:
+    """The CPU time of the thread, by function, and how often each was called."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+
+    def timing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with a clock around each call."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.thread_time() - start
+                self.calls[name] += 1
+
+        return run
+
+
+@contextmanager
+def clocks() -> Iterator[MessageCost]:
+    """Put clocks around the transport, and around what it calls of gloo."""
+    cost = MessageCost()
+    gloo: Any = c10d.ProcessGroupGloo
+    recv_from = ProcessTransport.recv_from
+
+    def start_recv(*args: Any) -> Any:
+        return cost.timing("wait", recv_from(*args))
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (ProcessTransport, "send_to", cost.timing("send", ProcessTransport.send_to)),
+        (ProcessTransport, "recv_from", cost.timing("recv", start_recv)),
+        (gloo, "send", cost.timing("gloo send", gloo.send)),
+        (gloo, "recv", cost.timing("gloo recv", gloo.recv)),
+        (c10d.Work, "wait", cost.timing("gloo wait", c10d.Work.wait)),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield cost
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def message(sizes: Sizes, rounds: int) -> list[str]:
+    lines = [
+        "| schedule | gloo, us a message: send | recv | wait | Penstock | empty clock |",
+        "|---|---|---|---|---|---|",
+    ]
+    clock = MessageCost()
+    nothing = clock.timing("nothing", lambda: None)
+    for _ in range(10_000):
+        nothing()
+    empty = clock.seconds["nothing"] / 10_000 * 1e6
+    for name in SCHEDULES:
+        ours = Ours(name, sizes)
+        ours.step()
+        ours.step()
+        rows = []
+        for _ in range(rounds):
+            with clocks() as cost:
+                ours.step()
+            sends, recvs = cost.calls["send"], cost.calls["recv"]
+            per_call = {
+                key: cost.seconds[key] / (sends if "send" in key else recvs) * 1e6
+                for key in ("send", "recv", "wait", "gloo send", "gloo recv", "gloo wait")
+            }
+            gloo = [per_call[f"gloo {key}"] for key in ("send", "recv", "wait")]
+            # The inner clocks run inside of the outer ones.
+            own = sum(per_call[key] for key in ("send", "recv", "wait")) - sum(gloo)
+            rows.append((*gloo, own))
+        columns = [statistics.median(column) for column in zip(*rows, strict=True)]
+        lines.append(f"| {name} | {' | '.join(f'{c:.0f}' for c in columns)} | {empty:.1f} |")
+    return lines
+
+
 # ---- memory -------------------------------------------------------------------------------
 
 
@@ -195,7 +283,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=128, help="rows of a heavy micro-batch")
     parser.add_argument("--width", type=int, default=768, help="width of the heavy model")
-    parser.add_argument("--only", choices=("heavy", "tiny", "memory"))
+    parser.add_argument("--only", choices=("heavy", "tiny", "message", "memory"))
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -204,6 +292,7 @@ def main() -> None:
     parts: dict[str, tuple[Sizes, Callable[[Sizes], list[str]]]] = {
         "heavy": (Sizes(args.width, 8, args.rows, args.chunks), partial(heavy, rounds=rounds)),
         "tiny": (Sizes(8, 4, 1, 64), partial(tiny, rounds=rounds)),
+        "message": (Sizes(8, 4, 1, 64), partial(message, rounds=rounds)),
         "memory": (Sizes(64, 8, 32, 4), memory),
     }
     for name, (sizes, measure) in parts.items():

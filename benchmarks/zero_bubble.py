@@ -4,6 +4,7 @@
                                                     minutes on two cores
     python benchmarks/zero_bubble.py --curves 16    bubble against memory for 16, 24 or 32 ranks,
                                                     one stage a rank and two in a V
+    python benchmarks/zero_bubble.py --curves 32 --workers 16 --every 5
 
 `zero_bubble.json` has the published numbers and the costs behind them. All times are simulated, not
 measured, so every run prints the same table. The objective is the period: the longest time from the
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 from penstock import Cost, lower, schedules, simulate
 
 PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text())
+EFFORT = 4_000_000  # actions that `fit` may place for one point; about half a minute
 TOKENS = 1024  # of one sequence; the attention scores keep 5 bytes per head and pair of tokens
 
 
@@ -72,7 +74,7 @@ def solve(case: Case) -> Point:
         schedule = schedules.make(case.name, ranks, chunks)
     else:
         schedule = schedules.fit(
-            case.placement, chunks, cost, case.memory, effort=10**8, objective="period"
+            case.placement, chunks, cost, case.memory, effort=EFFORT, objective="period"
         )
     work = chunks * sum(case.scale * row[name] for name in "FIW") * len(case.placement) / ranks
     found = 1 - work / simulate(lower(schedule), cost).period
@@ -111,21 +113,29 @@ def curve_cases(ranks: int) -> list[Case]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--curves", type=int, choices=(16, 24, 32), metavar="RANKS")
-    parser.add_argument("--first", type=int, help="only so many cases")
+    parser.add_argument("--every", type=int, default=1, help="only every so many cases")
+    parser.add_argument("--workers", type=int, help="processes; by default one per core")
     options = parser.parse_args(arguments)
     cases = curve_cases(options.curves) if options.curves else table_cases()
-    verdicts = []
+    points = []
     print("ranks  chunks  schedule        published     found")
-    with ProcessPoolExecutor() as pool:
-        for point in pool.map(solve, cases[: options.first]):
-            verdicts.append(point.verdict)
+    with ProcessPoolExecutor(options.workers) as pool:
+        for point in pool.map(solve, cases[:: options.every]):
+            points.append(point)
             print(
                 f"{point.ranks:5}  {point.chunks:6}  {point.name:12}  {point.published:11.6f}  "
                 f"{point.found:8.6f}  {point.verdict}",
                 flush=True,
             )
+    verdicts = [point.verdict for point in points]
     counts = {verdict: verdicts.count(verdict) for verdict in ("better", "equal", "worse")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if counts["worse"]:
+        worst = max(points, key=lambda point: point.found - point.published)
+        print(
+            f"worst: {worst.name} of {worst.ranks} ranks and {worst.chunks} micro-batches, "
+            f"{worst.found:.6f} for {worst.published:.6f}"
+        )
     return 1 if counts["worse"] else 0
 
 

@@ -17,7 +17,7 @@ from penstock import Pipe
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("program", ["graph.py --figure 2", "virtual_gpu.py"])
+@pytest.mark.parametrize("program", ["graph.py --figure 2", "virtual_gpu.py", "real_models.py"])
 def test_benchmark_without_a_gpu_exits_with_a_message(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,6 +201,7 @@ def test_torch_compat_imports_without_any_api_and_reports_it(path: str) -> None:
         "torch._C._ensureCUDADeviceGuardSet",
         "torch._C._DisableTorchDispatch",
         "torch.storage._warn_typed_storage_removal",
+        "torch.cuda._sleep",
         *DRAW_KERNELS,
     )
     assert len(missing) == (not has_fallback)

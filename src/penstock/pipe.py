@@ -82,7 +82,11 @@ from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
 from penstock.runtime.memory_cap import ADAM_STATE_FACTOR, place_plan, place_within_memory
-from penstock.runtime.memory_forecast import MemoryForecast, build_example_loss
+from penstock.runtime.memory_forecast import (
+    MemoryForecast,
+    build_example_loss,
+    build_output_loss,
+)
 from penstock.runtime.preemption import (
     PreemptionPlan,
     PreemptionRequest,
@@ -173,7 +177,8 @@ class Pipe(nn.Module):
             Adam optimizer, and a step on the `example`: a number, a text such as "24GB" or
             "512 MiB", a fraction of the device such as 0.9 or "90%", or a list with one of these
             for each rank.
-        target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps.
+        target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps,
+            and `balance="time"` how long it takes.
         plan: A plan of `penstock.plan`, or one that was loaded with `Plan.load`. It decides about
             stages, schedule, chunks, recomputation and runtime. Without it, and with an `example`
             but neither `stages` nor `devices`, the pipe makes a plan for the devices that are
@@ -298,6 +303,7 @@ class Pipe(nn.Module):
                 memory,
                 checkpoint,
                 resolve_schedule(schedule),
+                build_loss=build_output_loss(loss_fn, target),
             )
             data_policy = DataPolicy(data, outputs, shapes)
             # The ranks compare the layers as they are before stage_fn changes them.

@@ -54,9 +54,14 @@ class TensorSpec(NamedTuple):
         )
 
     @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """The size of the tensor's data in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     @property
     def spanned_bytes(self) -> int:

@@ -602,6 +602,19 @@ def silence_storage_warning() -> None:
         setattr(_warn_about_storage, "has_warned", True)  # noqa: B010
 
 
+# ---- device time ---------------------------------------------------------------------------------
+
+# There is no public way to keep a device busy for a while. Without it, times of small kernels
+# include the gaps in which the device waits for the host.
+_sleep_on_device = _probe("torch.cuda._sleep", "", fallback=None)
+
+
+def sleep_on_device(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many cycles of the device's clock, if possible."""
+    if _sleep_on_device is not None:
+        _sleep_on_device(cycles)
+
+
 # ---- tensor subclasses ---------------------------------------------------------------------------
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor"
@@ -626,28 +639,29 @@ class SymbolicSizes:
     """
 
     def __init__(self) -> None:
-        # Imported at the first use: they take a tenth of a second.
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental import symbolic_shapes
+        from torch.fx.experimental import symbolic_shapes  # at the first use: it takes its time
 
-        self._make_source, self._dynamic = ConstantSource, symbolic_shapes.DimDynamic.DYNAMIC
-        self._environment: Any = symbolic_shapes.ShapeEnv()
+        self.dynamic_dim: Any = symbolic_shapes.StatelessSymbolicContext(
+            dynamic_sizes=[symbolic_shapes.DimDynamic.DYNAMIC]
+        )
+        self.environment: Any = symbolic_shapes.ShapeEnv()
         # Tensors that are not made with symbolic sizes, such as parameters, have fixed ones.
         self.mode: Any = FakeTensorMode(
-            allow_non_fake_inputs=True, shape_env=self._environment, static_shapes=True
+            allow_non_fake_inputs=True, shape_env=self.environment, static_shapes=True
         )
 
     def create(self, size: int) -> tuple[Any, Any]:
         """Return a symbol, and a size for which it stands and that is `size` at the moment."""
-        source = self._make_source(f"size_{len(self._environment.var_to_range)}")
-        symbol = self._environment.create_symbol(
-            size, source=source, dynamic_dim=self._dynamic, constraint_dim=None
+        fake = self.mode.from_tensor(
+            torch.empty(size, device="meta"),
+            static_shapes=False,
+            symbolic_context=self.dynamic_dim,
         )
-        return symbol, self._environment.create_symintnode(symbol, hint=size)
+        return self.to_expression(fake.shape[0]), fake.shape[0]
 
     def holds(self, values: Mapping[Any, int]) -> bool:
         """Return whether all conditions hold if the symbols have these values."""
-        environment = self._environment
+        environment = self.environment
         conditions = [guard.expr for guard in environment.guards]
         equal = [symbol - expression for symbol, expression in environment.replacements.items()]
         return (
@@ -675,7 +689,7 @@ class SymbolicSizes:
 
 def _substitute(expression: Any, values: Mapping[Any, int]) -> Any:
     """Return an expression of sympy with numbers in place of symbols."""
-    import sympy  # a dependency of PyTorch
+    import sympy  # type: ignore[import-untyped]  # a dependency of PyTorch
 
     return sympy.sympify(expression).xreplace({s: sympy.Integer(n) for s, n in values.items()})
 
@@ -723,6 +737,19 @@ def is_forward_ad_enabled() -> bool:
     Nothing public tells. Where PyTorch has no such level, the answer is no.
     """
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+_peek_transforms: Callable[[], Any] = _probe(
+    "torch._C._functorch.peek_interpreter_stack", "Refusing torch.func", fallback=lambda: None
+)
+
+
+def is_inside_transform() -> bool:
+    """Return whether the caller is in a transform of `torch.func`, such as `vmap` or `grad`.
+
+    Nothing public tells. Where PyTorch does not say, the answer is no, and the transform fails.
+    """
+    return _peek_transforms() is not None
 
 
 # ---- modes ---------------------------------------------------------------------------------------

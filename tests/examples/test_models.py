@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import resnet101
 import train_images
 from amoebanet import amoebanet_d
+from tests.runtime.cuda_graph.support import emulate, recordings
 from unet import unet
 
 CLASSES = 5
@@ -262,3 +263,24 @@ def test_papers_benchmark_on_cpu(
     runpy.run_path(script, run_name="__main__")
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| U-Net")]
     assert [row.split(" | ")[2:4] for row in rows] == [["1", "1"], ["2", "1"], ["2", "4"]]
+
+
+# ---- captured steps -------------------------------------------------------------------------
+
+
+def test_example_model_is_captured(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells of AmoebaNet-D share lists of functions, which once counted as changed."""
+    emulate(monkeypatch)
+    images, target = small.batch()
+    pipe = penstock.Pipe(
+        small.model(),
+        chunks=2,
+        stages=2,
+        devices=["cpu"] * 2,
+        loss_fn=small.loss,
+        runtime="graph",
+    )
+    losses = [pipe.step(images, target=target).loss for _ in range(3)]
+    assert recordings(pipe) == [2]
+    # Batch norm in training: its running averages do not enter the loss.
+    torch.testing.assert_close(losses[2], losses[0], rtol=1e-12, atol=1e-12)

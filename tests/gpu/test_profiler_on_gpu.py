@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import sleep as sleep_on_host
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.model.profiler import profile_call
-from tests.gpu.support import needs_gpu
+from tests.gpu.support import needs_gpu, virtual_gpus
 from tests.model.test_profiler import Watched, brief_times, nothing
 
 pytestmark = needs_gpu
@@ -36,3 +37,27 @@ def test_layer_times_on_a_gpu_measure_kernels_not_launches(
     example = torch.ones(3, requires_grad=True)
     before, sleeper, after = brief_times(layers, (example,), device="cuda")
     assert sleeper > 0.02 > max(before, after)
+
+
+class SlowToLaunch(nn.Module):
+    """A layer whose kernels take microseconds, and for which Python takes 10 ms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            sleep_on_host(2e-3)
+            x = x + 1.0
+        return x
+
+
+def test_profile_is_device_time_where_the_host_is_slower() -> None:
+    x = torch.ones(8, device="cuda")
+    assert profile_call(SlowToLaunch(), (x,), device="cuda").forward < 5e-3
+
+
+def test_profile_inside_a_virtual_gpu_is_that_of_its_multiprocessors() -> None:
+    layer = nn.Linear(4096, 4096).to("cuda", torch.bfloat16)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    whole = profile_call(layer, (x,), device="cuda").forward
+    with virtual_gpus(8)[0].activate():
+        part = profile_call(layer, (x,), device="cuda").forward
+    assert part > 2 * whole  # an eighth of the GPU; tests of other processes may disturb both

@@ -11,6 +11,7 @@ from penstock.model import placement
 from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
 from penstock.model.sequential import cut_sequential, group_by_device
 from penstock.model.tied import describe_tied_parameters
+from penstock.model.traced.traced_partition import UnitCost
 from tests.support import Do
 
 
@@ -64,7 +65,8 @@ def test_stages_are_balanced_by_time_with_an_example() -> None:
 
 def test_measured_times_decide_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers have equal parameters, but the first one takes longer."""
-    monkeypatch.setattr(placement, "measure_layer_times", lambda *_, **__: [3.0, 1.0, 1.0, 1.0])
+    costs = [UnitCost(seconds, 0.0, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 1.0)]
+    monkeypatch.setattr(placement, "profile_layers", lambda *_, **__: costs)
     model = layers(4, 4, 4, 4)
     assert sizes(cut_of(model, stages=2, example=torch.randn(6, 4))) == [1, 3]
     assert sizes(cut_of(model, stages=2)) == [2, 2]

@@ -12,15 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.device import accelerator
+from penstock.device.accelerator import TimedWork
 from penstock.errors import ArgumentError, BatchShapeError
 from penstock.microbatch import Chunk, NoChunk
 from penstock.model import profiler as measuring
 from penstock.model.profiler import (
     ModuleCall,
+    _find_median,
     measure_layer_bytes,
     measure_layer_times,
+    measure_unit_layers,
     profile_call,
     profile_calls,
+    profile_layers,
 )
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.stage.aux_loss import add_loss
@@ -70,7 +75,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(measuring, "perf_counter", lambda: clock.now)
+    for module in (measuring, accelerator):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -582,3 +588,28 @@ def test_profiler_splits_an_example_like_a_batch() -> None:
     assert set(seen[1:]) == {((8, 4), (4, 4), (2, 8))}
     with pytest.raises(BatchShapeError, match=r"input 1, of shape \(4, 4\), has size 4 on dim 0"):
         measure_layer_bytes([Masked()], (torch.ones(8, 4), torch.ones(4, 4)), chunks=4)
+
+
+def test_last_layer_counts_with_its_loss(clock: Clock) -> None:
+    layers = [nn.Linear(3, 3), Watched(clock.takes(1.0), nothing)]
+    loss = Watched(clock.takes(4.0), clock.takes(8.0))
+
+    def compute_loss(output: Tensor) -> Tensor:
+        return loss(output).sum()  # type: ignore[no-any-return]
+
+    example = (torch.ones(2, 3),)
+    first, last = profile_layers(layers, example, timeout=0.0, loss=compute_loss)
+    assert (first.seconds, last.forward, last.input_grad) == (0.0, 5.0, 8.0)
+    without = profile_layers(layers, example, timeout=0.0)
+    assert last.activation_bytes == without[-1].activation_bytes  # a memory cap counts it apart
+    _, unit = measure_unit_layers(layers, example, None, False, timeout=0.0, loss=compute_loss)
+    assert (unit.forward, unit.input_grad) == (5.0, 8.0)
+
+
+# ---- time on a device -----------------------------------------------------------------------
+
+
+def test_time_of_runs_in_which_the_device_waited_for_the_host_does_not_count() -> None:
+    waited, launched = TimedWork(9.0, 9.0, False), TimedWork(1.0, 9.0, True)
+    assert _find_median([waited, launched, waited]) == 1.0
+    assert _find_median([waited, waited]) == 9.0

@@ -220,6 +220,22 @@ def test_forward_mode_derivatives_are_refused() -> None:
     pipe(x)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.vmap,
+        torch.func.jacrev,
+        lambda function: torch.func.grad(lambda x: function(x).sum()),
+    ],
+)
+def test_transforms_of_torch_func_are_refused(transform: Any) -> None:
+    """PyTorch's own errors spoke of the autograd.Function of a pipe, or of `.data`."""
+    pipe, x = Pipe(nn.Sequential(nn.Linear(4, 4)), chunks=2), torch.ones(4, 4)
+    with pytest.raises(RunError, match=r"inside a transform of torch\.func"):
+        transform(pipe)(x)
+    pipe(x)
+
+
 # ---- what is added to the Sequential or to the pipe later ----------------------------------------
 
 

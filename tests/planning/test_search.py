@@ -147,3 +147,17 @@ def test_progress_is_told() -> None:
 def test_chunks_to_try() -> None:
     assert choose_chunks(rows=1, ranks=4) == [1]
     assert choose_chunks(rows=64, ranks=8)[-1] == 64
+    many = choose_chunks(rows=8000, ranks=1000)
+    assert len(many) < 50
+    assert many[-1] == 250
+
+
+def test_plan_for_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small budgets, so that most groups are left to their bounds, as with a thousand devices.
+    monkeypatch.setattr("penstock.planning.search._BUILT_ACTIONS", 60_000)
+    monkeypatch.setattr("penstock.planning.search._HUGE_ACTIONS", 5_000)
+    plan = search_plan(even_profile(units=64, ranks=32, rows=64, memory=2000.0), solver_seconds=0)
+    assert max(plan.forecast.peak) <= 2000
+    assert plan.timeline.makespan == pytest.approx(plan.seconds)
+    assert plan.certificate
+    assert plan.certificate.bound <= plan.seconds

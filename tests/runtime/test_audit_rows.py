@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from penstock import AuditError, PenstockError, Pipe, RunError, Weighted
 from penstock.runtime.audit import Audit
+from penstock.runtime.audit_reference import Reference
 from penstock.stage.rng import CellRngMode
 from tests.oracle import closely
 
@@ -135,24 +136,80 @@ def test_layer_that_mixes_rows_in_training_is_found(
         run(made(layers(*middle())), door)
 
 
+def sort_rows(x: Tensor) -> Tensor:
+    return x[x[:, 0].argsort()]
+
+
 @pytest.mark.parametrize("door", ["step", "call"])
-def test_rows_that_are_sorted_are_found_in_groups(door: str) -> None:
-    """The two rows of the first step may be in order by chance."""
-    pipe = made(layers(Layer(lambda x: x[x.detach()[:, 0].argsort()])))
+@pytest.mark.parametrize("audit", ["first", 2])
+def test_rows_that_are_sorted_are_found_in_groups(door: str, audit: Any) -> None:
+    """Two rows may be in order by chance. Micro-batches of many rows have groups in any audit."""
+    rows_per_microbatch = 32 if audit == "first" else 4
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, 4 * rows_per_microbatch, WIDTH, generator=generator)
+    pipe = made(layers(Layer(sort_rows)), audit=audit, loss_fn=nn.MSELoss())
+
+    def run_twice() -> None:
+        for _ in range(2):
+            _ = pipe.step(x, target=target) if door == "step" else pipe(x)
+
     with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
-        [run(pipe, door, seed) for seed in range(2)]
+        run_twice()
 
 
-def test_groups_are_compared_when_calls_have_grown_fourfold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls, count = list[int](), 0
-    monkeypatch.setattr(Audit, "check_groups", lambda self: calls.append(count))
-    pipe = made(layers())
+def test_layer_that_mixes_more_rows_than_a_micro_batch_has_is_found_every_n_steps() -> None:
+    def center_many(x: Tensor) -> Tensor:
+        return x - x.mean(0) if len(x) > 4 else x
+
+    pipe = made(layers(Layer(center_many)), audit=3)
+    for _ in range(2):
+        run(pipe, "step")
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        run(pipe, "step")
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_steps_after_the_first_run_nothing_more(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, count, original = list[int](), 0, Reference.run_forward
+
+    def run_forward(self: Reference, *args: Any, **kwargs: Any) -> Any:
+        calls.append(count)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Reference, "run_forward", run_forward)
+    pipe = made(layers(nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)))
     for number in range(1, 40):
         count = number
+        run(pipe, door, number)
+    assert set(calls) == {1}
+
+
+def test_groups_are_compared_every_n_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, count = list[int](), 0
+    monkeypatch.setattr(Audit, "check_groups", lambda self: calls.append(count))
+    pipe = made(layers(), audit=3)
+    for number in range(1, 8):
+        count = number
         run(pipe, "step")
-    assert calls == [2, 8, 32]
+    assert calls == [3, 6]
+
+
+def test_forwards_without_state_share_an_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that keeps something starts each of them as it was before the step."""
+    calls, original = list[nn.Module](), Reference._put_state_aside
+
+    def put_state_aside(self: Reference, *args: Any) -> Any:
+        calls.append(self.modules[0])
+        return original(self, *args)
+
+    monkeypatch.setattr(Reference, "_put_state_aside", put_state_aside)
+    counts = []
+    for middle in (nn.Dropout(0.1), nn.BatchNorm1d(WIDTH), Counts(False, is_read=False)):
+        calls.clear()
+        run(made(layers(middle)), "step")
+        counts.append(len(calls))
+    assert counts[:2] == [2, 2]  # the unsplit micro-batch, and the rows
+    assert counts[2] > 4
 
 
 # ---- backwards that mix rows -------------------------------------------------------------------

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from itertools import count, pairwise
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import penstock
 from penstock import Compute, Cost, NoChunk, Op, Pipe, Recv, StepResult, Timeline, draw
 from penstock.schedules.ir import consumes, produces
 from tests.pairs import each_pair
@@ -307,3 +312,42 @@ def test_step_result_repr_shows_the_loss() -> None:
     assert isinstance(result, StepResult)
     assert repr(result) == "StepResult(loss=2.5)"
     assert result.timeline is result.timeline
+
+
+def test_later_step_visits_few_modules_and_reaches_layers_in_few_frames() -> None:
+    package = str(Path(penstock.__file__).parent)
+    visited, depths = set[str](), list[int]()
+
+    class Deep(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            frames = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe()))
+            depths.append(sum(name.startswith(package) for name in frames))
+            return super().forward(x)
+
+    layers = nn.Sequential(Deep(4, 4), nn.Tanh(), Deep(4, 4))
+    pipe = Pipe(
+        layers,
+        chunks=2,
+        checkpoint="never",
+        stages=2,
+        devices=["cpu", "cpu"],
+        runtime="inline",
+        loss_fn=nn.functional.mse_loss,
+        audit="off",
+    )
+    x = torch.randn(4, 4)
+    for _ in range(2):
+        pipe.step(x, target=x)
+    depths.clear()
+
+    def note_call(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            visited.add(frame.f_code.co_filename)
+
+    sys.setprofile(note_call)
+    try:
+        pipe.step(x, target=x)
+    finally:
+        sys.setprofile(None)
+    assert len(visited) <= 25, sorted(visited)
+    assert max(depths) <= 12

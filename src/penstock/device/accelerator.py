@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from math import inf
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.cuda import is_current_stream_capturing
 
 from penstock.errors import RunError
-from penstock.torch_compat import get_mps_generator
+from penstock.torch_compat import get_mps_generator, sleep_on_device
 
 # The library that moves tensors between accelerators in different processes. Types without an entry
 # go through host memory and gloo.
@@ -49,13 +50,6 @@ def list_accelerators() -> list[torch.device]:
     kind = get_accelerator_type()
     count = 0 if kind == "cpu" else torch.accelerator.device_count()
     return [torch.device(kind, index) for index in range(count)]
-
-
-def list_used_accelerators() -> list[torch.device]:
-    """Return all accelerators if this process has used one, or none. It initializes none."""
-    kind = get_accelerator_type()
-    is_initialized = getattr(_get_module(kind), "is_initialized", torch.accelerator.is_available)
-    return list_accelerators() if kind != "cpu" and is_initialized() else []
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -102,6 +96,69 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on the device. On the CPU there is none to wait for."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+# The most that a device is kept busy before it is timed, and the cycles of its clock in a second. A
+# slower clock only makes the wait longer.
+_LONGEST_HEAD_START = 0.05
+_CYCLES_PER_SECOND = 2e9
+
+
+class TimedWork(NamedTuple):
+    """The time of some work.
+
+    `seconds` is the time on the device from the first kernel to the last, and `host_seconds` the
+    time that the host took to launch them. If not `is_device_time`, the device may have waited for
+    the host in between.
+    """
+
+    seconds: float
+    host_seconds: float
+    is_device_time: bool
+
+
+def time_work(
+    function: Callable[[], object], device: torch.device | None, host_seconds: float = 0.0
+) -> TimedWork:
+    """Run a function, and return the time that it takes on a device; None is the host.
+
+    Python often takes longer to launch small kernels than the device takes to run them, and then a
+    clock around the call shows the time of Python. So the device sleeps until the host is done with
+    launching, and then runs all kernels in one go, as in a captured step:
+
+        host     [ sleep ][ start ][ launch a, b, c ][ end ]
+        device   [ sleep                              ][ start ][ a ][ b ][ c ][ end ]
+
+    Args:
+        function: The function. It uses the current stream of the device.
+        device: The accelerator, or None for the host.
+        host_seconds: The time that the host will take, from an earlier run. 0 if it is not known;
+            the device then begins at once.
+    """
+    if device is None or not has_streams(device.type):
+        if device is not None:
+            synchronize(device)
+        begin = perf_counter()
+        function()
+        if device is not None:
+            synchronize(device)
+        seconds = perf_counter() - begin
+        return TimedWork(seconds, seconds, device is None)
+    module = _get_module(device.type)
+    stream = module.current_stream(device)
+    start, end = (module.Event(enable_timing=True) for _ in range(2))
+    synchronize(device)
+    if device.type == "cuda" and host_seconds:
+        head_start = min(1.5 * host_seconds, _LONGEST_HEAD_START)
+        sleep_on_device(int(head_start * _CYCLES_PER_SECOND))
+    start.record(stream)
+    begin = perf_counter()
+    function()
+    host_seconds = perf_counter() - begin
+    is_device_time = not start.query()
+    end.record(stream)
+    end.synchronize()
+    return TimedWork(start.elapsed_time(end) / 1e3, host_seconds, is_device_time)
 
 
 @cache

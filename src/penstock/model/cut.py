@@ -37,7 +37,7 @@ from penstock.model.huggingface import (
 )
 from penstock.model.isolation import preserve_rng
 from penstock.model.partition import Partition
-from penstock.model.profiler import ModuleCall, profile_call, profile_calls
+from penstock.model.profiler import ModuleCall, OutputLoss, profile_call, profile_calls
 from penstock.model.tied import TiedTensor, find_tied_names, find_tied_tensors
 from penstock.model.traced.assignment import TraceAssignment
 from penstock.model.traced.build_stages import (
@@ -50,6 +50,7 @@ from penstock.model.traced.dry_run import make_dummy_tensor
 from penstock.model.traced.local_model import LocalMembers, build_local_model
 from penstock.model.traced.trace import NodeKind, Trace, ValueRef
 from penstock.model.traced.trace_model import trace_expanding_units
+from penstock.model.traced.trace_tail import TraceTail
 from penstock.model.traced.traced_partition import CutSummary, StageOwnership, UnitCost
 from penstock.model.traced.units import UnitSelector, has_layer_list, is_expandable, parameter_bytes
 from penstock.nested_values import unflatten
@@ -113,6 +114,7 @@ def choose_unit_counts(
     stages: int | Sequence[int],
     balance: str | None,
     limits: ResourceLimits,
+    loss: OutputLoss | None = None,
 ) -> tuple[Sequence[int], list[UnitCost]]:
     """Return how many calls of units each stage takes, and the costs if they were measured."""
     calls = traced_model.calls
@@ -138,6 +140,8 @@ def choose_unit_counts(
     peers = find_all_mesh_groups(traced_model.model.parameters())
     timeout = inf if peers or limits.measured_together else 0.5
     costs = profile_calls(unit_calls, limits.devices[0], timeout)
+    tail = _profile_tail(traced_model.trace, loss, limits.devices[0], timeout)
+    costs[-1] = costs[-1].with_loss(tail.forward, tail.input_grad)
     cost_rows = take_maximum(list(map(astuple, costs)), peers, limits.devices[0])
     costs = [
         UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in cost_rows
@@ -151,6 +155,19 @@ def choose_unit_counts(
     devices = tuple(measure_devices(limits, unit_calls, costs, timeout))
     values = tuple(find_unit_transfers(traced_model.trace))
     return find_cut_within(limits, costs, devices, values), costs
+
+
+def _profile_tail(
+    trace: Trace, loss: OutputLoss | None, device: torch.device, timeout: float
+) -> UnitCost:
+    """Return the seconds of the operations after the last unit, which are mostly the loss."""
+    try:
+        tail = TraceTail(trace, loss)
+        return profile_call(tail, tail.make_arguments(), {}, device, timeout=timeout)
+    # Some operations do not accept the values that they are measured with. Then only the units
+    # count: a cut that is a little less even is better than none.
+    except Exception:
+        return UnitCost(0.0, 0.0, 0.0, 0, 0)
 
 
 def find_cut_within(
@@ -353,10 +370,12 @@ def cut_model(
     unit_selector: UnitSelector,
     balance: str | None,
     limits: ResourceLimits,
+    loss: OutputLoss | None = None,
 ) -> Partition:
     """Trace a model and cut it into one stage for each entry of `limits.devices`.
 
-    `stages` is the number of stages, or a list with the calls of units of each.
+    `stages` is the number of stages, or a list with the calls of units of each. `loss` is the loss
+    of the output, unless the model computes it.
     """
     count = len(limits.devices)
     if isinstance(example, TracedModel):
@@ -365,7 +384,7 @@ def cut_model(
         traced_model = trace_with_enough_units(
             model, example, unit_selector, count, limits.devices[0]
         )
-    counts, costs = choose_unit_counts(traced_model, stages, balance, limits)
+    counts, costs = choose_unit_counts(traced_model, stages, balance, limits, loss)
     ownership, assignment = assign_calls(traced_model, counts)
     summary = CutSummary(tuple(traced_model.calls), tuple(counts), assignment, costs)
     outline = describe_traced_model(traced_model, ownership, summary)
@@ -411,13 +430,14 @@ def decide_cut(
     stages: int | Sequence[int],
     balance: str | None,
     limits: ResourceLimits,
+    loss: OutputLoss | None = None,
 ) -> list[Any]:
     """Choose the cut for all processes, as plain values that can be sent.
 
     Returns the number of calls of units of each stage, the names of the calls in order, and the
     cost of each call.
     """
-    counts, costs = choose_unit_counts(traced_model, stages, balance, limits)
+    counts, costs = choose_unit_counts(traced_model, stages, balance, limits, loss)
     cost_rows = [list(astuple(cost)) for cost in costs]
     return [list(counts), [str(call) for call in traced_model.calls], cost_rows]
 

@@ -43,7 +43,7 @@ from penstock.model.describe import measure_transfer_bytes
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition
-from penstock.model.profiler import measure_layer_bytes, measure_layer_times, profile_layers
+from penstock.model.profiler import OutputLoss, measure_layer_bytes, profile_layers
 from penstock.model.sequential import (
     PipeSequential,
     check_model,
@@ -181,7 +181,8 @@ class ProcessContext:
 class SplitRequest:
     """The arguments of `Pipe` that say how to split the model; None if left out.
 
-    `reserved` are bytes of each rank that the cut must leave free.
+    `reserved` are bytes of each rank that the cut must leave free. `build_loss` returns the loss of
+    the first micro-batch of the example, by the number of micro-batches.
     """
 
     stages: int | Sequence[int] | None
@@ -194,6 +195,12 @@ class SplitRequest:
     checkpoint: Recomputation = "except_last"
     schedule: str | Schedule | None = None
     reserved: tuple[float, ...] = ()
+    build_loss: Callable[[int], OutputLoss] | None = None
+
+    @property
+    def loss(self) -> OutputLoss | None:
+        """The loss of an output of the example's first micro-batch, if there is one."""
+        return None if self.build_loss is None else self.build_loss(self.chunks)
 
 
 def place_model(
@@ -329,7 +336,11 @@ def partition_model(
             request, stage_devices, placement, nearest=request.memory is not None
         )
         example = ExampleMicrobatch.from_batch(request.example, request.chunks)
-        return cut_model(module, stages, example, request.units, request.balance, limits)
+        # Units are measured on the compute stream of the device, as those of a Sequential are.
+        with stage_devices[0].activate():
+            return cut_model(
+                module, stages, example, request.units, request.balance, limits, request.loss
+            )
     counts = _choose_layer_counts(module, stages, request, stage_devices, placement)
     partition = cut_sequential(module, counts)
     if request.example is None:
@@ -440,7 +451,7 @@ def _place_traced_across_processes(
         ),
     )
     decided_cut = process.broadcast_from_first_rank(
-        lambda: decide_cut(traced_model, stages, request.balance, limits)
+        lambda: decide_cut(traced_model, stages, request.balance, limits, request.loss)
     )
     uninitialized = []
 
@@ -559,26 +570,27 @@ def _choose_layer_counts(
     limit = {"runs": 5, "timeout": inf} if is_joint else {}
     # On the compute stream of the device: a virtual GPU has only some of the multiprocessors.
     with stage_devices[0].activate():
-        if balance == "time" and request.memory is not None:
-            profiles = profile_layers(
-                layers, example, unpack=unpack, chunks=request.chunks, device=device, **limit
-            )
-            rows = take_maximum(list(map(astuple, profiles)), peers, device)
-            limits = _build_resource_limits(
-                request, stage_devices, placement, measured_together, nearest
-            )
-            capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)
-            profiles = [
-                UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in rows
-            ]
-            return find_cut_within(limits, profiles, capacities)
-        if balance == "time":
-            costs = measure_layer_times(layers, example, unpack=unpack, device=device, **limit)
-        else:
+        if balance == "memory":
             costs = measure_layer_bytes(
                 layers, example, unpack=unpack, chunks=request.chunks, device=device
             )
-    return balance_costs(take_maximum([costs], peers, device)[0], stages)
+            return balance_costs(take_maximum([costs], peers, device)[0], stages)
+        profiles = profile_layers(
+            layers,
+            example,
+            unpack=unpack,
+            chunks=request.chunks,
+            device=device,
+            loss=request.loss,
+            **limit,
+        )
+    rows = take_maximum(list(map(astuple, profiles)), peers, device)
+    profiles = [UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in rows]
+    if request.memory is None:
+        return balance_costs([profile.seconds for profile in profiles], stages)
+    limits = _build_resource_limits(request, stage_devices, placement, measured_together, nearest)
+    capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)
+    return find_cut_within(limits, profiles, capacities)
 
 
 def describe_placement(placed_partition: PlacedPartition) -> list[str]:

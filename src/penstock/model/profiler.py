@@ -15,6 +15,9 @@ The measurement is the same. A module runs a few times, isolated (`model/isolati
 of its tensors. Afterwards every parameter, gradient, buffer, attribute, mode, random state and
 stashed value is what it was before.
 
+On an accelerator the seconds are those of its kernels, on the current stream: inside `activate()`
+of a virtual GPU, on its multiprocessors. See `time_work`.
+
 Blocks of a model are mostly equal, so calls of units with equal cost keys are measured once.
 """
 
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.device.accelerator import TimedWork, is_accelerator, time_work
 from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
 from penstock.microbatch import scatter
@@ -47,6 +51,7 @@ from penstock.model.isolation import (
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.cell_graph import CellGraph, enter_graph, find_gradient_edge
+from penstock.stage.loss import LOSS_FN_ORIGIN, parse_loss
 from penstock.stage.payload import Payload
 from penstock.stage.skip import SkipKey, Skips, use_skips
 from penstock.stage.stage import OUTSIDE
@@ -57,6 +62,8 @@ from penstock.state_copy import StructureCopier, TensorMap
 # ---- units of a traced model ---------------------------------------------------------------------
 
 ModuleCall = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
+# The loss of the model's output on the micro-batch that is measured.
+OutputLoss = Callable[[Any], Any]
 
 
 def profile_calls(
@@ -152,11 +159,21 @@ def measure_unit_layers(
     unpack: bool,
     runs: int = 5,
     timeout: float = 0.5,
+    loss: OutputLoss | None = None,
 ) -> list[UnitMeasurement]:
-    """Measure the layers of a Sequential on a micro-batch."""
-    return _measure_layers(
-        layers, microbatch, unpack, device, lambda call: call.measure_unit(runs, timeout)
+    """Measure the layers of a Sequential on a micro-batch, the last one with the loss."""
+    measured = _measure_layers(
+        layers, microbatch, unpack, device, lambda call: call.measure_unit(runs, timeout), loss
     )
+    if loss is not None:
+        *measured, last, of_loss = measured
+        measured.append(
+            last._replace(
+                forward=last.forward + of_loss.forward,
+                input_grad=last.input_grad + of_loss.input_grad,
+            )
+        )
+    return measured
 
 
 # ---- layers of a Sequential ----------------------------------------------------------------------
@@ -229,8 +246,11 @@ def profile_layers(
     device: DeviceLike = None,
     runs: float = 5,
     timeout: float = 1.0,
+    loss: OutputLoss | None = None,
 ) -> list[UnitCost]:
     """Return the cost of each layer on the first of `chunks` micro-batches of the example.
+
+    The last layer counts with the loss of its output, if there is one.
 
     >>> [cost.activation_bytes for cost in profile_layers([nn.Linear(4, 8)], (torch.ones(8, 4),))]
     [128]
@@ -238,12 +258,16 @@ def profile_layers(
     microbatch = scatter(example, chunks)[0][0]
     timeout /= max(len(layers), 1)
     measured = _measure_layers(
-        layers, microbatch, unpack, device, lambda call: call.measure(runs, timeout)
+        layers, microbatch, unpack, device, lambda call: call.measure(runs, timeout), loss
     )
-    return [
+    costs = [
         UnitCost(*seconds, saved_bytes, count_training_bytes(layer))
-        for layer, (saved_bytes, seconds) in zip(layers, measured, strict=True)
+        for layer, (saved_bytes, seconds) in zip(layers, measured, strict=False)
     ]
+    if loss is not None:
+        _, (forward, input_grad, _) = measured[-1]
+        costs[-1] = costs[-1].with_loss(forward, input_grad)
+    return costs
 
 
 def count_training_bytes(module: nn.Module, optimizer_state_scale: float = 2) -> int:
@@ -265,8 +289,9 @@ def _measure_layers(
     unpack: bool,
     device: DeviceLike,
     measure: Callable[[_CallProfiler], ResultT],
+    loss: OutputLoss | None = None,
 ) -> list[ResultT]:
-    """Run the layers one after the other, and return a measurement of each."""
+    """Run the layers one after the other, and return a measurement of each, then of the loss."""
     results = []
     # Weak references: a storage that nothing keeps is freed, and its memory may be used again by a
     # storage that has to be counted.
@@ -281,7 +306,22 @@ def _measure_layers(
                 output = call.output
             values = output if unpack and isinstance(output, tuple) else (output,)
             del call  # frees the layer's activations
+        if loss is not None:
+            with _profiled_call("loss_fn", _Loss(loss), ((output,), {}), device) as call:
+                results.append(measure(call))
     return results
+
+
+class _Loss(nn.Module):
+    """The loss of an output. It runs on the last stage, and may take as long as several blocks."""
+
+    def __init__(self, loss: OutputLoss) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def forward(self, output: Any) -> Tensor:
+        # `loss_fn` may return more than the loss.
+        return parse_loss(self._loss(output), LOSS_FN_ORIGIN)[0]
 
 
 # ---- one call ------------------------------------------------------------------------------------
@@ -337,17 +377,18 @@ class _CallProfiler(Skips):
         self._saved_parts = (0, False, False, 0)
         self._deferral: WeightGradDeferral | None = WeightGradDeferral(list(module.modules()))
         tensors = (*_collect_tensors(arguments), *iter_module_tensors(module))
-        self._accelerators = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        self._accelerator = next((t.device for t in tensors if is_accelerator(t.device)), None)
+        self._host_seconds: dict[str, float] = {}  # of the last F, I and W
 
     def measure(self, runs: float, timeout: float) -> tuple[int, tuple[float, float, float]]:
         """Return the bytes, and the median seconds of F, I and W of up to `runs` further runs."""
         end = perf_counter() + timeout
         saved_bytes = self.measure_saved_bytes()
         self._time_backward(self._first_graph, [])
-        seconds: list[tuple[float, float, float]] = []
-        while not seconds or (len(seconds) < runs and perf_counter() < end):
-            seconds.append(self._time_run())
-        forward, input_grad, weight_grad = map(median, zip(*seconds, strict=True))
+        timed_runs: list[list[TimedWork]] = []
+        while not timed_runs or (len(timed_runs) < runs and perf_counter() < end):
+            timed_runs.append(self._time_run())
+        forward, input_grad, weight_grad = map(_find_median, zip(*timed_runs, strict=True))
         return saved_bytes, (forward, input_grad, weight_grad)
 
     def measure_unit(self, runs: int, timeout: float) -> UnitMeasurement:
@@ -369,8 +410,10 @@ class _CallProfiler(Skips):
             return tensor
 
         args, kwargs = self._start_graph(self._arguments)
+        begin = perf_counter()
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._run_module(args, kwargs)
+        self._host_seconds["F"] = perf_counter() - begin
         self.output = _detach(output)
         parts = [
             {storage for tensor in tensors for storage in _find_storage(tensor)}
@@ -399,8 +442,8 @@ class _CallProfiler(Skips):
         self._counted.update(saved)
         return sum(storage.nbytes() for storage in saved)
 
-    def _time_run(self) -> tuple[float, float, float]:
-        """Return the seconds of F, I and W of one run.
+    def _time_run(self) -> list[TimedWork]:
+        """Return the times of F, I and W of one run.
 
         Some modules cannot run with a deferred weight gradient, for example if their forward
         computes a gradient itself. Then W is 0 and I is the whole backward.
@@ -412,9 +455,9 @@ class _CallProfiler(Skips):
         )
         try:
             with deferral as pending:
-                forward = self._time(lambda: outputs.append(self._run_module(args, kwargs)))
+                forward = self._time("F", lambda: outputs.append(self._run_module(args, kwargs)))
             # `pop` lets go of the outputs, so that the backward can free the graph as it goes.
-            return forward, *self._time_backward(self._build_graph(outputs.pop()), pending)
+            return [forward, *self._time_backward(self._build_graph(outputs.pop()), pending)]
         except RunError:
             if self._deferral is None:
                 raise
@@ -423,26 +466,21 @@ class _CallProfiler(Skips):
 
     def _time_backward(
         self, graph: _BackwardGraph, pending_weight_grads: list[PendingWeightGrad]
-    ) -> tuple[float, float]:
+    ) -> tuple[TimedWork, TimedWork]:
         cell_graph, ones = graph
         # Most leaves are copies. One that the module uses through a closure is the user's own.
         with preserve_gradients(cell_graph.find_leaves()):
             input_grad = self._time(
-                lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
+                "I", lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
             )
-            return input_grad, self._time(lambda: accumulate_weight_grads(pending_weight_grads))
+            weight_grad = self._time("W", lambda: accumulate_weight_grads(pending_weight_grads))
+            return input_grad, weight_grad
 
-    def _time(self, function: Callable[[], object]) -> float:
-        """Return the seconds that a function takes, including its work on the devices."""
-        self._synchronize()
-        start = perf_counter()
-        function()
-        self._synchronize()
-        return perf_counter() - start
-
-    def _synchronize(self) -> None:
-        for device in self._accelerators:
-            torch.accelerator.synchronize(device)
+    def _time(self, op: str, function: Callable[[], object]) -> TimedWork:
+        """Return the time of a function on the accelerator, or on the host without one."""
+        timed = time_work(function, self._accelerator, self._host_seconds.get(op, 0.0))
+        self._host_seconds[op] = timed.host_seconds
+        return timed
 
     # ---- inputs and outputs -------------------------------------------------------------------
 
@@ -486,6 +524,14 @@ class _CallProfiler(Skips):
         ends = [tensor for tensor in tensors if tensor.requires_grad]
         roots = {OUTSIDE: tuple(map(find_gradient_edge, ends))}
         return CellGraph(roots, {}), tuple(map(torch.ones_like, ends))
+
+
+def _find_median(runs: Sequence[TimedWork]) -> float:
+    """Return the median seconds of the runs in which the device did not wait for the host.
+
+    If it waited in all of them, as for a module that reads values on the host, all count.
+    """
+    return median(run.seconds for run in [run for run in runs if run.is_device_time] or runs)
 
 
 _BackwardGraph = tuple[CellGraph, tuple[Tensor | None, ...]]

@@ -39,6 +39,10 @@ Cell = tuple[int, int]  # stage, micro-batch
 InputDevices = Mapping[int, torch.device]
 
 
+_TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
+_TOKEN_DTYPES = (torch.int64, torch.int32)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The batch of one call of a pipe.
@@ -62,6 +66,19 @@ class Batch:
     reduction: str | None = None
     is_step: bool = False
     return_outputs: bool = False
+
+    def count_tokens(self) -> int | None:
+        """Return the number of token ids, padding included, or None if there are none.
+
+        They are the inputs called `input_ids` and `decoder_input_ids`, or the first input if it is
+        a matrix of whole numbers.
+        """
+        tokens = None
+        named = [self.keyword_inputs[n] for n in _TOKEN_INPUTS if n in self.keyword_inputs]
+        for value in named or self.inputs[:1]:
+            if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in _TOKEN_DTYPES:
+                tokens = (tokens or 0) + value.numel()
+        return tokens
 
     @property
     def returns_loss(self) -> bool:
@@ -89,6 +106,8 @@ class StageInputs:
     target_count: TargetCounter | None = None
     # the weights of the micro-batches in the model's own loss, for `pipe(x)`
     loss_shares: Sequence[float | Tensor] = ()
+    # the labels of each micro-batch by which these weights are counted, and their counter
+    counted_labels: tuple[list[Tensor], TargetCounter] | None = None
     # the tensors before the split, if all inputs are tensors that are split by their rows
     unsplit_tensors: tuple[Tensor, ...] = ()
     # whether the losses of a step, which the model computes itself, are known to be sums
@@ -209,19 +228,17 @@ def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
     use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
     # `.data` shares the memory but has a version counter of its own, which starts at 0. So
     # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
-    return {
-        cell: Payload(
-            tuple(tensor.data for tensor in tensors),
+    payloads: dict[Cell, Payload] = {}
+    for cell, (tensors, layout) in flattened.items():
+        payloads[cell] = payload = Payload(
+            tuple([tensor.data for tensor in tensors]),
             layout,
-            tuple(tensor.requires_grad for tensor in tensors),
-            frozenset(
-                index
-                for index, tensor in enumerate(tensors)
-                if tensor.requires_grad or use_counts[id(tensor)] > 1
-            ),
+            tuple([tensor.requires_grad for tensor in tensors]),
         )
-        for cell, (tensors, layout) in flattened.items()
-    }
+        for index, tensor in enumerate(tensors):
+            if tensor.requires_grad or use_counts[id(tensor)] > 1:
+                payload.shared |= {index}
+    return payloads
 
 
 def propagate_version_bumps(

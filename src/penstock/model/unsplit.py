@@ -56,17 +56,19 @@ class UnsplitCells:
         devices: Sequence[torch.device] = (),
         fixes_draws: bool = False,
     ) -> None:
-        self._rng_mode = FixedDrawMode if fixes_draws else CellRngMode
         self._seed, self._num_stages = seed, num_stages
         self._unit_stages, self._function_stages = unit_stages, function_stages
         self._devices = devices if len(set(devices)) > 1 else ()
+        self._fixes_draws = fixes_draws
         self.has_drawn = False  # whether any cell has drawn random numbers
+        self.uses_own_generator = False  # whether one has drawn from a generator of the model's
 
     @contextmanager
     def emulate(self, microbatch: int) -> Iterator[None]:
         """Run the unsplit model on a micro-batch in this context."""
+        build_rng = FixedDrawMode if self._fixes_draws else CellRngMode
         cells = [
-            self._rng_mode(derive_cell_seed(self._seed, stage, microbatch))
+            build_rng(derive_cell_seed(self._seed, stage, microbatch))
             for stage in range(self._num_stages)
         ]
         host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())
@@ -90,8 +92,10 @@ class UnsplitCells:
                 mode.unit_depth += 1
                 stage = call_stages[min(call_counts[index], len(call_stages) - 1)]
                 enter_stage(stage)
-                host_streams.append(host_rng.draw_from(stage))
-                host_streams[-1].__enter__()
+                # It takes longer than a small layer. Fixed numbers are not drawn from there.
+                host_stream = nullcontext() if self._fixes_draws else host_rng.draw_from(stage)
+                host_streams.append(host_stream)
+                host_stream.__enter__()
                 call_counts[index] += 1
                 device = mode.current_device
                 return None if device is None else move_to_device((args, kwargs), device)
@@ -118,6 +122,7 @@ class UnsplitCells:
             enter_stage(0)
             yield
         self.has_drawn |= any(cell.has_drawn for cell in cells) or bool(host_rng.used)
+        self.uses_own_generator |= any(cell.redirect.used_own_generator for cell in cells)
 
 
 class _StageSwitchMode(TorchFunctionMode):

@@ -7,6 +7,7 @@ The modules, in reading order:
     plan.py            `Plan`: the choice, its forecast and its certificate
     schedule_timer.py  one schedule, timed under many costs
     bound.py           seconds that no schedule, and no plan, can beat
+    period_solver.py   the best pattern of one micro-batch, for many of them, with ortools
     solver.py          the best schedule of a cut by constraint programming, with ortools
     search.py          `search_plan`: the fastest plan for a profile and a memory cap
 """

@@ -1,17 +1,7 @@
 """Lower bounds: seconds that no schedule, and no plan, can beat.
 
 `schedule_bound` is for one cut with its micro-batches, recomputation and memory, and any order of
-its actions. It is the largest of these, over all ranks:
-
-    work     when the first micro-batch can be there, and then all actions of the rank
-    drain    the same without the weight gradients, and then the way of the last gradient to the
-             first stage
-    fill     no input gradient can start before a micro-batch has been through the later stages and
-             back; until then there is only memory for so many forwards
-    memory   every micro-batch occupies its activations for its way through the later stages and
-             back; these areas of bytes x seconds have to fit next to each other below the cap
-
-`space_bound` is for all cuts of a placement.
+its actions (see `schedules.bound`). `space_bound` is for all cuts of a placement.
 """
 
 from __future__ import annotations
@@ -19,10 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from math import floor, inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
-from penstock.schedules.fit import Objective
+from penstock.schedules import bound
+from penstock.schedules.bound import Objective
 
 _PACKING_STEPS, _PACKING_PARTS = 100, 20  # how finely `_least_full_rank` looks
 
@@ -35,106 +27,10 @@ def schedule_bound(
     free: Sequence[float],
     objective: Objective = "makespan",
 ) -> float:
-    """Return seconds that no schedule of these stages can beat.
-
-    Args:
-        costs: The costs of the stages.
-        placement: The rank of each stage.
-        chunks: The number of micro-batches.
-        recomputed: Whether each stage recomputes its activations.
-        free: The bytes that each rank has for activations.
-        objective: The makespan of one step, or the period of steps that follow each other.
-    """
-    cost, graph, stages = costs.cost, costs.graph, range(len(placement))
-    R = cost.R or cost.F
-
-    def hop(src: int, dst: int) -> float:
-        return cost.send_seconds(src, dst) if placement[src] != placement[dst] else 0.0
-
-    # Of a single micro-batch, with nothing in its way. down: from the start of the step to its F.
-    # trip: from the start of its F to the end of its I. tail: from the end of its I to the end of
-    # the step.
-    down, tail, trip = ([0.0] * len(placement) for _ in range(3))
-    for s in stages:
-        down[s] = max((down[b] + cost.F[b] + hop(b, s) for b in graph.before(s)), default=0.0)
-        tail[s] = max([cost.W[s], *(hop(s, b) + cost.I[b] + tail[b] for b in graph.before(s))])
-    for s in reversed(stages):
-        away = max((hop(s, a) + trip[a] + hop(a, s) for a in graph.after(s)), default=0.0)
-        trip[s] = cost.F[s] + max(away, R[s] if recomputed[s] else 0.0) + cost.I[s]
-    bound = 0.0
-    if objective == "makespan":
-        bound = max(down[s] + trip[s] + tail[s] for s in stages)
-    for rank, cap in enumerate(free):
-        mine = [s for s in stages if placement[s] == rank]
-        if not mine:
-            continue
-        again = {s: R[s] if recomputed[s] else 0.0 for s in mine}
-        ordered = chunks * sum(cost.F[s] + cost.I[s] + again[s] for s in mine)
-        work = ordered + chunks * sum(cost.W[s] for s in mine)
-        wait = min(trip[s] - cost.I[s] for s in mine)
-        early = _most_seconds_before_first_gradient(costs, mine, chunks, recomputed, cap)
-        spans = [work, wait + work - early, _fill_area(costs, mine, chunks, recomputed, trip, cap)]
-        if objective == "period":
-            bound = max(bound, *spans)
-            continue
-        start = min(down[s] for s in mine)
-        first_gradient = min(down[s] + trip[s] - cost.I[s] for s in mine)
-        bound = max(
-            bound,
-            *(start + span for span in spans),
-            first_gradient + work - early,
-            start + ordered + min(tail[s] for s in mine),
-        )
-    return bound
-
-
-def _most_seconds_before_first_gradient(
-    costs: StageCosts,
-    stages: Sequence[int],
-    chunks: int,
-    recomputed: Sequence[bool],
-    cap: float,
-) -> float:
-    """Return the most work that a rank can do before its first input gradient.
-
-    Until then nothing is freed, so only so many Fs and Rs fit in memory. A fraction of an action
-    counts, too: this makes the sum easy and keeps it an upper bound.
-    """
-    cost, items = costs.cost, []
-    for s in stages:
-        size = cost.activation[s]
-        if recomputed[s]:
-            input_size = cost.stage_input[s]
-            items += [(cost.F[s], input_size), ((cost.R or cost.F)[s], size - input_size)]
-        else:
-            items.append((cost.F[s], size))
-    items.sort(key=lambda item: item[0] / item[1] if item[1] else inf, reverse=True)
-    seconds = 0.0
-    for length, size in items:
-        count = min(chunks, cap / size) if size else chunks
-        seconds += count * length
-        cap -= count * size
-    return seconds
-
-
-def _fill_area(
-    costs: StageCosts,
-    stages: Sequence[int],
-    chunks: int,
-    recomputed: Sequence[bool],
-    trip: Sequence[float],
-    cap: float,
-) -> float:
-    """Return the seconds in which the bytes x seconds of all micro-batches fit below the cap."""
-    cost, area = costs.cost, 0.0
-    for s in stages:
-        whole, end = cost.activation[s], cost.kept_sizes[s] * cost.W[s]
-        if recomputed[s]:
-            redo = (cost.R or cost.F)[s] + cost.I[s]
-            area += cost.stage_input[s] * (trip[s] - redo) + whole * redo + end
-        else:
-            area += whole * trip[s] + end
-    return chunks * area / cap if cap > 0 else inf
+    """Return seconds that no schedule of these stages can beat, as in `schedules.bound`."""
+    return bound.schedule_bound(
+        costs.cost, costs.graph, placement, chunks, recomputed, free, objective
+    )
 
 
 def space_bound(
@@ -145,22 +41,35 @@ def space_bound(
 ) -> float:
     """Return seconds that no plan with this placement and number of micro-batches can beat.
 
-    Whatever the cut is, the ranks together have the whole work to do, and rank r starts after at
-    least r units. With one stage per rank there is also a best cut: a stage that takes as many
-    units as it can leaves the fewest to the others. The result is infinite if the parameters alone
-    exceed the memory.
+    Whatever the cut is, a micro-batch passes through all units and back, the ranks together have
+    the whole work to do, and rank r starts after at least r units. With one stage per rank there is
+    also a best cut: a stage that takes as many units as it can leaves the fewest to the others. The
+    result is infinite if the parameters alone exceed the memory.
     """
     ranks, units, chunks = len(memory), len(table.profile.units), table.chunks
     work = [sums["FIW"] for sums in table.seconds]
     distinct = [sums["FIW"] for sums in table.distinct_seconds]
     fastest = [min(sums[u + 1] - sums[u] for sums in distinct) for u in range(units)]
-    # fills[u]: the least seconds from the start of the step until unit u can start.
-    fills = [0.0]
-    for u in range(units):
-        fills.append(fills[-1] + min(s["F"][u + 1] - s["F"][u] for s in table.distinct_seconds))
+    # The least seconds from the start of the step until unit u can start, and from the end of its I
+    # to the end of the step: the units before it, on the fastest device for each. Messages between
+    # the ranks before rank r come on top.
+    fills, drains = (
+        list(
+            accumulate(
+                (
+                    min(s[op][u + 1] - s[op][u] for s in table.distinct_seconds)
+                    for u in range(units)
+                ),
+                initial=0.0,
+            )
+        )
+        for op in "FI"
+    )
+    hops, hops_back = _least_hops(table, ranks)
     if objective == "period":
-        fills = [0.0] * len(fills)
-    starts = [fills[r] for r in range(ranks)]
+        fills = drains = [0.0] * (units + 1)
+        hops = hops_back = [0.0] * ranks
+    starts = [fills[r] + hops[r] for r in range(ranks)]
     # The share of rank r in the work is at most its time from its start on. Units are weighed by
     # the seconds on the fastest rank, and each rank by how close it can come to these.
     paces = {
@@ -174,34 +83,69 @@ def space_bound(
     even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
         pace
     )
+    even = max(even, fills[-1] + drains[-1] + hops[-1] + hops_back[-1])
     if len(distinct) == 1:
         even = max(even, chunks * _least_full_rank(fastest, ranks))
     if sum(memory) < table.resident[-1]:
         return inf
     if list(placement) != list(range(ranks)):
         return even
+    # Without weight gradients, which may wait: these are the actions on a rank before its last I.
+    ordered = {
+        id(sums["FIW"]): [f + i for f, i in zip(sums["F"], sums["I"], strict=True)]
+        for sums in table.distinct_seconds
+    }
+
+    def reach(sums: Sequence[float], start: int, seconds: float) -> int:
+        """Return the first unit that a rank cannot do for all micro-batches in these seconds."""
+        return bisect_right(sums, (sums[start] + seconds / chunks) * (1 + 1e-12)) - 1
 
     def fits(seconds: float) -> bool:
         end = 0
         for rank in range(ranks):
             start, sums = end, work[rank]
-            room = sums[start] + (seconds - fills[start]) / chunks
-            end = bisect_right(sums, room * (1 + 1e-12)) - 1
-            room = table.resident[start] + memory[rank]
-            end = min(end, bisect_right(table.resident, room * (1 + 1e-12)) - 1)
+            left = seconds - fills[start] - hops[rank]
+            end = min(
+                reach(sums, start, left),
+                reach(ordered[id(sums)], start, left - drains[start] - hops_back[rank]),
+                bisect_right(table.resident, (table.resident[start] + memory[rank]) * (1 + 1e-12))
+                - 1,
+            )
             if end >= units:
                 return True
             if end < start:
                 return False
         return False
 
-    low, high = even, fills[-1] + chunks * max(sums[-1] for sums in work)
+    low, high = even, hops[-1] + fills[-1] + drains[-1] + hops_back[-1]
+    high += chunks * max(sums[-1] for sums in work)
     if not fits(high):
         return inf
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low
+
+
+def _least_hops(table: CostTable, ranks: int) -> tuple[list[float], list[float]]:
+    """Return the least seconds of the messages from rank 0 to each rank, and back.
+
+    Stage r is the first of rank r in every placement, so each of the ranks before passes the
+    micro-batch on to the next one. At the best cut, the fewest bytes are sent.
+    """
+    profile = table.profile
+    units = len(profile.units)
+    sizes = {True: [0.0] * (units + 1), False: [0.0] * (units + 1)}
+    for value, size, _ in table.values:
+        for boundary in range(value.src + 1, max(value.dsts, default=value.src) + 1):
+            for with_grad in (True, False):
+                sizes[with_grad][boundary] += size if value.has_grad or not with_grad else 0.0
+    forth, back = (min(sizes[with_grad][1:units], default=0.0) for with_grad in (False, True))
+    links = [profile.link_between(rank, rank + 1) for rank in range(ranks - 1)]
+    return (
+        list(accumulate((link.seconds(forth) for link in links), initial=0.0)),
+        list(accumulate((link.seconds(back) for link in links), initial=0.0)),
+    )
 
 
 def _least_full_rank(seconds: Sequence[float], ranks: int) -> float:

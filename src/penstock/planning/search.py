@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
-from math import comb, inf
+from math import comb, inf, prod
 from typing import Any, NamedTuple
 
 from penstock.display import Progress
@@ -32,10 +32,10 @@ from penstock.planning.plan import Alternative, Certificate, Plan, describe_choi
 from penstock.planning.profile import Profile, resolve_memory
 from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.solver import has_solver, solve_schedule, solve_space_bound
-from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
+from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks, group_stages
 from penstock.schedules.balance import check_cut
 from penstock.schedules.cost import exceeds
-from penstock.schedules.families import family_of, loop, vee
+from penstock.schedules.families import family_of, loop, training_families, vee
 from penstock.schedules.fit import Objective, fit, named_schedules
 from penstock.schedules.ir import Schedule
 from penstock.text_format import format_bytes
@@ -52,13 +52,17 @@ _STEPS_PER_CUT = 100  # how many dead ends per cut are searched
 _FIT_ATTEMPTS = 40
 _FIT_EFFORT = 60_000
 _POLISH_EFFORT = 80_000
-# A schedule with so many actions takes long to build. Only these are tried, in the groups with the
-# lowest bounds, up to so many actions.
-_HUGE_ACTIONS = 20_000
-_HUGE_SCHEDULES = frozenset({"1f1b"})
-_HUGE_BUDGET = 1_000_000
-_MAX_CELLS = 250_000  # stages of a rank x ranks x micro-batches that are tried by default
+# It takes about ten microseconds per action to build and compile a schedule. The most promising
+# groups are timed first, until their schedules have so many actions in all. In a huge group, only
+# these schedules are tried.
+_BUILT_ACTIONS = 2_100_000
+_HUGE_ACTIONS = 100_000
+_HUGE_SCHEDULES = frozenset({"zb-h1", "dualpipe-v", "interleaved"})
+_MAX_CELLS = 250_000  # ranks x micro-batches that are tried by default
 _CLIMBED = 2  # how many of the best even cuts of a placement are improved by moving units
+_MOVED_ACTIONS = 20_000_000  # how many may be timed, a fifth of a microsecond each, to do that
+_FLAG_SETS = 256  # how many sets of recomputed stages of one schedule and cut are timed
+_SOLVED_STAGES = 64  # above, the solver takes too long to raise a bound
 _SHOWN_ALTERNATIVES = 4
 
 
@@ -78,22 +82,26 @@ class Group:
 
     def __init__(self, space: Space, placement: tuple[int, ...], chunks: int) -> None:
         self.space, self.placement, self.chunks = space, placement, chunks
-        self.table = CostTable(space.profile, chunks, space.runtime)
+        self.table = space.table(chunks)
         self.stages = len(placement)
+        self.stages_by_rank = group_stages(placement)
         self.bound = space_bound(self.table, placement, space.memory, space.objective)
         self.actions = 4 * self.stages * chunks  # of one schedule
         units = len(space.profile.units)
         self.cuts = 1 if space.cut else comb(units - 1, self.stages - 1)
         self.is_exhausted = False  # whether all of its plans have been considered
+        self.skips_flags = False  # whether some sets of recomputed stages were left out
         self.is_huge = self.actions > _HUGE_ACTIONS
+        self.names = space.names_of(placement)
+        if self.is_huge and space.names is None:
+            self.names &= _HUGE_SCHEDULES
         self._timers: dict[tuple[tuple[int, int], ...], list[ScheduleTimer]] = {}
 
     @cached_property
     def schedules(self) -> dict[str, Schedule]:
-        """The named schedules of the placement. In a huge group, only the quickest to build."""
+        """The named schedules of the placement that are tried, without those that are equal."""
         schedules: dict[str, Schedule] = {}
-        names = _HUGE_SCHEDULES if self.is_huge and self.space.names is None else self.space.names
-        for name, schedule in named_schedules(self.placement, self.chunks, names).items():
+        for name, schedule in named_schedules(self.placement, self.chunks, self.names).items():
             if schedule not in schedules.values():
                 schedules[name] = schedule
         return schedules
@@ -152,16 +160,31 @@ class Group:
 
         return cuts if extend((), 0) else None
 
-    def time(self, cut: tuple[int, ...], best: float = inf) -> Iterator[Point]:
+    def estimate(self) -> float:
+        """Return a guess of the seconds of the best plan: the bound of an even cut."""
+        cut = _even_cut(self, with_memory=False)
+        costs = self.table.stage_costs(cut, self.placement)
+        nothing = (False,) * self.stages
+        free = (inf,) * len(self.space.memory)
+        return schedule_bound(
+            costs, self.placement, self.chunks, nothing, free, self.space.objective
+        )
+
+    def time(
+        self, cut: tuple[int, ...], best: float = inf, name: str | None = None
+    ) -> Iterator[Point]:
         """Yield the named schedules of a cut that fit, with the fewest recomputed stages.
 
-        Schedules that the bound shows to be slower than `best` are left out.
+        Schedules that the bound shows to be slower than `best` are left out. With a name, only that
+        schedule is timed.
         """
         space = self.space
         costs = self.table.stage_costs(cut, self.placement)
         free = costs.free_bytes(space.memory)
         for timer in self.timers(costs):
-            for flags in _fitting_flags(timer, costs, free, space.recomputed):
+            if name not in (None, timer.name):
+                continue
+            for flags in self._fitting_flags(timer, costs, free):
                 bound = schedule_bound(
                     costs, self.placement, self.chunks, flags, free, space.objective
                 )
@@ -169,6 +192,25 @@ class Group:
                     seconds = timer.seconds(costs, flags, space.objective)
                     best = min(best, seconds)
                     yield Point(seconds, timer.name, self, cut, flags, timer.schedule)
+
+    def _fitting_flags(
+        self, timer: ScheduleTimer, costs: StageCosts, free: Sequence[float]
+    ) -> Iterator[tuple[bool, ...]]:
+        """Yield the smallest sets of recomputed stages with which a schedule fits, as flags."""
+        if fixed := self.space.recomputed:
+            peaks = (timer.peak(rank, costs, fixed) for rank in range(timer.schedule.ranks))
+            if not any(map(exceeds, peaks, free)):
+                yield fixed
+            return
+        by_rank = [timer.fitting_recomputations(rank, costs, cap) for rank, cap in enumerate(free)]
+        if prod(map(len, by_rank)) > _FLAG_SETS:
+            # On each rank, only the stages that take least to compute again.
+            self.skips_flags = True
+            again = costs.cost.R or costs.cost.F
+            by_rank = [[min(sets, key=lambda set: sum(again[s] for s in set))] for sets in by_rank]
+        for sets in product(*by_rank):
+            chosen = {stage for subset in sets for stage in subset}
+            yield tuple(stage in chosen for stage in range(self.stages))
 
     def fit(self, cut: tuple[int, ...], flags: tuple[bool, ...], effort: int) -> Point | None:
         """Return the schedule that `fit` finds for a cut and recomputed stages, if one fits."""
@@ -200,6 +242,30 @@ class Space:
     names: frozenset[str] | None  # None: every schedule
     cut: tuple[int, ...]  # empty: every cut
     recomputed: tuple[bool, ...]  # empty: every set of stages
+
+    @cached_property
+    def _tables(self) -> dict[int, CostTable]:
+        return {}
+
+    def table(self, chunks: int) -> CostTable:
+        """Return the costs of the units for a number of micro-batches."""
+        if chunks not in self._tables:
+            self._tables[chunks] = CostTable(self.profile, chunks, self.runtime)
+        return self._tables[chunks]
+
+    @cached_property
+    def _names_by_placement(self) -> dict[tuple[int, ...], frozenset[str]]:
+        return {}
+
+    def names_of(self, placement: tuple[int, ...]) -> frozenset[str]:
+        """Return the names of the schedules that a placement has, and that may be tried."""
+        if placement not in self._names_by_placement:
+            self._names_by_placement[placement] = frozenset(
+                name
+                for name in training_families(placement)
+                if self.names is None or name in self.names
+            )
+        return self._names_by_placement[placement]
 
     @property
     def uses_fit(self) -> bool:
@@ -271,7 +337,7 @@ def search_plan(
         tuple(recompute or ()),
     )
     groups = _build_groups(space, chunks, stages_per_rank, placement)
-    if not space.uses_fit and not any(group.schedules for group in groups):
+    if not space.uses_fit and not any(group.names for group in groups):
         raise ArgumentError(
             f"{' and '.join(sorted(space.names or ()))} cannot run with these stages and ranks. "
             "Allow other schedules, such as 'fit', or another number of stages per rank."
@@ -376,12 +442,20 @@ def _build_groups(
 def choose_chunks(rows: int, ranks: int) -> list[int]:
     """Return the numbers of micro-batches to try: all small ones, then multiples of the ranks.
 
+    With many ranks, those between are thinned out: each is at least a fifth more than the last.
+
     >>> choose_chunks(rows=12, ranks=2)
     [1, 2, 3, 4, 6, 12]
     """
     most = min(rows, 8 * ranks, max(1, _MAX_CELLS // ranks))
-    counts = {count_chunks(rows, number) for number in range(1, most + 1)}
-    return sorted(n for n in counts if n <= max(8, ranks) or n % ranks == 0)
+    counts = sorted({count_chunks(rows, number) for number in range(1, most + 1)})
+    small = max(8, min(ranks, 32))
+    chosen: list[int] = []
+    for number in reversed(counts):
+        between = number <= ranks and (not chosen or number <= chosen[-1] / 1.2)
+        if number <= small or number % ranks == 0 or between:
+            chosen.append(number)
+    return sorted(chosen)
 
 
 class _Best:
@@ -407,23 +481,20 @@ class _Best:
 def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> _Best:
     best = _Best()
     ordered = sorted(groups, key=lambda group: group.bound)
-    huge = _HUGE_BUDGET
-    for index, group in enumerate(ordered):
+    budget = _BUILT_ACTIONS
+    for index, group in enumerate(sorted(groups, key=lambda group: group.estimate())):
         report("timing even cuts", 0.2 * index / len(ordered))
-        if group.bound >= best.seconds:
+        work = group.actions * len(group.names)
+        if group.bound >= best.seconds or work > budget:
             continue
-        if group.is_huge:
-            if huge <= 0 or not group.schedules:
-                continue
-            huge -= group.actions
+        budget -= work
         for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
             best.consider(group.time(cut))
     for index, placement in enumerate({group.placement: None for group in ordered}):
         report("moving units", 0.2 + 0.05 * index)
         even = [p for p in best.points.values() if p.group.placement == placement]
         for point in sorted(even, key=lambda point: point.seconds)[:_CLIMBED]:
-            if not point.group.is_huge:
-                best.consider(_move_units(point))
+            best.consider(_move_units(point))
     budget = _TIMED_ACTIONS
     for index, group in enumerate(ordered):
         report("trying every cut", 0.4 + 0.2 * index / len(ordered))
@@ -446,7 +517,7 @@ def _try_every_cut(group: Group, best: _Best, budget: int) -> int:
         return 0
     for cut in cuts:
         best.consider(group.time(cut, best.seconds))
-    group.is_exhausted = True
+    group.is_exhausted = not group.skips_flags
     return per_cut * len(cuts)
 
 
@@ -529,7 +600,13 @@ def _raise_bounds(
     if solver_seconds <= 0 or not has_solver():
         return
     # The lowest bound is the one that counts, so each round raises that of the lowest group.
-    unproved = [g for g in groups if not g.is_exhausted and g.bound < best.seconds * (1 - 1e-9)]
+    unproved = [
+        group
+        for group in groups
+        if not group.is_exhausted
+        and group.bound < best.seconds * (1 - 1e-9)
+        and group.stages <= _SOLVED_STAGES
+    ]
     for index, group in enumerate(sorted(unproved, key=lambda group: group.bound)):
         report("proving a bound", 0.96 + 0.03 * index / len(unproved))
         limit = solve_space_bound(
@@ -546,25 +623,6 @@ def _raise_bounds(
 # ---- cuts and recomputation -----------------------------------------------------------------
 
 
-def _fitting_flags(
-    timer: ScheduleTimer,
-    costs: StageCosts,
-    free: Sequence[float],
-    fixed: tuple[bool, ...],
-) -> Iterator[tuple[bool, ...]]:
-    """Yield the smallest sets of recomputed stages with which a schedule fits, as flags."""
-    stages = range(timer.schedule.stages)
-    if fixed:
-        peaks = (timer.peak(rank, costs, fixed) for rank in range(timer.schedule.ranks))
-        if not any(map(exceeds, peaks, free)):
-            yield fixed
-        return
-    by_rank = [timer.fitting_recomputations(rank, costs, cap) for rank, cap in enumerate(free)]
-    for sets in product(*by_rank):
-        chosen = {stage for subset in sets for stage in subset}
-        yield tuple(stage in chosen for stage in stages)
-
-
 def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[bool, ...]]:
     """Return the sets of recomputed stages with which a schedule might be faster than `best`.
 
@@ -575,8 +633,7 @@ def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[
         return [group.space.recomputed]
     cost, chunks, stages = costs.cost, group.chunks, range(group.stages)
     by_rank: list[list[frozenset[int]]] = []
-    for rank, cap in enumerate(costs.free_bytes(group.space.memory)):
-        mine = [stage for stage in stages if group.placement[stage] == rank]
+    for mine, cap in zip(group.stages_by_rank, costs.free_bytes(group.space.memory), strict=True):
         sets = []
         for size in range(len(mine) + 1):
             for subset in combinations(mine, size):
@@ -613,17 +670,17 @@ def _even_cut(group: Group, with_memory: bool) -> tuple[int, ...]:
         return group.space.cut
     table, units = group.table, len(group.space.profile.units)
     stages = group.stages
-    columns = []
-    for rank in group.placement:
-        if with_memory:
-            cap = group.space.memory[rank] if group.space.memory[rank] < inf else 1.0
-            sums = [
-                (a + group.stages * b) / cap
-                for a, b in zip(table.resident, table.activation, strict=True)
-            ]
-        else:
-            sums = table.seconds[rank]["FIW"]
-        columns.append(sums)
+    memory_sums = {
+        cap: [
+            (a + stages * b) / (cap if cap < inf else 1.0)
+            for a, b in zip(table.resident, table.activation, strict=True)
+        ]
+        for cap in set(group.space.memory)
+    }
+    columns = [
+        memory_sums[group.space.memory[rank]] if with_memory else table.seconds[rank]["FIW"]
+        for rank in group.placement
+    ]
 
     def take(limit: float) -> list[int]:
         ends = [0]
@@ -648,16 +705,26 @@ def _move_units(point: Point) -> Iterator[Point]:
     """
     group, improving = point.group, not point.group.space.cut
     furthest = group.stages if group.stages <= 8 else 3
+    budget = _MOVED_ACTIONS // group.actions
+    pairs = [
+        (src, src + distance)
+        for src in range(group.stages)
+        for distance in range(-furthest, furthest + 1)
+        if distance and 0 <= src + distance < group.stages
+    ]
     while improving:
         improving = False
-        for src, dst in product(range(group.stages), repeat=2):
-            if not 0 < abs(src - dst) <= furthest or point.cut[src] == 1:
+        for src, dst in pairs:
+            if point.cut[src] == 1:
                 continue
+            budget -= 1
+            if budget < 0:
+                return
             counts = list(point.cut)
             counts[src] -= 1
             counts[dst] += 1
             timed = min(
-                (p for p in group.time(tuple(counts), point.seconds) if p.name == point.name),
+                group.time(tuple(counts), point.seconds, point.name),
                 key=lambda p: p.seconds,
                 default=None,
             )
@@ -713,12 +780,12 @@ def fit_with_recomputation(
 
 def _describe_space(groups: Sequence[Group]) -> str:
     cuts = sum(group.cuts for group in groups)
+    number = f"{cuts:,}" if cuts < 10**15 else f"10^{len(str(cuts)) - 1}"
     chunks = sorted({group.chunks for group in groups})
     stages = sorted({group.stages for group in groups})
-    names = {name for group in groups if not group.is_huge for name in group.schedules}
-    names |= {name for group in groups if group.is_huge for name in _HUGE_SCHEDULES}
+    names = {name for group in groups for name in group.names}
     return (
-        f"{cuts:,} cuts into {' or '.join(map(str, stages))} stages, "
+        f"{number} cuts into {' or '.join(map(str, stages))} stages, "
         f"{len(names)} named schedules and fit, {len(chunks)} numbers of micro-batches from "
         f"{chunks[0]} to {chunks[-1]}, any stages recomputed"
     )
@@ -789,8 +856,9 @@ def _least_memory(space: Space, groups: Sequence[Group]) -> tuple[int, float, fl
         cut = _even_cut(group, with_memory=True)
         costs = group.table.stage_costs(cut, group.placement)
         needs = []
-        for rank, resident in enumerate(costs.resident):
-            mine = [s for s in range(group.stages) if group.placement[s] == rank]
+        for rank, (mine, resident) in enumerate(
+            zip(group.stages_by_rank, costs.resident, strict=True)
+        ):
             inputs = sum(costs.cost.stage_input[s] for s in mine)
             active = max(costs.cost.activation[s] - costs.cost.stage_input[s] for s in mine)
             need = resident + inputs + active

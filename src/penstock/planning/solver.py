@@ -2,8 +2,9 @@
 
 Every action is an interval on its rank, intervals of one rank do not overlap, messages are delays,
 and the activations of a rank are a cumulative resource. Each stage takes the micro-batches in
-order, as all schedules but gpipe's backward do. `solve_space_bound` is a smaller problem: the cut
-with the lowest bound.
+order, as all schedules but gpipe's backward do. With too many actions for that, `period_solver`
+finds the best pattern of one micro-batch, which is then repeated. `solve_space_bound` is a smaller
+problem: the cut with the lowest bound.
 
 The solver counts in whole numbers. Seconds and bytes are rounded down and caps up, so the rounded
 problem is never harder than the real one, and its bound holds for the real one. Its schedule is
@@ -17,10 +18,12 @@ from importlib.util import find_spec
 from math import ceil, floor, isinf
 from typing import Any, NamedTuple
 
+from penstock.planning.period_solver import repeat_pattern, solve_period, unroll_pattern
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules.fit import Objective
 from penstock.schedules.ir import Compute, Op, Schedule, consumes, follows, produces
 from penstock.schedules.lowering import recompute
+from penstock.schedules.priority_scheduler import Pipeline
 from penstock.schedules.simulator import play
 
 _TICKS = 1_000_000  # in the seconds of the schedule that is to be improved, and in a cap
@@ -58,13 +61,18 @@ def solve_schedule(
         seconds: How long the solver may search.
 
     Returns:
-        The best schedule found, and a bound. The bound is 0 if the problem is too large.
+        The best schedule found, and a bound. If the problem is too large, the bound is 0 and the
+        schedule repeats the best pattern of one micro-batch.
     """
     stages, chunks, cost = range(start.stages), start.chunks, costs.cost
     ops = {stage: [Op.F, *([Op.R] if recomputed[stage] else []), Op.I, Op.W] for stage in stages}
     actions = [Compute(op, s, m) for s in stages for op in ops[s] for m in range(chunks)]
-    if len(actions) > _MAX_ACTIONS or seconds <= 0:
+    if seconds <= 0:
         return Solution(None, 0.0)
+    if len(actions) > _MAX_ACTIONS:
+        return Solution(
+            _repeat_best_pattern(costs, start, recomputed, free, objective, seconds), 0.0
+        )
     from ortools.sat.python import cp_model
 
     full = recompute(start, lambda stage, microbatch: recomputed[stage])
@@ -132,6 +140,25 @@ def solve_schedule(
         for rank in range(start.ranks)
     ]
     return Solution(Schedule(start.placement, chunks, tuple(lanes)), max(0.0, bound))
+
+
+def _repeat_best_pattern(
+    costs: StageCosts,
+    start: Schedule,
+    recomputed: Sequence[bool],
+    free: Sequence[float],
+    objective: Objective,
+    seconds: float,
+) -> Schedule | None:
+    """Return a schedule whose middle is the pattern that needs least memory, if one is found."""
+    placement, chunks = start.placement, start.chunks
+    pattern = solve_period(costs, placement, recomputed, free, seconds).pattern
+    if pattern is None:
+        return None
+    if any(recomputed):
+        return repeat_pattern(pattern, placement, chunks)
+    pipeline = Pipeline(placement, chunks, costs.cost, free, costs.graph)
+    return unroll_pattern(pattern, pipeline, objective)
 
 
 def _add_memory(

@@ -10,13 +10,14 @@ Then it compares:
     the buffers      after the forward of the micro-batch
     Python numbers   that the forward changes, before and after a recomputation
     the split        the loss, or the outputs, of some rows with those of two parts of them; and
-                     the next micro-batch with the state that the first one has left, and without
+                     some rows with the state that others have left, and without, if they leave any
 
 If the operations of the loss function do not prove that it is a mean over rows (row_means.py), each
 step also compares its loss with that of the outputs of all micro-batches together.
 
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
-of one forward and backward, and at most one more forward for the parts.
+of one forward and backward, and at most one more forward for the parts. Later steps compute nothing
+more, unless `audit=N` repeats the audit, or the model's own loss has new terms.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -50,7 +50,7 @@ from penstock.runtime.audit_reference import (
     read_plain_attributes,
     running,
 )
-from penstock.runtime.audit_rows import SPLIT_CURE, SPLIT_ROUNDING, RowsCheck
+from penstock.runtime.audit_rows import SPLIT_CURE, SPLIT_ROUNDING, Rows, RowsCheck
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
 from penstock.runtime.kept_tensors import KeptPlace
@@ -88,12 +88,11 @@ class AuditChoice(NamedTuple):
 
     Attributes:
         kind: The kind of the call.
-        compares_model: Whether it is compared with the unsplit model.
-        compares_groups: Whether groups of rows are compared together and apart.
+        compares_groups: Whether groups of rows are compared together and apart, which takes the
+            time of a few micro-batches.
     """
 
     kind: Any
-    compares_model: bool
     compares_groups: bool
 
 
@@ -102,7 +101,6 @@ class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
     _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
-    _calls_by_kind: Counter[Any] = field(default_factory=Counter)
     _call_count: int = 0
     _told: set[str] = field(default_factory=set)
     kept_places: list[KeptPlace] = field(default_factory=list)
@@ -119,17 +117,10 @@ class Auditor:
             return None
         self._call_count += 1
         kind = self.identify(request, inputs)
-        self._calls_by_kind[kind] += 1
-        calls = self._calls_by_kind[kind]
-        if kind not in self._audited_kinds:
-            return AuditChoice(kind, compares_model=True, compares_groups=False)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        # In calls 2, 8, 32, ...: what rows have in common may change, and costs little then.
-        is_power_of_two = not calls & (calls - 1)
-        has_grown = is_power_of_two and calls.bit_length() % 2 == 0
-        if is_due or has_grown:
-            return AuditChoice(kind, compares_model=is_due, compares_groups=True)
-        return None
+        if kind in self._audited_kinds and not is_due:
+            return None
+        return AuditChoice(kind, compares_groups=is_due)
 
     def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
@@ -137,16 +128,19 @@ class Auditor:
         The weight of a term may have been 0 so far, or too small to see whether it is a mean over
         rows. It is audited each time that it has doubled. A term that is no sum may have been a
         mean over rows by chance, as the deviation of equal numbers is. It is audited each time that
-        the number of calls has doubled.
+        the number of calls has grown eightfold.
         """
         if not sizes or request.audit == "off":
             return None
         self._add_age(sizes)
         kind = self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
-        if audited is None or all(size <= 2 * audited.get(k, 0) for k, size in sizes.items()):
+        if audited is None:
             return None
-        return kind
+        for key, size in sizes.items():
+            if size > (8 if key == OTHER_TERMS else 2) * audited.get(key, 0.0):
+                return kind
+        return None
 
     def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
@@ -238,7 +232,7 @@ class CellRecord:
 
     gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
     buffers: dict[BufferKey, Digest] = field(default_factory=dict)
-    outputs: dict[int, dict[str, Digest]] = field(default_factory=dict)  # of `pipe(x)`, by path
+    outputs: dict[str, Digest] = field(default_factory=dict)  # of `pipe(x)`, by path
     output_paths: list[str | None] = field(default_factory=list)  # of the tensors in the output
     recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
@@ -263,6 +257,9 @@ class Audit:
         self._cell_io, self._reduction = execution.cell_io, reduction
         self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
         self._grads_before: dict[tuple[int, int], dict[int, Digest]] = {}
+        # Of parameters of other stages, before a backward; and the stages that have begun theirs.
+        self._other_grads_before: dict[int, dict[int, Digest]] = {}  # by stage
+        self._stages_in_backward: set[int] = set()
         self._attributes_before: dict[int, dict[AttributeKey, Any]] = {}  # by stage
         forwards = [
             action
@@ -277,8 +274,6 @@ class Audit:
         self._later_microbatch = later[0] if later else None
         # Where another micro-batch comes first, it has changed the state.
         self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
-        is_common = all(order[:2] == orders[0][:2] for order in orders.values())
-        self.next_microbatch = later[0] if later and is_common else None
         self._loss_order = _find_loss_order(program, max(orders))
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
@@ -308,7 +303,6 @@ class Audit:
         self._reference_outputs: dict[str, Digest] = {}
         self._split_problem: str | None = None
         self._state_problem: str | None = None  # one micro-batch depends on another's state
-        self._next_outputs: dict[str, Digest] = {}  # of the next micro-batch, if state changes
         self._failure: Exception | None = None  # an error of the unsplit model
         self._term_sizes: TermSizes = {}
 
@@ -319,24 +313,31 @@ class Audit:
 
         `loss` is an accumulator like that of the step. It gives the gradient of the loss.
         """
+        refusal = None
         try:
             with self._reference.isolate():
-                batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
+                rows = self._reference.find_rows(self.microbatch)
+                batch = self._reference.take_batch(rows)
                 self._input_copies = list(
                     {id(t): t for t in list_tensors(batch) if t.requires_grad}.values()
                 )
-                counted = self._reference.get_counted_targets(self.microbatch)
+                counted = self._reference.get_counted_targets(rows)
                 state = self._reference.digest_loss_state() if self._reorders_losses else {}
                 watch = self._reference.watch_state()
-                forward = self._reference.run_forward(batch, self.microbatch, counted)
+                forward = self._reference.run_forward(
+                    batch, self.microbatch, counted, records_state=True
+                )
                 changes = watch.find_changes(forward.changed_buffers)
+                self._reference.is_stateless = not (
+                    changes or forward.uses_own_generator or watch.has_host_draws()
+                )
                 self._auditor.note_kept(self._reference.find_kept_places())
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
-                if forward.changed_state and self.next_microbatch is not None:
-                    self._run_next_microbatch()
             if changes and self._later_microbatch is not None:
                 self._compare_states(changes, self._later_microbatch)
+                if self._reference.reads_earlier_stages(self.microbatch, self._later_microbatch):
+                    refusal = _KEPT_FOR_LOSS
             obstacle = None
             if forward.changed_state and not self._is_first_everywhere:
                 obstacle = (
@@ -349,20 +350,20 @@ class Audit:
                 self._auditor.note_audited(self._kind, self._term_sizes)
                 self._auditor.tell_once(obstacle)
                 return
-            self._split_problem = self._split_problem or self._rows_check.compare_two_rows(forward)
+            self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
             if forward.has_branches and self._inputs.chunks > 1:
                 self._auditor.note_branches(self._kind)
                 self._split_problem = (
                     self._split_problem or self._rows_check.compare_all_microbatches()
                 )
-            if forward.has_own_gradients and self._split_problem is None:
-                self._split_problem = self._rows_check.compare_groups()
             if keeps_state:
                 self._compare_loss_orders()
-            if forward.changed_hooks is None:
+            if forward.changed_hooks is not None:
+                refusal = _describe_hooks(forward.changed_hooks)
+            if refusal is None:
                 self._forward = forward
             else:
-                self._state_problem = _describe_hooks(forward.changed_hooks)
+                self._state_problem = refusal
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
             self._failure = error
@@ -372,8 +373,28 @@ class Audit:
     def _compare_states(self, changes: Sequence[str], microbatch: int) -> None:
         """Find out whether a later micro-batch computes with the state that this one changes.
 
-        The unsplit model computes every row with the state from before the batch. So the later
-        micro-batch runs with that state and with the changed one, and the results must agree.
+        The unsplit model computes every row with the state from before the batch. So some rows of
+        the later micro-batch run with that state and with the changed one, and the results must
+        agree.
+        """
+        ranges = self._reference.find_rows(self.microbatch), self._reference.find_rows(microbatch)
+        # A quarter of a micro-batch shows as much as all of it, if the model runs on so few rows.
+        few = [(start, start + max(1, (stop - start) // 4)) for start, stop in ranges]
+        for first, later in (few, ranges):
+            try:
+                is_ahead = self._find_state_difference(first, later, microbatch)
+            except Exception as error:  # the pipe shows whether it is an error of the model
+                close_failed_checkpoints(error)
+            else:
+                if is_ahead is not None:
+                    self._state_problem = _describe_state(changes, is_ahead)
+                return
+
+    def _find_state_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
+        """Return None if the results of later rows are the same after others have run.
+
+        Otherwise return whether they are the same but for a counter that is far ahead. Raise if
+        they are not finite, so that they show nothing.
         """
         parameters = self._name_parameters()  # not the inputs, of which each run has a copy
         expected: dict[Any, Digest] = {}
@@ -381,17 +402,15 @@ class Audit:
             with self._reference.isolate():
                 if runs_first:
                     watch = self._reference.watch_state()
-                    self._run_microbatch(self.microbatch)
+                    self._run_rows(first, self.microbatch)
                     watch.rewind_generators()
                     # A layer may go by the number of its calls only when there were many.
                     if is_ahead and not watch.advance_counters():
-                        return
-                try:
-                    actual = self._digest_results(self._run_microbatch(microbatch))
-                except Exception as error:  # the pipe shows whether it is an error of the model
-                    close_failed_checkpoints(error)
-                    return
+                        return None
+                actual = self._digest_results(self._run_rows(later, microbatch))
             expected = expected or actual
+            if not all(math.isfinite(digest.product) for digest in expected.values()):
+                raise ArithmeticError("the results of these rows are not finite")
             largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
             zero = Digest(0.0, 0.0)
             if any(
@@ -403,12 +422,12 @@ class Audit:
                 for key in {**expected, **actual}
                 if key in parameters or isinstance(key, str)
             ):
-                self._state_problem = _describe_state(changes, is_ahead)
-                return
+                return is_ahead
+        return None
 
-    def _run_microbatch(self, microbatch: int) -> ReferenceForward:
-        batch = self._reference.take_batch(self._reference.find_rows(microbatch))
-        counted = self._reference.get_counted_targets(microbatch)
+    def _run_rows(self, rows: Rows, microbatch: int) -> ReferenceForward:
+        batch = self._reference.take_batch(rows)
+        counted = self._reference.get_counted_targets(rows)
         return self._reference.run_forward(batch, microbatch, counted)
 
     def _digest_results(self, forward: ReferenceForward) -> dict[Any, Digest]:
@@ -425,18 +444,6 @@ class Audit:
             digests.update(self._reference.run_backward(pairs))
         return digests
 
-    def _run_next_microbatch(self) -> None:
-        """Run the forward of the next micro-batch, with the state that the first one has left."""
-        assert self.next_microbatch is not None
-        with torch.no_grad():
-            values = self._reference.run_forward(
-                self._reference.take_batch(self._reference.find_rows(self.next_microbatch)),
-                self.next_microbatch,
-                self._reference.get_counted_targets(self.next_microbatch),
-            ).values
-        value = flatten_values(values)[0][:1] if self._reduction is not None else values[0]
-        self._next_outputs = self._digest_by_path(value)
-
     def _compare_loss_orders(self) -> None:
         """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""
         first, second = self._loss_order[:2]
@@ -444,9 +451,7 @@ class Audit:
         for order in ((first, second), (second, first)):
             with self._reference.isolate(), torch.no_grad():
                 for microbatch in order:
-                    batch = self._reference.take_batch(self._reference.find_rows(microbatch))
-                    counted = self._reference.get_counted_targets(microbatch)
-                    self._reference.run_forward(batch, microbatch, counted)
+                    self._run_rows(self._reference.find_rows(microbatch), microbatch)
                 states.append(self._reference.digest_loss_state())
         if any(
             digest.find_difference(states[1].get(key, digest), self._rounding)
@@ -501,22 +506,22 @@ class Audit:
             # It sets gradients of earlier steps aside, if it has to.
             loss.before_backward(stage_runner, action.microbatch)
         self._grads_before[action.stage, action.microbatch] = self._digest_gradients(stage_runner)
+        self._stages_in_backward.add(action.stage)
+        self._other_grads_before[action.stage] = self._digest_other_gradients()
 
     def after_compute(
         self, stage_runner: StageRunner, action: Compute, payloads: Mapping[int, Payload]
     ) -> None:
         """Note what the cell has added to the gradients, or written to its buffers."""
         record = self._record
-        is_output = self._reduction is None and action.op is Op.F and OUTSIDE in payloads
-        if is_output and action.microbatch in (self.microbatch, self.next_microbatch):
-            payload = payloads[OUTSIDE]
-            values = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
-            record.outputs[action.microbatch] = self._digest_by_path(values[0])
-            if action.microbatch == self.microbatch:
-                paths = {id(tensor): path for path, tensor in _list_by_path(values[0]).items()}
-                record.output_paths = [paths.get(id(tensor)) for tensor in payload.tensors]
         if action.microbatch != self.microbatch:
             return
+        if self._reduction is None and action.op is Op.F and OUTSIDE in payloads:
+            payload = payloads[OUTSIDE]
+            values = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
+            record.outputs = self._digest_by_path(values[0])
+            paths = {id(tensor): path for path, tensor in _list_by_path(values[0]).items()}
+            record.output_paths = [paths.get(id(tensor)) for tensor in payload.tensors]
         if action.op is Op.F:
             record.buffers.update(
                 self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
@@ -528,6 +533,10 @@ class Audit:
         else:
             before = self._grads_before.pop((action.stage, action.microbatch))
             after = self._digest_gradients(stage_runner)
+            others_before = self._other_grads_before.pop(action.stage)
+            for key, digest in self._digest_other_gradients().items():
+                if key not in after and digest != others_before.get(key):
+                    before[key], after[key] = others_before.get(key, Digest(0.0, 0.0)), digest
             with self._lock:  # a tied parameter is on several ranks
                 for key, digest in after.items():
                     added = digest.minus(before.get(key))
@@ -538,6 +547,25 @@ class Audit:
             id(parameter): gradient
             for parameter, gradient in stage_runner.iter_gradients()
             if gradient is not None
+        }
+        return self._digester.digest_all(gradients)
+
+    def _digest_other_gradients(self) -> dict[int, Digest]:
+        """Return the digests of gradients of stages that have not begun their backward.
+
+        The backward of an `autograd.Function` that spans stages may call `backward` by itself, as
+        that of reversible layers does. It gives gradients to the parameters of earlier stages, in
+        whose own cells nothing is added any more.
+        """
+        if self._forward is None or not self._forward.has_own_gradients:
+            return {}
+        gradients = {
+            id(parameter): parameter.grad
+            for stage in self._placed.partition.stages
+            if stage.index not in self._stages_in_backward
+            for module in stage.modules()
+            for parameter in module.parameters(recurse=False)
+            if parameter.grad is not None
         }
         return self._digester.digest_all(gradients)
 
@@ -563,9 +591,6 @@ class Audit:
         losses = [self._digester.digest(item.loss) for item in loss.microbatch_losses]
         assert self._reference_loss is not None
         self._compare("the loss", losses[self.microbatch], self._reference_loss, is_forward=True)
-        for expected in self._next_outputs.values():
-            assert self.next_microbatch is not None
-            self._compare("the loss", losses[self.next_microbatch], expected, is_next=True)
         self._check_state()
         last_cell = len(self._placed.partition.stages) - 1, self.microbatch
         seed = self._cell_io.output_gradients[last_cell].tensors[0]
@@ -579,19 +604,12 @@ class Audit:
         if not self._has_reference():
             return
         outputs = self._record.outputs
-        self._compare_outputs(outputs[self.microbatch], self._reference_outputs)
-        if self._next_outputs and self.next_microbatch is not None:
-            self._compare_outputs(outputs[self.next_microbatch], self._next_outputs, is_next=True)
+        for path, digest in self._reference_outputs.items():
+            if path in outputs:
+                what = f"the output{path and ' at ' + path}"
+                self._compare(what, outputs[path], digest, is_forward=True)
         self._check_state()
         self._finish()
-
-    def _compare_outputs(
-        self, actual: Mapping[str, Digest], expected: Mapping[str, Digest], is_next: bool = False
-    ) -> None:
-        for path, digest in expected.items():
-            if path in actual:
-                what = f"the output{path and ' at ' + path}"
-                self._compare(what, actual[path], digest, is_forward=True, is_next=is_next)
 
     def check_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """Compare the gradients of `pipe(x)` with those of the reference.
@@ -702,7 +720,6 @@ class Audit:
         expected: Digest,
         *,
         is_forward: bool = True,
-        is_next: bool = False,
         scale: float = 1.0,
         least_size: float = 0.0,
     ) -> None:
@@ -710,9 +727,8 @@ class Audit:
         if not difference:
             return
         size = "" if math.isinf(difference) else f" by {difference:.2g} of its size"
-        microbatch = self.next_microbatch if is_next else self.microbatch
         self._fail(
-            f"the pipe does not compute what the model computes: in micro-batch {microbatch}, "
+            f"the pipe does not compute what the model computes: in micro-batch {self.microbatch}, "
             f"{what} differs{size} from that of the unsplit model. "
             f"{self._find_likely_cause(is_forward)} penstock.check compares more and names the "
             "layer."
@@ -738,11 +754,7 @@ class Audit:
         self._term_sizes = sizes
         try:
             with torch.no_grad():
-                with self._reference.isolate():
-                    batch = self._reference.take_batch(self._reference.find_rows(self.microbatch))
-                    counted = self._reference.get_counted_targets(self.microbatch)
-                    forward = self._reference.run_forward(batch, self.microbatch, counted)
-                self._split_problem = self._rows_check.compare_two_rows(forward)
+                self._split_problem = self._rows_check.compare_rows()
         except Exception as error:
             close_failed_checkpoints(error)
             self._failure = error
@@ -752,7 +764,7 @@ class Audit:
     def check_groups(self) -> None:
         """Find out whether groups of rows depend on each other, before a call that is not new."""
         self._split_problem = (
-            self._rows_check.compare_groups() or self._rows_check.compare_two_microbatches()
+            self._rows_check.compare_groups() or self._rows_check.compare_all_microbatches()
         )
         self._finish()
 
@@ -827,6 +839,13 @@ def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
     )
 
 
+_KEPT_FOR_LOSS = (
+    "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
+    "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
+    "values from the model, or use chunks=1."
+)
+
+
 def _describe_hooks(name: str) -> str:
     return (
         f"the forward adds or removes hooks of '{name}'. In a pipe, stages and micro-batches would "
@@ -880,16 +899,16 @@ def start_audit(
     if choice is None:
         return None
     audit = _build_audit(pipe, call, execution, program, reduction, choice.kind)
-    if audit is not None and choice.compares_groups:
+    if audit is None:
+        return None
+    if choice.compares_groups:
         audit.check_groups()
-    if audit is not None and choice.compares_model:
-        loss = None if reduction is None else call.build_loss(execution, reduction)
-        assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
-        audit.run_reference(loss)
-        for worker in execution.workers:
-            worker.observer = audit
-        return audit
-    return None
+    loss = None if reduction is None else call.build_loss(execution, reduction)
+    assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
+    audit.run_reference(loss)
+    for worker in execution.workers:
+        worker.observer = audit
+    return audit
 
 
 def audit_new_terms(

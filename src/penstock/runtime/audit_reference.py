@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ class ReferenceForward(NamedTuple):
     Attributes:
         values: The output of the model; in a step the loss, with its extras and auxiliary losses.
         has_drawn: Whether it drew random numbers.
+        uses_own_generator: Whether it drew them from a generator of the model's own.
         buffers: The digests of the buffers after it.
         changed_buffers: The buffers that it changed.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
@@ -90,11 +92,13 @@ class ReferenceForward(NamedTuple):
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
         has_branches: Whether Python read numbers of tensors, or operations selected among rows.
+        uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
     """
 
     values: tuple[Any, ...]
     has_drawn: bool
+    uses_own_generator: bool
     buffers: dict[BufferKey, Digest]
     changed_buffers: frozenset[BufferKey]
     changed_attributes: frozenset[AttributeKey]
@@ -102,6 +106,7 @@ class ReferenceForward(NamedTuple):
     has_own_gradients: bool
     draws_in_loss: bool
     has_branches: bool
+    uses_float32: bool
     changed_hooks: str | None
 
     @property
@@ -139,6 +144,9 @@ class Reference:
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
         self._adds_losses = self._draws_in_loss = False
+        self._uses_float32: bool | None = None  # not known before a forward
+        # Whether forwards are known to leave nothing behind, so that one isolation serves several.
+        self.is_stateless = self._is_isolated = False
         self._write_log = _WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         # Stages of a traced model have copies of the modules around its units. The unsplit forward
@@ -161,11 +169,28 @@ class Reference:
         start = sum(counts[:microbatch])
         return start, start + (counts[microbatch] if counts else 0)
 
-    def get_counted_targets(self, microbatch: int) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts, if it is known how it does."""
+    def get_counted_targets(self, *ranges: tuple[int, int]) -> tuple[Any, ...] | None:
+        """Return the labels that the model's own loss counts in some rows, if that is known."""
         if self._reduction is None or self._request.target or not self._inputs.has_target:
             return None
-        return self._inputs.targets[microbatch]
+        return (self.take_labels([target for (target,) in self._inputs.targets], ranges),)
+
+    def take_labels(self, labels: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Return some rows of the labels of the micro-batches. A row may have several labels.
+
+        A range has rows of one micro-batch.
+        """
+        pieces = []
+        for start, stop in ranges:
+            ends = accumulate(self._rows.counts)
+            microbatch = next(index for index, end in enumerate(ends) if start < end)
+            begin, end = self.find_rows(microbatch)
+            piece = labels[microbatch]
+            if (start, stop) != (begin, end):
+                times = len(piece) // (end - begin)
+                piece = piece[(start - begin) * times : (stop - begin) * times]
+            pieces.append(piece)
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def find_unlike_rows(self) -> tuple[int, int] | None:
         """Return the two rows of the batch of which a loss may count most differently, if any."""
@@ -195,7 +220,9 @@ class Reference:
         reached, other_modules, containers = self._outside_state
         names = self._partition.names()
         names.update({module: type(module).__name__ for module in other_modules})
-        outside = [*reached.variables, *(Variable(None, _UNNAMED, c) for c in containers)]
+        own_tables = {id(vars(m).get(name)) for m in self.modules for name in MODULE_INTERNALS}
+        others = [Variable(None, _UNNAMED, c) for c in containers if id(c) not in own_tables]
+        outside = [*reached.variables, *others]
         return StateWatch(names, set(other_modules), outside, self._write_log)
 
     def find_kept_places(self) -> list[KeptPlace]:
@@ -228,8 +255,17 @@ class Reference:
     def isolate(self, state: StateSnapshot | None = None) -> Iterator[None]:
         """Leave everything as it was, whatever the model and the loss do in this context.
 
-        With `state`, the modules are inside the context as they were when it was recorded.
+        With `state`, the modules are inside the context as they were when it was recorded. Inside
+        another isolation of a model whose forwards leave nothing behind, there is nothing to do.
         """
+        if self.is_stateless and self._is_isolated:
+            yield
+            return
+        with self._put_state_aside(state):
+            yield
+
+    @contextmanager
+    def _put_state_aside(self, state: StateSnapshot | None) -> Iterator[None]:
         reached, other_modules, containers = self._outside_state
         other_state = StateSnapshot(
             other_modules, lambda tensor: not isinstance(tensor, nn.Parameter)
@@ -261,13 +297,13 @@ class Reference:
             write_log,
             force_eager(),
         ):
-            running.is_running = True
+            running.is_running = self._is_isolated = True
             try:
                 if state is not None:
                     state.restore()
                 yield
             finally:
-                running.is_running = was_running
+                running.is_running, self._is_isolated = was_running, False
                 other_state.restore()
                 # Autocast would reuse weights that it has cast here, whose graph is gone.
                 torch.clear_autocast_cache()
@@ -277,46 +313,56 @@ class Reference:
         batch: tuple[Any, Any, tuple[Any, ...]],
         microbatch: int,
         counted_targets: tuple[Any, ...] | None = None,
+        *,
         fixes_draws: bool = False,
+        records_state: bool = False,
     ) -> ReferenceForward:
         """Run the model, and in a step the loss, on a batch that `take_batch` returned.
 
-        `counted_targets` are the targets by which the loss is weighted, if those are not the target
-        of the batch. With `fixes_draws`, random operations return fixed numbers.
+        Args:
+            batch: The inputs, the inputs by name and the target.
+            microbatch: The micro-batch whose random numbers it draws.
+            counted_targets: The targets by which the loss is weighted, if those are not the target
+                of the batch.
+            fixes_draws: Whether random operations return fixed numbers.
+            records_state: Whether to find out what it changes, and whether it has gradients of its
+                own.
         """
         args, kwargs, target = batch
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         num_stages = len(self._partition.stages)
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
-        before = self._digest_buffers()
-        attributes = read_plain_attributes(self._model_modules).items()
+        before = self._digest_buffers() if records_state else {}
+        attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
         gradient_watch, branch_watch = _GradientWatch(), BranchWatch()
-        hooks = self._list_hooks()
-        with cells.emulate(microbatch), nullcontext() if fixes_draws else gradient_watch:
+        hooks = self._list_hooks() if records_state else {}
+        # The watch costs time in every operation. What it says of float32 holds for all forwards.
+        is_watched = records_state or self._uses_float32 is None
+        with cells.emulate(microbatch), gradient_watch if records_state else nullcontext():
             values = self._compute(
-                args, kwargs, counted_targets or target, None if fixes_draws else branch_watch
+                args, kwargs, counted_targets or target, branch_watch if is_watched else None
             )
+        self._uses_float32 = bool(self._uses_float32) or branch_watch.uses_float32
         has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
-        if not has_own_gradients and not fixes_draws:
+        if not has_own_gradients and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
             has_own_gradients = has_python_nodes(nodes)
-        buffers = self._digest_buffers()
-        changed = frozenset([k for k, digest in buffers.items() if before.get(k) != digest])
-        now = read_plain_attributes(self._model_modules)
-        counted = frozenset([key for key, value in attributes if now.get(key) != value])
-        has_drawn = cells.has_drawn or bool(self._write_log.generators)
+        buffers = self._digest_buffers() if records_state else {}
+        now = read_plain_attributes(self._model_modules) if records_state else {}
         return ReferenceForward(
             values,
-            has_drawn,
-            buffers,
-            changed,
-            counted,
-            self._adds_losses,
-            has_own_gradients,
-            self._draws_in_loss,
-            branch_watch.has_read or branch_watch.selects_rows,
-            self._find_changed_hooks(hooks),
+            has_drawn=cells.has_drawn or bool(self._write_log.generators),
+            uses_own_generator=cells.uses_own_generator,
+            buffers=buffers,
+            changed_buffers=frozenset([k for k, d in buffers.items() if before.get(k) != d]),
+            changed_attributes=frozenset([k for k, old in attributes if now.get(k) != old]),
+            adds_losses=self._adds_losses,
+            has_own_gradients=has_own_gradients,
+            draws_in_loss=self._draws_in_loss,
+            has_branches=branch_watch.has_read or branch_watch.selects_rows,
+            uses_float32=self._uses_float32,
+            changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
         )
 
     def _list_hooks(self) -> dict[tuple[nn.Module, str], list[int]]:
@@ -410,6 +456,46 @@ class Reference:
         value = result.get("loss") if isinstance(result, Mapping) else result
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
         return value if isinstance(value, Tensor) and not has_drawn and not has_changed else None
+
+    @torch.no_grad()
+    def reads_earlier_stages(self, microbatch: int, other: int) -> bool:
+        """Return whether the loss of a micro-batch depends on where another one is in the model.
+
+        The other one runs up to the last stage. What its layers leave outside of their outputs is
+        then of that micro-batch, and the loss of the first one must not change.
+        """
+        loss_fn, last_stage = self._request.loss_fn, len(self._partition.stages) - 1
+        if loss_fn is None or not last_stage or self._reduction is None:
+            return False
+        args, kwargs, target = self.take_batch(self.find_rows(microbatch))
+        assert self._stage_map is not None  # a forward has run
+        cells = UnsplitCells(self._seed, last_stage + 1, *self._stage_map, self._devices)
+        last_units = [unit for unit, stages in self._stage_map[0] if set(stages) == {last_stage}]
+        digests = []
+
+        def stop(*_: object) -> None:
+            raise _LastStageReached
+
+        with self.isolate():
+            with cells.emulate(microbatch):
+                output = self._partition.run_unsplit(args, kwargs)
+            for is_beside in (False, False, True):
+                if is_beside:
+                    args, kwargs, _ = self.take_batch(self.find_rows(other))
+                    hooks = [unit.register_forward_pre_hook(stop) for unit in last_units]
+                    try:
+                        with cells.emulate(other):
+                            self._partition.run_unsplit(args, kwargs)
+                        return False  # it does not stop, so its last stage has run as well
+                    except _LastStageReached:
+                        pass
+                    finally:
+                        for hook in hooks:
+                            hook.remove()
+                results = list_tensors(loss_fn(output, *target))
+                digests.append(self._digester.digest_all(dict(enumerate(results))))
+        # A loss that differs from call to call has state, or draws.
+        return digests[0] == digests[1] != digests[2]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
@@ -533,6 +619,7 @@ class StateWatch:
         self._variables, self._write_log = variables, write_log
         self._copier = StructureCopier(clone_state)
         self._before = self._read()
+        self._table_sizes = self._measure_tables()
         self._buffers = {
             (module, name): float(buffer)
             for module in names
@@ -562,11 +649,21 @@ class StateWatch:
             values[index] = variable.name, variable.read()
         return values
 
+    def _measure_tables(self) -> list[int]:
+        """Return how many hooks, members and so on the modules have."""
+        tables = (vars(m).get(name) for m in self._names for name in MODULE_INTERNALS)
+        return [len(table) for table in tables if isinstance(table, dict)]
+
     def rewind_generators(self) -> None:
         """Set the random generators of the model back, so that the next forward draws the same."""
         self._host_generators.restore()
         for generator, state in self._write_log.generators.items():
             generator.set_state(state)
+
+    def has_host_draws(self) -> bool:
+        """Return whether a forward has drawn from the model's own generators of Python or NumPy."""
+        values = self._copier.list_originals()
+        return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
 
     def advance_counters(self) -> bool:
         """Let the counters that a forward has changed be far ahead. Return whether there are any.
@@ -626,6 +723,8 @@ class StateWatch:
                 continue
             if not is_same or self._copier.has_changed(value):
                 names.append(name or old_name)
+        if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
+            names.append(_UNNAMED)
         return list(dict.fromkeys(name for name in names if name != _UNNAMED)) or names[:1]
 
 
@@ -646,6 +745,10 @@ _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tra
 def _is_host_generator(value: Any) -> bool:
     is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
     return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
+
+
+class _LastStageReached(Exception):
+    """The forward of a micro-batch has come to the last stage."""
 
 
 class _GradientWatch(TorchFunctionMode):

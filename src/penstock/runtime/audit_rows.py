@@ -3,16 +3,18 @@
 A pipe computes a batch in parts, so the loss, the outputs and the gradients of two parts must
 combine to those of both together. Three tests have different powers:
 
-    two rows         in the first step. They show what depends on the number of rows (a mean over
-                     rows, a sum over a given number) and what counts unlike rows differently.
-    two groups       in the second step, and then when the number of steps has grown fourfold. Each
-                     group has half the rows of a micro-batch. They show what few rows do not: a
-                     row that is the largest of many, an expert that is full, rows that are sorted.
-                     Their gradients are compared as well: a backward may depend on more rows than
-                     the forward, by a hook, a custom backward, or a value that is detached. If the
-                     forward has any of these, groups are compared in the first step, too.
-    two              with the groups. They show what needs more rows than a micro-batch has, such as
-    micro-batches    a term for batches of more than four rows. There is no backward.
+    a few rows       in the first step. Two rows show what depends on the number of rows (a mean
+                     over rows, a sum over a given number) and what counts unlike rows differently.
+                     If micro-batches are large, an eighth of one, twice, shows what two rows do
+                     not: a row that is the largest of many, an expert that is full, rows that are
+                     sorted. Gradients are compared as well if the forward has its own: a backward
+                     may depend on more rows than the forward, by a hook, a custom backward, or a
+                     value that is detached.
+    two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
+                     rows of a micro-batch.
+    all              with the groups, and in the first step if the forward has branches or selects
+    micro-batches    among rows (branches.py). They show what needs more rows than a micro-batch
+                     has, such as a term for batches of more than four rows. No backward.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
@@ -22,13 +24,13 @@ does not work, as with the random numbers of Python, everything runs in eval mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.microbatch import MicrobatchRows, list_tensors
 from penstock.model.stage_inputs import StageInputs
@@ -106,30 +108,47 @@ class RowsCheck:
     rounding: float
     parameter_names: Mapping[int, str]
 
-    def compare_two_rows(self, whole: ReferenceForward) -> str | None:
-        """Return how the results of two rows, or of two halves, do not combine, or None.
+    def compare_rows(self, whole: ReferenceForward | None = None) -> str | None:
+        """Return how the results of a few rows do not combine to those of all of them, or None.
 
-        `whole` is the forward of the micro-batch.
+        `whole` is the forward of the micro-batch, if it has run.
         """
-        start, stop = self.reference.find_rows(self.microbatch)
         if not self._has_parts():
             return None
-        if self._is_counted():
-            return self._try_modes(self._find_two_microbatches())
-        can_reuse = not (whole.has_drawn or whole.changed_state or self.reference.uses_batch_norm())
-        # Two rows show as much as all, and take less time: those of which a loss may count most
-        # differently, wherever they are. The forward of all has run already.
+        with_gradients = whole is not None and whole.has_own_gradients and torch.is_grad_enabled()
+        for ranges, together in self._choose_rows(None if with_gradients else whole):
+            problem = self._try_modes(ranges, together, with_gradients)
+            if problem is not None:
+                return problem
+        return None
+
+    def _choose_rows(
+        self, whole: ReferenceForward | None
+    ) -> Iterator[tuple[list[Rows], ReferenceForward | None]]:
+        """Yield pairs of parts, and the forward of both together if it has run already.
+
+        At most half of the rows of a micro-batch, or four of them, run for a pair.
+        """
+        start, stop = self.reference.find_rows(self.microbatch)
+        # Those of which a loss may count most differently, wherever they are.
         pair = self.reference.find_unlike_rows()
         if stop - start < 2:
             pair = pair or (0, 1)
         if pair is not None:
-            ranges = [(row, row + 1) for row in pair]
-        elif stop - start < 8 and can_reuse:
+            yield [(row, row + 1) for row in pair], None
+        size = (stop - start) // 8
+        if pair is None and stop - start < 8 and self._can_reuse(whole):
             middle = (start + stop) // 2
-            return self._try_modes([(start, middle), (middle, stop)], whole)
-        else:
-            ranges = [(start, start + 1), (start + 1, start + 2)]
-        return self._try_modes(ranges)
+            yield [(start, middle), (middle, stop)], whole
+        elif pair is None or size > 1:
+            # More rows show what two do not: which one is the largest, an expert that is full.
+            size = max(size, 1)
+            yield [(start, start + size), (start + size, start + 2 * size)], None
+
+    def _can_reuse(self, whole: ReferenceForward | None) -> bool:
+        if whole is None or self.reference.uses_batch_norm():
+            return False
+        return not (whole.has_drawn or whole.changed_state)
 
     def compare_groups(self) -> str | None:
         """Return how the results and gradients of two groups of rows do not combine, or None."""
@@ -141,18 +160,12 @@ class RowsCheck:
         return self._try_modes(ranges, with_gradients=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def compare_two_microbatches(self) -> str | None:
-        """Return how the results of two micro-batches do not combine to those of both, or None.
-
-        A layer may mix rows only if there are more of them than a micro-batch has.
-        """
-        return self._try_modes(self._find_two_microbatches()) if self._has_parts() else None
-
-    @torch.no_grad()
     def compare_all_microbatches(self) -> str | None:
-        """Return how the results of all micro-batches do not combine to those of the batch.
+        """Return how all micro-batches do not combine to the results of the batch, or None.
 
-        None: they do. A branch or a selection may depend on all rows of the batch.
+        A layer may mix rows only if there are more of them than a micro-batch has, and a branch or
+        a selection may depend on all rows of the batch. If the batch is too large for the memory,
+        two micro-batches are compared.
         """
         return self._try_modes(self._list_microbatches()) if self._has_parts() else None
 
@@ -211,11 +224,16 @@ class RowsCheck:
         """
         counts = tuple([stop - start for start, stop in ranges])
         part_rows = self.inputs.rows._replace(counts=counts)
-        part_seeds = self._build_seeds(part_rows.fractions()) if with_gradients else None
-        whole_seeds = self._build_seeds([1.0]) if with_gradients else None
+        shares = self._find_shares(ranges, part_rows)
+        part_seeds = self._build_seeds(part_rows, shares) if with_gradients else None
+        whole_seeds = self._build_seeds(part_rows, [1.0]) if with_gradients else None
         # In the mode of the forward that they are compared with: x.requires_grad depends on it.
-        with torch.set_grad_enabled(
-            with_gradients or (whole is not None and torch.is_grad_enabled())
+        is_grad_enabled = with_gradients or (whole is not None and torch.is_grad_enabled())
+        # Each forward begins with the same state. If there is none, they share an isolation.
+        is_shared = self.reference.is_stateless
+        with (
+            torch.set_grad_enabled(is_grad_enabled),
+            self.reference.isolate() if is_shared else nullcontext(),
         ):
             parts = [
                 self._run_rows([rows], in_training, _select_seeds(part_seeds, index, [rows]))
@@ -229,7 +247,6 @@ class RowsCheck:
             results = *parts, together
             if any(result.forward.has_drawn for result in results):
                 raise _RandomResultsError
-            shares = self._find_shares(ranges, part_rows)
             forwards = [part.forward for part in parts]
             problem = self._find_problem(forwards, together.forward, part_rows, shares)
         if problem is not None or part_seeds is None or whole_seeds is None:
@@ -240,13 +257,13 @@ class RowsCheck:
     def _run_rows(
         self, ranges: Sequence[Rows], in_training: bool, seeds: Seeds | None
     ) -> _RowsResult:
-        with self.reference.isolate():  # each forward begins with the same state
-            for module in self.reference.modules:
-                if not in_training or isinstance(module, BatchNormBase):
-                    module.training = False
+        modules = self.reference.modules
+        switched = [m for m in modules if not in_training or isinstance(m, BatchNormBase)]
+        with self.reference.isolate(), _in_eval_mode(switched):
             batch = self.reference.take_batch(*ranges)
+            counted = self.reference.get_counted_targets(*ranges)
             forward = self.reference.run_forward(
-                batch, self.microbatch, self._split_targets(ranges), fixes_draws=in_training
+                batch, self.microbatch, counted, fixes_draws=in_training
             )
             pairs = seeds(forward.values) if seeds is not None else ()
             # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
@@ -255,48 +272,24 @@ class RowsCheck:
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
 
-    def _split_targets(self, ranges: Sequence[Rows]) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts, of some rows."""
-        pieces = []
-        for start, stop in ranges:
-            ends = accumulate(self.inputs.rows.counts)
-            microbatch = next(index for index, end in enumerate(ends) if start < end)
-            counted = self.reference.get_counted_targets(microbatch)
-            if counted is None:
-                return None
-            begin, end = self.reference.find_rows(microbatch)
-            (target,) = counted
-            times = len(target) // (end - begin)
-            pieces.append(target[(start - begin) * times : (stop - begin) * times])
-        return (torch.cat(pieces),)
-
     # ---- losses and outputs --------------------------------------------------------------------
 
-    def _is_counted(self) -> bool:
-        """Return whether `pipe(x)` weighs the model's own losses by the labels that they count."""
-        return any(isinstance(share, Tensor) for share in self.inputs.loss_shares)
-
-    def _find_shares(
-        self, ranges: Sequence[Rows], rows: MicrobatchRows
-    ) -> Sequence[float | Tensor] | None:
-        """Return the weights of parts in the model's own loss. None: they are not known."""
-        all_shares = self.inputs.loss_shares
-        if not all_shares:
+    def _find_shares(self, ranges: Sequence[Rows], rows: MicrobatchRows) -> Sequence[float]:
+        """Return the weights of parts in the model's own loss in `pipe(x)`."""
+        if not self.inputs.loss_shares:
             return ()
-        if not self._is_counted():
+        if self.inputs.counted_labels is None:
             return [1.0] * len(ranges) if self._adds_losses() else rows.fractions()
-        microbatches = self._list_microbatches()
-        if not set(ranges) <= set(microbatches):
-            return None
-        shares = [torch.as_tensor(all_shares[microbatches.index(part)]) for part in ranges]
-        return list(torch.stack(shares).div(torch.stack(shares).sum()).unbind())
+        labels, count = self.inputs.counted_labels
+        counts = [float(count(self.reference.take_labels(labels, [part]))) for part in ranges]
+        return [part_count / (sum(counts) or 1.0) for part_count in counts]
 
     def _find_problem(
         self,
         parts: Sequence[ReferenceForward],
         whole: ReferenceForward,
         rows: MicrobatchRows,
-        shares: Sequence[float | Tensor] | None,
+        shares: Sequence[float],
     ) -> str | None:
         """Return how the combined results of the parts differ from that of both together.
 
@@ -304,8 +297,7 @@ class RowsCheck:
         """
         if self.reduction is not None:
             return self._compare_losses(parts, whole, rows)
-        loss_shares = rows.fractions() if shares is None else shares
-        merged = replace(self.inputs, rows=rows, loss_shares=loss_shares).merge_outputs(
+        merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(
             [part.values[0] for part in parts]
         )
         expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
@@ -313,9 +305,8 @@ class RowsCheck:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            if not leaf.dim() and shares is None:
-                continue  # weighted by labels, which are not known of the parts
-            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach()):
+            tolerance = _find_tolerance(other.dtype, whole.uses_float32)
+            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
                 continue
@@ -342,7 +333,7 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = SPLIT_ROUNDING.get(total.dtype, 1e-8)
+        tolerance = _find_tolerance(total.dtype, whole.uses_float32)
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -370,11 +361,14 @@ class RowsCheck:
 
     # ---- gradients -----------------------------------------------------------------------------
 
-    def _build_seeds(self, shares: Sequence[float]) -> _LossSeeds | _OutputSeeds:
+    def _build_seeds(
+        self, rows: MicrobatchRows, shares: Sequence[float]
+    ) -> _LossSeeds | _OutputSeeds:
+        """Return the gradients of parts. For one part, `shares` are those of the whole."""
         if self.reduction is None:
-            is_counted = self._is_counted()
-            return _OutputSeeds([1.0] * len(shares) if self._adds_losses() else shares, is_counted)
-        return _LossSeeds(LossAccumulator(self.reduction, shares, [()] * len(shares)))
+            return _OutputSeeds(shares or rows.fractions())
+        fractions = [1.0] if len(shares) == 1 else rows.fractions()
+        return _LossSeeds(LossAccumulator(self.reduction, fractions, [()] * len(fractions)))
 
     def _compare_gradients(
         self, parts: Sequence[_RowsResult], whole: _RowsResult, scale: float
@@ -444,7 +438,6 @@ class _OutputSeeds:
     """Gradients for the outputs of `pipe(x)`: each row has one of its own, a loss its share."""
 
     shares: Sequence[float]
-    is_counted: bool
 
     def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
         """Return the seeds of one part, which has these rows."""
@@ -453,7 +446,7 @@ class _OutputSeeds:
             row_numbers = [row for start, stop in ranges for row in range(start, stop)]
             pairs = []
             for tensor in flatten_values(values)[0]:
-                if not tensor.requires_grad or (not tensor.dim() and self.is_counted):
+                if not tensor.requires_grad:
                     continue
                 if tensor.dim():
                     pairs.append((tensor, _vary_by_row(tensor, row_numbers)))
@@ -485,11 +478,27 @@ def _select_seeds(
     return None if seeds is None else seeds.for_part(index, ranges)
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
+@contextmanager
+def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    flags = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag
+
+
+def _find_tolerance(dtype: torch.dtype, uses_float32: bool) -> float:
+    """Return the relative difference that is rounding, if the model may use float32 inside."""
+    return max(SPLIT_ROUNDING.get(dtype, 1e-8), SPLIT_ROUNDING[torch.float32] * uses_float32)
+
+
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     if not expected.is_floating_point():
         return True  # an index of a maximum may differ by rounding
     actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
     distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
-    tolerance = SPLIT_ROUNDING.get(expected.dtype, 1e-8)
     return not expected.numel() or float(distance.max()) <= tolerance * size

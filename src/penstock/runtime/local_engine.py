@@ -60,7 +60,7 @@ from penstock.runtime.step import (
     StepResult,
     execute_step,
 )
-from penstock.runtime.step_metrics import HasTimeline, StepMetrics, count_tokens
+from penstock.runtime.step_metrics import BatchSize, HasTimeline
 from penstock.runtime.threads import ThreadExecutor, WorkerPool
 from penstock.runtime.tied_gradients import build_local_tied_weights
 from penstock.runtime.transport import Mailboxes
@@ -544,20 +544,13 @@ class LocalCall:
         if self._executor is None and torch.is_grad_enabled():
             self._engine.remember_measured(measured)
         loss = accumulator.compute_total_loss()
-        metrics = StepMetrics(
-            combine_metrics(accumulator, rows),
-            loss,
-            measured,
-            sum(rows.counts),
-            count_tokens(self.request),
-            self._engine.torch_devices,
-        )
         result = StepResult(
             loss,
             self.inputs.merge_step_outputs(outputs, loss) if outputs else None,
-            metrics,
+            combine_metrics(accumulator, rows),
             measured,
             self._runtime_used,
+            BatchSize(sum(rows.counts), self.request.count_tokens(), self._engine.torch_devices),
         )
         if comparison is not None and comparison.is_deferred:
             object.__setattr__(result, "_check_terms", comparison.compare_device_numbers)

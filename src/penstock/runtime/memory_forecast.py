@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
+from penstock.microbatch import move_to_device, scatter
+from penstock.nested_values import iter_tensors
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.memory import HostStorageProbe
 from penstock.runtime.transport import Mailboxes
@@ -108,6 +110,40 @@ def build_example_loss(loss_fn: LossFn | None, has_target: bool) -> LossFn:
         return sum((t * 1).square().mean() for t in tensors if t.is_floating_point())
 
     return keep_output
+
+
+def build_output_loss(
+    loss_fn: LossFn | None, target: Any
+) -> Callable[[int], Callable[[Any], Any]] | None:
+    """Return the loss of the first micro-batch by the number of micro-batches; None without one.
+
+    It is there to be measured. Without a target, a loss that may take one is replaced as in
+    `build_example_loss`.
+    """
+    if loss_fn is None:
+        return None
+    is_known = target is not None or _takes_nothing_else(loss_fn)
+    example_loss = build_example_loss(loss_fn if is_known else None, target is not None)
+
+    def build(chunks: int) -> Callable[[Any], Any]:
+        targets = () if target is None else scatter((target,), chunks)[0][0]
+
+        def compute_loss(output: Any) -> Any:
+            device = next((tensor.device for tensor in iter_tensors(output)), None)
+            return example_loss(output, *move_to_device(targets, device))
+
+        return compute_loss
+
+    return build
+
+
+def _takes_nothing_else(loss_fn: LossFn) -> bool:
+    """Return whether a loss takes the output of the model, and not even an optional target."""
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        return len(inspect.signature(function).parameters) == 1
+    except (TypeError, ValueError):
+        return False
 
 
 def _takes_output_alone(loss_fn: LossFn) -> bool:

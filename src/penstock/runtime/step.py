@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,7 @@ from penstock.runtime.kept_tensors import guard_kept_tensors
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request
-from penstock.runtime.step_metrics import HasTimeline, StepMetrics
+from penstock.runtime.step_metrics import BatchSize, HasTimeline, StepMetrics
 from penstock.runtime.worker import StepLoss
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Op, Program
@@ -72,7 +73,11 @@ from penstock.stage.loss import (
 )
 from penstock.stage.loss_terms import TermComparison
 from penstock.stage.stage import Stage
-from penstock.torch_compat import is_forward_ad_enabled, is_parametrization_cached
+from penstock.torch_compat import (
+    is_forward_ad_enabled,
+    is_inside_transform,
+    is_parametrization_cached,
+)
 
 # ---- results -------------------------------------------------------------------------------------
 
@@ -95,12 +100,11 @@ class StepResult(ResultHints):
         loss: The loss of the batch, detached, with the auxiliary losses that layers have added.
         outputs: The output of the model for the whole batch. None unless `step` was called with
             `outputs=True`.
-        metrics: The metrics that `loss_fn` returned, combined over the micro-batches. Called, it
-            returns all numbers of the step as plain numbers, for a logger: `loss`, `step_seconds`,
-            `bubble`, `rows` and `rows_per_second`, `tokens` and `tokens_per_second` for token ids,
-            `peak_bytes`, and the metrics of `loss_fn`.
+        combined_metrics: The metrics of `loss_fn` as a plain dictionary, from which `metrics` is
+            made.
         measured: The run, with its timestamps.
         ran: The runtime that ran the step, and why it was not the requested one, if it was not.
+        size: The rows and tokens of the batch, and the devices of this process.
 
     >>> from torch import nn
     >>> from penstock import Pipe
@@ -115,13 +119,25 @@ class StepResult(ResultHints):
 
     loss: Tensor
     outputs: Any
-    metrics: StepMetrics
+    combined_metrics: Mapping[str, Any]
     measured: HasTimeline
     ran: RuntimeUsed = RuntimeUsed("processes")  # noqa: RUF009 (a value)
+    size: BatchSize = BatchSize()  # noqa: RUF009 (a value)
     # Compares what only the device knows about the losses of a captured step, after each replay.
     _check_terms: Callable[[], object] | None = field(
         default=None, init=False, repr=False, compare=False
     )
+
+    @cached_property
+    def metrics(self) -> StepMetrics:
+        """The metrics that `loss_fn` returned, combined over the micro-batches.
+
+        Returns:
+            A dictionary. Called, it returns all numbers of the step as plain numbers, for a logger:
+            `loss`, `step_seconds`, `bubble`, `rows` and `rows_per_second`, `tokens` and
+            `tokens_per_second` for token ids, `peak_bytes`, and the metrics of `loss_fn`.
+        """
+        return StepMetrics(self.combined_metrics, self.loss, self.measured, self.size)
 
     @property
     def timeline(self) -> Timeline:
@@ -175,6 +191,12 @@ class PreparedPipe:
             raise RunError(
                 "a pipe was called in forward-mode AD (torch.autograd.forward_ad, torch.func.jvp), "
                 "whose tangents do not pass from stage to stage. Call the model itself for them."
+            )
+        if is_inside_transform():
+            raise RunError(
+                "a pipe was called inside a transform of torch.func (vmap, grad, jacrev). It has "
+                "one node of its own in the graph of autograd, which these cannot transform. Call "
+                "the model itself there, or use torch.autograd."
             )
         model = self.partial_model() if torch.is_grad_enabled() else None
         if model is not None and vars(model).get("forward") is not refuse_forward:

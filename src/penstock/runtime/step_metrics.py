@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,7 @@ from penstock.device.accelerator import get_peak_bytes
 from penstock.torch_compat import pytree
 
 if TYPE_CHECKING:
-    from penstock.model.stage_inputs import Batch
     from penstock.schedules.timeline import Timeline
-
-TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 
 class HasTimeline(Protocol):
@@ -39,6 +36,20 @@ class HasTimeline(Protocol):
         """The measured timeline."""
 
 
+class BatchSize(NamedTuple):
+    """What a step counts of its batch.
+
+    Attributes:
+        rows: The rows of the batch.
+        tokens: The token ids of the batch, or None if it has none.
+        devices: The devices of this process.
+    """
+
+    rows: int = 0
+    tokens: int | None = None
+    devices: tuple[torch.device, ...] = ()
+
+
 class StepMetrics(dict[str, Any]):
     """The metrics that `loss_fn` returned beside the loss. Call it for the numbers of the step.
 
@@ -46,9 +57,7 @@ class StepMetrics(dict[str, Any]):
         metrics: The metrics, combined over the micro-batches.
         loss: The loss of the step.
         measured: The run, with its timestamps.
-        rows: The rows of the batch.
-        tokens: The token ids of the batch, or None if it has none.
-        devices: The devices of this process.
+        size: The size of the batch, and the devices.
     """
 
     # It does not refer to the result, so that a step and its outputs are freed without the garbage
@@ -58,17 +67,10 @@ class StepMetrics(dict[str, Any]):
         metrics: Mapping[str, Any],
         loss: Tensor,
         measured: HasTimeline,
-        rows: int = 0,
-        tokens: int | None = None,
-        devices: Iterable[torch.device] = (),
+        size: BatchSize = BatchSize(),  # noqa: B008 (a value)
     ) -> None:
         super().__init__(metrics)
-        self._loss, self._measured, self._devices = loss, measured, tuple(devices)
-        self._rows, self._tokens = rows, tokens
-
-    def replace(self, metrics: Mapping[str, Any], loss: Tensor, measured: HasTimeline) -> Self:
-        """Return the metrics of another step on a batch of the same size."""
-        return type(self)(metrics, loss, measured, self._rows, self._tokens, self._devices)
+        self._loss, self._measured, self._size = loss, measured, size
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
         return dict, (dict(self),)  # a copy, or one in another process, has no run to measure
@@ -91,12 +93,12 @@ class StepMetrics(dict[str, Any]):
             "step_seconds": seconds,
             "bubble": timeline.bubble,
         }
-        for name, count in (("rows", self._rows), ("tokens", self._tokens)):
+        for name, count in (("rows", self._size.rows), ("tokens", self._size.tokens)):
             if count:
                 numbers[name] = count
                 if seconds:
                     numbers[f"{name}_per_second"] = count / seconds
-        peak = max((get_peak_bytes(device) for device in self._devices), default=0)
+        peak = max((get_peak_bytes(device) for device in self._size.devices), default=0)
         if peak:
             numbers["peak_bytes"] = peak
         numbers.update(_find_numbers(self))
@@ -131,19 +133,3 @@ def _find_numbers(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[s
                 yield f"{path}{name}", float(value.item())
         elif isinstance(value, Real):
             yield f"{path}{name}", float(value)
-
-
-def count_tokens(batch: Batch) -> int | None:
-    """Return the number of token ids in a batch, padding included, or None if it has none.
-
-    They are the inputs called `input_ids` and `decoder_input_ids`, or the first input if it is a
-    matrix of whole numbers.
-    """
-    named = [batch.keyword_inputs[name] for name in TOKEN_INPUTS if name in batch.keyword_inputs]
-    inputs = named or batch.inputs[:1]
-    sizes = [value.numel() for value in inputs if isinstance(value, Tensor) and _has_ids(value)]
-    return sum(sizes) if sizes else None
-
-
-def _has_ids(tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)

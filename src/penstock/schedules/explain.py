@@ -205,34 +205,6 @@ def find_idle(index: TimelineIndex, memory: float | None = None) -> Iterator[Idl
         yield Idle(gap.rank, gap.start, gap.end, *candidates.explain(gap.next_position, gap.end))
 
 
-def split_bubble(timeline: Timeline) -> dict[str, float]:
-    """Return the idle share of all ranks' time, by cause: fill, drain, messages and waits.
-
-    Unlike `find_idle`, this does not look for actions that could run instead, so it stays quick
-    for many ranks. A gap that ends with a message is split: the time from the end of the action
-    that made the message counts as "messages", and the time before it as "waits".
-    """
-    index = TimelineIndex(timeline)
-    seconds = dict.fromkeys(("fill", "drain", "messages", "waits"), 0.0)
-    for gap in _find_gaps(index):
-        length = gap.end - gap.start
-        if gap.next_position is None:
-            seconds[gap.cause] += length
-            continue
-        in_flight = max(
-            (
-                min(length, gap.end - index.span(arrival.producer).end)
-                for arrival in index.arrivals(Place(gap.rank, gap.next_position))
-                if arrival.producer.rank != gap.rank and arrival.time >= gap.end - index.slack
-            ),
-            default=0.0,
-        )
-        seconds["messages"] += in_flight
-        seconds["waits"] += length - in_flight
-    total = timeline.ranks * timeline.makespan
-    return {cause: value / total if total else 0.0 for cause, value in seconds.items()}
-
-
 class _Gap(NamedTuple):
     """A time in which a rank does not compute, with the position of the action that ends it.
 

@@ -4,7 +4,8 @@
 rule for what a rank does next, and the fastest result wins. Some strategies follow the order of a
 named schedule of the same placement and only place the Ws anew; some follow an order with more or
 fewer forwards before the first backward; others choose the order too. No strategy is best
-everywhere, and each costs little. Finally, a local search improves the winner.
+everywhere, and each costs little. Then `rule_search` looks for better rules than these. Finally, a
+local search improves the winner.
 
 "Fast" has two meanings, the objectives. The makespan is the time from the first start to the last
 end on any rank. The period is the longest time that one rank needs from its first to its last
@@ -19,11 +20,12 @@ from dataclasses import replace
 from itertools import product
 from math import isnan
 from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from penstock.errors import ArgumentError
+from penstock.schedules.bound import Objective, schedule_bound
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
-from penstock.schedules.families import FAMILIES, make
+from penstock.schedules.families import make, training_families
 from penstock.schedules.families.common import Placement, check_sizes
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, follows, produces
 from penstock.schedules.list_scheduler import (
@@ -35,13 +37,13 @@ from penstock.schedules.list_scheduler import (
     when_full,
     when_lagging,
 )
+from penstock.schedules.priority_scheduler import Pipeline
+from penstock.schedules.rule_search import search_rules
 from penstock.schedules.simulator import Deadlock, Span, check_stages_match, play
 
 # -------------------------------------------------------------------------------------------------
 # The objectives.
 # -------------------------------------------------------------------------------------------------
-
-Objective = Literal["makespan", "period"]
 
 # Returns (seconds, the span that ends last) of a simulation, for one objective.
 _Measure = Callable[[Sequence[Span]], tuple[float, Span]]
@@ -64,6 +66,12 @@ def _measure_period(spans: Sequence[Span]) -> tuple[float, Span]:
 
 
 _MEASURES: dict[Objective, _Measure] = {"makespan": _measure_makespan, "period": _measure_period}
+
+
+def measure_seconds(spans: Sequence[Span], objective: Objective) -> float:
+    """Return the seconds of a simulation, for one objective."""
+    return _MEASURES[objective](spans)[0]
+
 
 # -------------------------------------------------------------------------------------------------
 # The local search: swap neighbours on the critical path as long as that helps.
@@ -173,6 +181,9 @@ def _swaps_on_critical_path(
 # The search.
 # -------------------------------------------------------------------------------------------------
 
+_MIN_STRATEGIES = 60  # how many are tried before rules are searched, if the effort allows it
+_RULE_ATTEMPTS = 400
+
 
 def fit(
     placement: Sequence[int],
@@ -222,22 +233,32 @@ def fit(
             f"objective {objective!r} is unknown: it is {' or '.join(map(repr, _MEASURES))}"
         )
     caps = _memory_caps(placement, chunks, cost, graph, memory)
-    if objective == "makespan":
-        goal = lower_bound(placement, chunks, cost, graph)
-    else:
-        goal = chunks * max(_seconds_per_rank(placement, cost))
+    whole = [False] * len(placement)
+    goal = schedule_bound(cost, graph, placement, chunks, whole, caps, objective)
     goal *= 1 + 1e-12  # the bound is a sum of floats; the factor allows for its rounding errors
     size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
     # With one stage per rank some families are the same.
     named = list(dict.fromkeys(named_schedules(placement, chunks).values()))
     fitting = [schedule for schedule in named if _fits_caps(schedule, cost, caps)]
     best = _BestSchedule(graph, cost, _MEASURES[objective], fitting)
+    # At least a third of the effort is for the search of rules, which costs more and finds more.
+    kept = effort - max(effort // 3, min(effort, _MIN_STRATEGIES * size))
     for strategy in _strategies(placement, chunks, named, cost, caps):
-        if best.schedule and (best.seconds <= goal or effort < size):
+        if best.schedule and best.seconds <= goal:
             return best.schedule
+        if best.schedule and effort - size < kept:
+            break
         effort -= size
         best.consider(strategy.build(placement, chunks, caps, graph))
     assert best.schedule, "the strategies that check is_safe always end"
+    rules = min(effort, _RULE_ATTEMPTS * size)
+    if rules >= size:
+        pipeline = Pipeline(placement, chunks, cost, caps, graph)
+        for starts in search_rules(pipeline, objective, rules, goal):
+            best.consider(pipeline.schedule(starts))
+        effort -= rules
+    if best.seconds <= goal:
+        return best.schedule
     swaps = min(200, effort // size)
     return improve_by_swaps(best.schedule, graph, cost, caps, swaps, objective)
 
@@ -496,13 +517,11 @@ def named_schedules(
     """Return the named schedules of a placement that can train: those of `names`, or all."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
-    schedules: dict[str, Schedule] = {}
-    for name, family in FAMILIES.items():
-        exists = family.free or family.stages_per_rank == per_rank
-        wanted = family.trains and exists and (names is None or name in names)
-        if wanted and family.placement(ranks, per_rank) == placement:
-            schedules[name] = make(name, ranks, chunks, per_rank)
-    return schedules
+    return {
+        name: make(name, ranks, chunks, per_rank)
+        for name in training_families(placement)
+        if names is None or name in names
+    }
 
 
 def _choose_by_policy(policy: OrderPolicy) -> ActionChooser:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from penstock.errors import InvalidScheduleError
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, track_live_memory
@@ -115,14 +115,16 @@ def find_misplaced_actions(schedule: Schedule) -> Iterator[str]:
     """Yield the actions that name an unknown stage or micro-batch, or are on the wrong rank."""
     for rank, lane in enumerate(schedule.lanes):
         for step, action in enumerate(lane):
-            where = f"rank {rank}, step {step}: {action}"
-            if not 0 <= action.stage < schedule.stages:
-                yield f"{where} names stage {action.stage}, but there are {schedule.stages}"
-            elif schedule.placement[action.stage] != rank:
-                owner = schedule.placement[action.stage]
-                yield f"{where} is in this lane, but stage {action.stage} is on rank {owner}"
-            if not 0 <= action.microbatch < schedule.chunks:
-                yield f"{where} names micro-batch {action.microbatch} of {schedule.chunks}"
+            _, stage, microbatch = action
+            if not 0 <= stage < schedule.stages:
+                problem = f"names stage {stage}, but there are {schedule.stages}"
+                yield f"rank {rank}, step {step}: {action} {problem}"
+            elif schedule.placement[stage] != rank:
+                problem = f"stage {stage} is on rank {schedule.placement[stage]}"
+                yield f"rank {rank}, step {step}: {action} is in this lane, but {problem}"
+            if not 0 <= microbatch < schedule.chunks:
+                problem = f"names micro-batch {microbatch} of {schedule.chunks}"
+                yield f"rank {rank}, step {step}: {action} {problem}"
 
 
 def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
@@ -132,34 +134,36 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
     one of each optional op, such as R. A schedule without any backward is for inference and needs
     only its Fs.
     """
-    times = Counter(action for lane in schedule.lanes for action in lane)
-    trains = any(action.op in _BACKWARD for action in times)
+    ops_by_stage: dict[int, dict[Op, list[int]]] = {}
+    for op, stage, microbatch in chain.from_iterable(schedule.lanes):
+        ops = ops_by_stage.setdefault(stage, {op: [] for op in Op})
+        ops[op].append(microbatch)
+    trains = any(ops[op] for ops in ops_by_stage.values() for op in _BACKWARD)
     chunks = range(schedule.chunks)
-    present_by_stage: dict[int, set[int]] = {}
-    for action in times:
-        if action.microbatch in chunks:
-            present_by_stage.setdefault(action.stage, set()).add(action.microbatch)
     for stage in range(schedule.stages):
-        present = present_by_stage.get(stage, set())
+        times = {op: Counter(ops_by_stage.get(stage, {}).get(op, ())) for op in Op}
+        present = {microbatch for counter in times.values() for microbatch in counter}
+        present.intersection_update(chunks)
         # Three examples are enough: a text that says `chunks: 99999999` must not list them all.
         if missing := list(islice((i for i in chunks if i not in present), 3)):
             more = schedule.chunks - len(present) - len(missing)
             listed = ", ".join(map(str, missing)) + (f" and {more} more" if more > 0 else "")
             yield f"stage {stage}: nothing runs on micro-batch {listed}"
         for microbatch in sorted(present):
-            counts = {op: times[Compute(op, stage, microbatch)] for op in Op}
             where = f"stage {stage}, micro-batch {microbatch}"
-            if counts[Op.F] != 1:
-                yield f"{where}: F runs {_format_count(counts[Op.F])}, not once"
-            b, i, w = (counts[op] for op in _BACKWARD)
+            b, i, w = (times[op][microbatch] for op in _BACKWARD)
+            if times[Op.F][microbatch] != 1:
+                yield f"{where}: F runs {_format_count(times[Op.F][microbatch])}, not once"
             if trains and (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                has = ", ".join(f"{op} {_format_count(counts[op])}" for op in _BACKWARD)
+                has = ", ".join(f"{op} {_format_count(times[op][microbatch])}" for op in _BACKWARD)
                 yield f"{where}: it needs B once, or I and W once, but has {has}"
-            for op, count in counts.items():
-                if OP_RULES[op].optional and count > 1:
-                    yield f"{where}: {op} runs {_format_count(count)}, not at most once"
+            for op in _OPTIONAL:
+                if times[op][microbatch] > 1:
+                    count = _format_count(times[op][microbatch])
+                    yield f"{where}: {op} runs {count}, not at most once"
 
 
+_OPTIONAL = tuple(op for op, rule in OP_RULES.items() if rule.optional)
 _BACKWARD = (Op.B, Op.I, Op.W)
 
 

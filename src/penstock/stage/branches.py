@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -30,9 +31,13 @@ from penstock.stage.stage import Stage, StageFunction
 # The names of functions that return a number of a tensor to Python.
 _READS = frozenset(
     (
-        *("__bool__", "__int__", "__float__", "__index__", "__array__"),
-        *("item", "tolist", "numpy", "equal", "allclose"),
+        *("__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"),
+        *("__format__", "__repr__", "item", "tolist", "numpy", "equal", "allclose"),
     )
+)
+# The names of functions that return a tensor whose shape is a number of another one.
+_SHAPE_READS = frozenset(
+    ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 )
 # The names of functions that select among the entries of a dim, with the position of their `dim`
 # and its default.
@@ -46,6 +51,13 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
     "nanmedian": (1, None),
     "quantile": (2, None),
     "nanquantile": (2, None),
+    "narrow": (1, None),
+    "index_select": (1, None),
+    "split": (2, 0),
+    "tensor_split": (2, 0),
+    "chunk": (2, 0),
+    "unbind": (1, 0),
+    "__iter__": (1, 0),
 }
 _PLAIN_TYPES = (bool, float, str)
 # Functions whose whole numbers are not sizes.
@@ -64,11 +76,12 @@ class BranchWatch(TorchFunctionMode):
         has_read: Whether it has read a number.
         selects_rows: Whether an operation selects among the entries of the first dim.
         way: A digest of what followed the first number.
+        uses_float32: Whether an operation returned a tensor of float32.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_read = self.selects_rows = False
+        self.has_read = self.selects_rows = self.uses_float32 = False
         self.way = 0
 
     def __torch_function__(
@@ -83,6 +96,10 @@ class BranchWatch(TorchFunctionMode):
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
         elif self.has_read:
             self._follow(name, args, kwargs)
+        elif name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1])):
+            self.has_read = True  # the sizes themselves are mostly different
+        if isinstance(result, Tensor) and result.dtype is torch.float32:
+            self.uses_float32 = True
         if not self.selects_rows:
             self.selects_rows = _selects_rows(name, args, kwargs)
         return result
@@ -99,11 +116,17 @@ class BranchWatch(TorchFunctionMode):
         self.way = hash((self.way, name, *plain))
 
 
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.bool
+
+
 def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function selects some of the first dim of a tensor."""
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return False
-    if name == "__getitem__" and not args[0].is_leaf:  # not a table of positions
+    if args[0].is_leaf and torch.is_grad_enabled():
+        return False  # an input, or a table of positions
+    if name == "__getitem__":
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         return isinstance(index, slice) and index != slice(None)
     if name not in _SELECTIONS:

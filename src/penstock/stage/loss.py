@@ -205,6 +205,7 @@ class LossExtras(NamedTuple):
 
 NO_EXTRAS = LossExtras()
 MODEL_ORIGIN = "the model, without a loss_fn, returned"
+LOSS_FN_ORIGIN = "loss_fn returned"
 
 
 def append_loss(
@@ -251,7 +252,7 @@ class LossStageFunction:
     @cached_property
     def origin(self) -> str:
         """The beginning of error messages: who returned the loss."""
-        return "loss_fn returned" if self.loss_fn else MODEL_ORIGIN
+        return LOSS_FN_ORIGIN if self.loss_fn else MODEL_ORIGIN
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage and the loss. The loss takes the place of the output."""

@@ -55,18 +55,18 @@ class ProxyPool:
         foreign_ids: Collection[int] = (),
         replace_hooked: bool = False,
     ) -> None:
-        self._device, self.foreign_ids, self._replace_hooked = device, foreign_ids, replace_hooked
+        self._device, self.foreign_ids, self.replaces_hooked = device, foreign_ids, replace_hooked
         # Original and proxy by the id of the original. The original is kept alive with its proxy,
         # so that its id is not reused.
         self._proxies: dict[int, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
-        return self._replace_hooked or bool(self.foreign_ids)
+        return self.replaces_hooked or bool(self.foreign_ids)
 
     def get_proxy(self, original: Any) -> Any:
         """Return the proxy of an object, or the object itself if it can be used directly."""
         if id(original) not in self.foreign_ids and not (
-            self._replace_hooked and has_hooks(original)
+            self.replaces_hooked and has_hooks(original)
         ):
             return original
         if id(original) not in self._proxies:
@@ -154,18 +154,20 @@ class StageProxies:
         if pool:
             # Modules of other ranks are not touched. They are replaced as a whole, by copies.
             local_modules = [module for module in modules if id(module) not in pool.foreign_ids]
+            entries = _list_registered(
+                local_modules, REGISTRIES if pool.foreign_ids else REGISTRIES[:1]
+            )
             self._swaps = [
                 _ProxySwap(registry, name, original, proxy)
-                for registry, name, original in _iterate_registered(
-                    local_modules, REGISTRIES if pool.foreign_ids else REGISTRIES[:1]
-                )
-                if (proxy := pool.get_proxy(original)) is not original
+                for registry, name, original in entries
+                if (pool.replaces_hooked or id(original) in pool.foreign_ids)
+                and (proxy := pool.get_proxy(original)) is not original
             ]
         if shared_ids:
             self.modules = [pool.get_proxy(module) for module in modules]
             self._shared_entries = [
                 (registry, name)
-                for registry, name, original in _iterate_registered(self.modules, REGISTRIES[:2])
+                for registry, name, original in _list_registered(self.modules, REGISTRIES[:2])
                 if id(original) in shared_ids
             ]
 
@@ -224,16 +226,19 @@ def move_to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
-def _iterate_registered(
+def _list_registered(
     modules: Iterable[nn.Module], registries: Sequence[str]
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the entries of the modules' registries: the registry, the name and the original."""
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the entries of the modules' registries: the registry, the name and the original."""
+    # In every call, so this is one loop without calls. See `unwrap_proxy`.
+    entries = []
     for module in modules:
         for kind in registries:
             registry: dict[str, Any] = getattr(module, kind)
             for name, member in registry.items():
                 if member is not None:
-                    yield registry, name, unwrap_proxy(member)
+                    entries.append((registry, name, member.__dict__.get("_stands_for", member)))
+    return entries
 
 
 def has_hooks(value: Any) -> bool:

@@ -94,9 +94,14 @@ class Stage:
 
     def modules(self) -> list[nn.Module]:
         """Return all modules of its layers, without duplicates."""
+        # In every call, and `nn.Module.modules` is a generator that also builds names.
         modules: dict[nn.Module, None] = {}
-        for layer in self.layers:
-            modules.update(dict.fromkeys(layer.modules()))
+        todo = [*reversed(self.layers)]
+        while todo:
+            module = todo.pop()
+            if module not in modules:
+                modules[module] = None
+                todo += [child for child in reversed(module._modules.values()) if child is not None]
         return list(modules)
 
     def behavior_for(self, modules: Iterable[nn.Module]) -> ObservedBehavior:

@@ -924,10 +924,11 @@ def _is_cast(old: Tensor, new: Tensor) -> bool:
 
 def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that require grad, without duplicates."""
-    parameters = [
-        p if type(p) is nn.Parameter and "_stands_for" not in p.__dict__ else unwrap_proxy(p)
-        for module in modules
-        for p in module._parameters.values()
-        if p is not None
-    ]
-    return [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    parameters: dict[int, nn.Parameter] = {}  # by id: hashing a tensor is slow
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                original = parameter.__dict__.get("_stands_for", parameter)  # `unwrap_proxy`
+                if original.requires_grad:
+                    parameters[id(original)] = original
+    return list(parameters.values())

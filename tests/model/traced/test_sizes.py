@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
+from penstock.model.huggingface import build_default_kwargs
 from penstock.model.traced import traced_partition
 from penstock.model.traced.trace import Trace, TraceNode
 from penstock.model.traced.trace_family import differ_in_sizes_only, find_padding
@@ -52,7 +53,7 @@ class Masked(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([Attention() for _ in range(4)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         for block in self.blocks:
             y, double = block(x, mask, x.shape[1])
@@ -63,15 +64,15 @@ class Masked(nn.Module):
 class Unit(nn.Module):
     """A linear layer, and something else that depends on the length."""
 
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.linear, self.change = nn.Linear(4, 4), change
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.linear(self.change(x))
 
 
-def _scale_if_long(x: Tensor) -> Tensor:
+def _scale_if_long(x: Tensor) -> Any:
     return 2 * x if x.shape[1] > 8 else x
 
 
@@ -83,21 +84,22 @@ def _take_every_other(x: Tensor) -> Tensor:
     return x[:, ::2] + x[:, -1:].sum(1, keepdim=True)
 
 
-def _sum_in_a_loop(x: Tensor) -> Tensor:
+def _sum_in_a_loop(x: Tensor) -> Any:
     return x + sum(x[:, n : n + 1] for n in range(x.shape[1]))
 
 
-def _cut_in_the_square(x: Tensor) -> Tensor:
+def _cut_in_the_square(x: Tensor) -> Any:
     return (x @ x.transpose(1, 2)).flatten(1)[:, : 4 * x.shape[1]].unflatten(1, (-1, 4))
 
 
-class Changing(Four):
+class Changing(nn.Module):
     """Four units, one of which depends on the length."""
 
     change: Any = staticmethod(_scale_if_long)
 
     def __init__(self) -> None:
         super().__init__()
+        self.a, self.c, self.d = (nn.Linear(4, 4) for _ in range(3))
         self.b = Unit(type(self).change)
 
     def forward(self, x: Tensor) -> Any:
@@ -316,7 +318,7 @@ def test_a_trace_without_units_is_the_trace_with_them(name: str) -> None:
     def trace(rows: int, size: int, shapes: Any = None) -> Trace:
         batch = architecture.batch(rows, size)
         args, kwargs = ((), dict(batch)) if isinstance(batch, dict) else (tuple(batch), {})
-        kwargs = {**traced_partition.build_default_kwargs(partition.model, kwargs), **kwargs}
+        kwargs = {**build_default_kwargs(partition.model, kwargs), **kwargs}
         model, units, device = partition.model, partition.units, partition._device
         if shapes is None:
             return trace_model(model, units, args, kwargs, device)[0]
@@ -364,8 +366,8 @@ def test_a_number_that_does_not_follow_a_size_makes_another_kind() -> None:
     partition = _partition(pipe)
 
     def trace(length: int) -> Trace:
-        args = batches(length)[0][:2], {}
-        return trace_model(partition.model, partition.units, args[:1], {}, partition._device)[0]
+        args = (batches(length)[0][:2],)
+        return trace_model(partition.model, partition.units, args, {}, partition._device)[0]
 
     assert differ_in_sizes_only([trace(5), trace(7), trace(6)])
     assert not differ_in_sizes_only([trace(5), trace(7), trace(9)])

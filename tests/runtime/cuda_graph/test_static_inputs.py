@@ -283,7 +283,7 @@ def test_captured_traced_model_with_many_stages_and_chunks() -> None:
     """
     torch.manual_seed(0)
     chunks = 100
-    example = {
+    example: dict[str, Any] = {
         "ids": torch.randint(16, (chunks, 2)),
         "mask": torch.ones(chunks, 2, dtype=torch.bool),
         "labels": torch.randint(16, (chunks, 2)),

@@ -156,21 +156,47 @@ class StageProgram:
     runs_backward: bool
 
 
-def build_stage_program(
-    assignment: TraceAssignment, stage: int, device: torch.device, constants: Mapping[int, Tensor]
-) -> StageProgram:
-    """Return the program of one stage on a device.
+@dataclass(frozen=True)
+class _TraceFacts:
+    """What the programs of all stages need to know of a trace."""
+
+    metadata_dependent: Mapping[str, set[int]]  # by kind of metadata, values that decide it
+    changes_in_place: Sequence[Mapping[int, int]]
+    guarded_arguments: Mapping[int, tuple[Any, Any]]
+    original_values: Mapping[int, int]
+    runs_backward: bool
+
+
+def build_stage_programs(
+    assignment: TraceAssignment,
+    devices: Mapping[int, torch.device],
+    constants: Mapping[int, Tensor],
+) -> dict[int, StageProgram]:
+    """Return the programs of the stages that have a device here.
 
     `constants` are the tensors by value that the forward took from attributes and variables.
     """
+    trace = assignment.trace
+    facts = _TraceFacts(
+        {kind: _find_dependent_values(trace, read) for kind, read in trace.metadata_reads.items()},
+        [node.mutations for node in trace.nodes if node.mutations],
+        _collect_guarded_arguments(trace, constants),
+        _find_original_values(trace.nodes),
+        any(node.func in BACKWARD_CALLS for node in trace.nodes if node.kind is not NodeKind.UNIT),
+    )
+    return {
+        stage: _build_stage_program(assignment, stage, device, facts)
+        for stage, device in devices.items()
+    }
+
+
+def _build_stage_program(
+    assignment: TraceAssignment, stage: int, device: torch.device, facts: _TraceFacts
+) -> StageProgram:
     trace, stage_assignment = assignment.trace, assignment.stage_assignments[stage]
     remote_tensor = trace.make_remote_tensors(device)
     inplace = _InplaceTracker(assignment, stage)
-    metadata_dependent = {
-        kind: _find_dependent_values(trace, values) for kind, values in trace.metadata_reads.items()
-    }
-    changes_in_place = [node.mutations for node in trace.nodes if node.mutations]
-    guarded_arguments = _collect_guarded_arguments(trace, constants)
+    guarded_arguments = facts.guarded_arguments
     instructions = []
     for node_index, node in enumerate(trace.nodes):
         # Nodes without tensors run on every stage: they switch modes such as `no_grad`.
@@ -181,12 +207,12 @@ def build_stage_program(
                 True,
                 saved_values=inplace.find_saved_values(node),
                 expected_output=_build_expected_output(assignment, stage, node_index),
-                expected_tensors=_collect_expected_tensors(trace, node, metadata_dependent),
+                expected_tensors=_collect_expected_tensors(trace, node, facts.metadata_dependent),
                 fills_container=output_context is OutputWithContainerUpdates,
                 guarded_arguments=guarded_arguments.get(node_index),
                 returns_argument=node.output is not None
                 and any(isinstance(leaf, ArgumentLeaf) for leaf in node.output.leaves),
-                must_not_alias=_must_not_alias(node, changes_in_place),
+                must_not_alias=_must_not_alias(node, facts.changes_in_place),
                 watched_attributes=_find_watched_attributes(assignment, stage, node_index),
             )
         else:
@@ -211,7 +237,7 @@ def build_stage_program(
         {source: tuple(values) for source, values in stage_assignment.recv_values.items()},
         {dst: tuple(values) for dst, values in stage_assignment.send_values.items()},
         inplace.find_values_to_clone(),
-        _find_original_values(trace.nodes),
+        facts.original_values,
         is_last,
         tuple(
             name for name in trace.reassigned_buffers if assignment.buffer_writers[name] == stage
@@ -219,7 +245,7 @@ def build_stage_program(
         device,
         any(trace.nodes[node_index].uses_rng for node_index in stage_assignment.nodes),
         inplace.mutates_inputs(trace.inputs),
-        any(node.func in BACKWARD_CALLS for node in trace.nodes if node.kind is not NodeKind.UNIT),
+        facts.runs_backward,
     )
 
 

@@ -118,7 +118,7 @@ class TraceNode:
     is_guard: bool = False
     recorded_result: Any = None
     literals: str = ""  # the arguments that are not tensors, as text
-    # The arguments with a `ValueRef` for each tensor. Units, guards and input-only nodes have it.
+    # The arguments with a `ValueRef` for each tensor. Units and operations with a result have it.
     arg_template: Any = None
     call: Any = None  # runs the operation; see `OpInterceptor.intercept_op`
     hooked_values: tuple[int, ...] = ()  # those of its inputs on which it registers a hook

@@ -40,12 +40,15 @@ class TraceFamily:
     Attributes:
         references: Full traces, each with the number of its call and the digest of its kind.
         shapes: The shapes of what units return, once they are learned.
+        kind: The digest of the trace with which they were learned first. Traces without units
+            share it, as far as they differ in sizes only.
         attempts: How often that was tried.
         input_shapes: The shapes of the inputs in the full traces.
     """
 
     references: list[tuple[int, Trace, str]] = field(default_factory=list)
     shapes: UnitShapes | None = None
+    kind: str = ""
     attempts: int = 0
     input_shapes: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
 
@@ -62,7 +65,8 @@ class TraceFamily:
             return
         self.attempts += 1
         shapes = learn_shapes([trace for _, trace, _ in self.references])
-        self.shapes = self.shapes if shapes is None else shapes
+        if shapes is not None:
+            self.shapes, self.kind = shapes, self.kind or self.references[-1][2]
 
     def find_kind(self, trace: Trace) -> str:
         """Return the digest of the kind of a trace without units, or "" if it is of a new kind.
@@ -71,7 +75,7 @@ class TraceFamily:
         the forward is that of the references, or follows the size of an input as it does in them.
         """
         traces = [reference for _, reference, _ in self.references]
-        return self.references[-1][2] if differ_in_sizes_only([*traces, trace]) else ""
+        return self.kind if differ_in_sizes_only([*traces, trace]) else ""
 
     def describe_changes(self, names: Sequence[str]) -> str:
         """Return which sizes of the inputs keep changing, and what to pad them to."""

@@ -261,8 +261,6 @@ def derive_trace(
 
     It returns what `trace_model` would. Raises `SizesDiffer` where that is not certain.
     """
-    if not shapes.is_current():
-        raise SizesDiffer
     input_leaves, spec = flatten((args, kwargs))
     leaves = [
         _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
@@ -286,6 +284,7 @@ def derive_trace(
         except Exception as error:  # the full trace will say what is wrong
             raise SizesDiffer from error
         binding.finish()
+    # At the end, because the forward itself may have changed a unit.
     if not is_stable or not shapes.is_current():
         raise SizesDiffer
     return trace, constants

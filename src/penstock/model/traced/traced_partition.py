@@ -56,7 +56,7 @@ from penstock.model.traced.guards import (
 from penstock.model.traced.interception import EscapedTensor
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
 from penstock.model.traced.settings import ModelSettings, SettingsReader, read_state_key
-from penstock.model.traced.stage_program import StageProgram, build_stage_program
+from penstock.model.traced.stage_program import StageProgram, build_stage_programs
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_family import TraceFamily, warn_of_changes
@@ -94,6 +94,16 @@ class UnitCost:
     def seconds(self) -> float:
         """The seconds of forward and backward together."""
         return self.forward + self.input_grad + self.weight_grad
+
+    def with_loss(self, forward: float, backward: float) -> UnitCost:
+        """Return the cost of the last unit, which computes the loss as well, in so many seconds."""
+        return UnitCost(
+            self.forward + forward,
+            self.input_grad + backward,
+            self.weight_grad,
+            self.activation_bytes,
+            self.resident_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -440,11 +450,13 @@ class TracedPartition(Partition):
         # Without a target, the model may compute the loss itself, from labels among its inputs.
         model_targets = None if target else _find_model_targets(plans)
         loss_shares: Sequence[float | Tensor] = ()
+        counted_labels = None
         sums_loss = batch.returns_loss and _is_loss_summed(batch, plans, trace_larger)
         if not batch.uses_model_loss and sums_loss:
             loss_shares = [1.0] * len(pieces)
         elif not batch.uses_model_loss and plans[0].compiled.loss_combination.has_loss:
             loss_shares = _compute_loss_shares(rows, model_targets, last_device)
+            counted_labels = model_targets
         elif model_targets is not None:
             targets = [move_to_device(labels, last_device) for labels in model_targets[0]]
             target_counter = model_targets[1]
@@ -460,6 +472,7 @@ class TracedPartition(Partition):
             " ".join(plan.compiled.fingerprint for plan in plans),
             target_counter,
             loss_shares,
+            counted_labels,
             sums_loss=sums_loss and batch.uses_model_loss,
             outputs_have_loss=batch.uses_model_loss
             and all(plan.compiled.loss_combination.has_loss for plan in plans),
@@ -618,10 +631,7 @@ class TracedPartition(Partition):
         kind: str = "",
     ) -> _CompiledTrace:
         """Compile a trace into stage programs and guards. It is of a new kind by default."""
-        programs = {
-            stage: build_stage_program(assignment, stage, device, constants)
-            for stage, device in self.devices.items()
-        }
+        programs = build_stage_programs(assignment, self.devices, constants)
         loss_targets = find_loss_targets(trace)
         goals = [] if loss_targets is None else [loss_targets.target, loss_targets.class_weights]
         producers = [trace.values[value].producer for value in goals if value is not None]

@@ -495,11 +495,9 @@ class Tracer(OpInterceptor):
             node,
             has_side_effect=any(map(self.value_table.is_persistent, mutated)),
             uses_rng=uses_rng,
+            # For `guards.find_loss_targets`, `unit_shapes` and `trace_tail`.
+            arg_template=self._build_arg_template(function_call),
         )
-        # For `guards.find_loss_targets` and `unit_shapes`. An in-place operation has turned its
-        # arguments into other values.
-        if not mutated and node.arg_template is None:
-            node = replace(node, arg_template=self._build_arg_template(function_call))
         return self._append_node(node, result, function_call.tensors, mutated, fake_tensors)
 
     def _is_input_only(self, tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +136,12 @@ class UnitShapes:
     sizes: SymbolicSizes
     symbols: frozenset[Any]
     modules: tuple[nn.Module, ...]  # of the units
-    members: tuple[Any, ...]  # of these modules, when the units ran on symbols
+    members: _Members  # of these modules, when the units ran on symbols
     written_buffers: frozenset[str]
 
     def is_current(self) -> bool:
         """Return whether the units are as they were."""
-        return are_same_objects(_list_members(self.modules), self.members)
+        return self.members.is_same_as(_Members.of(self.modules))
 
 
 class SizeBinding:
@@ -247,20 +247,33 @@ def _is_same_plain(first: Any, second: Any) -> bool:
     return type(first) is type(second) and type(first) in _PLAIN_TYPES and bool(first == second)
 
 
-def _list_members(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Return what modules hold, to be compared by identity.
+class _Members(NamedTuple):
+    """What modules hold, for comparison: objects by identity, tensors by what a trace sees of them.
 
-    A hook or parameter that is added, removed or replaced, and an attribute that is set, gives
-    another result.
+    Tensors are not kept: weights that the user has replaced would stay in memory.
     """
-    members: list[Any] = []
-    for module in modules:
-        attributes = vars(module)
-        members += attributes.values()
-        for table in ("_parameters", "_buffers", "_modules", *HOOK_TABLES):
-            members += attributes.get(table, {}).values()
-        members += [p.requires_grad for p in attributes["_parameters"].values() if p is not None]
-    return tuple(members)
+
+    objects: tuple[Any, ...]
+    tensors: tuple[Any, ...]
+
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> _Members:
+        """Return the attributes, members and hooks of modules."""
+        values: list[Any] = []
+        for module in modules:
+            attributes = vars(module)
+            values += attributes.values()
+            for table in ("_parameters", "_buffers", "_modules", *HOOK_TABLES):
+                values += attributes.get(table, {}).values()
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return _Members(
+            tuple([None if isinstance(value, Tensor) else value for value in values]),
+            tuple([(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
+        )
+
+    def is_same_as(self, other: _Members) -> bool:
+        """Return whether the modules hold the same."""
+        return self.tensors == other.tensors and are_same_objects(self.objects, other.objects)
 
 
 # ---- units on symbolic sizes ---------------------------------------------------------------------
@@ -292,7 +305,7 @@ def learn_unit_shapes(
     proxies = {id(unit): build_unit_proxy(name, unit) for name, unit in units.items()}
     if ProxyModel(model, proxies).unit_hooks:
         return None  # hooks that fill lists and dicts of the model
-    members = _list_members(modules)
+    members = _Members.of(modules)
     every_module = list(dict.fromkeys([*model.modules(), *modules]))
     try:
         with (

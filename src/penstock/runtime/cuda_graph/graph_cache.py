@@ -102,12 +102,12 @@ class CapturedStep:
             self.result._check_terms()
         loss = self.result.loss.clone()
         measured = _ReplayMeasurement(self.measured, self.timestamps.snapshot())
-        metrics = _clone_tensors(self.result.metrics)
+        metrics = _clone_tensors(self.result.combined_metrics)
         return replace(
             self.result,
             loss=loss,
             outputs=_clone_tensors(self.result.outputs),
-            metrics=self.result.metrics.replace(metrics, loss, measured),
+            combined_metrics=metrics,
             measured=measured,
         )
 

@@ -83,7 +83,7 @@ from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.request import Request
 from penstock.runtime.step import CheckpointPeers, PreparedPipe, StepResult
-from penstock.runtime.step_metrics import HasTimeline, StepMetrics, count_tokens
+from penstock.runtime.step_metrics import BatchSize, HasTimeline
 from penstock.runtime.tied_gradients import build_distributed_tied_weights
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import BoundAction, Worker
@@ -525,15 +525,11 @@ class DistributedCall:
         return StepResult(
             loss,
             outputs,
-            StepMetrics(
-                metrics,
-                loss,
-                totals.timings,
-                sum(self.inputs.rows.counts),
-                count_tokens(self.request),
-                (self._device.device,),
-            ),
+            metrics,
             totals.timings,
+            size=BatchSize(
+                sum(self.inputs.rows.counts), self.request.count_tokens(), (self._device.device,)
+            ),
         )
 
     def forward(self, execution: Execution, program: Program, phases: tuple[Phase, Phase]) -> Any:

@@ -48,6 +48,7 @@ __all__ = [
     "make",
     "naive",
     "one_f_one_b",
+    "training_families",
     "v_half",
     "v_min",
     "vee",
@@ -230,6 +231,26 @@ def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None)
             f"use stages_per_rank={needed}"
         )
     return family.build(ranks, chunks)
+
+
+def training_families(placement: tuple[int, ...]) -> list[str]:
+    """Return the names of the families that can train and place their stages like this.
+
+    Args:
+        placement: The rank of each stage.
+
+    >>> training_families((0, 1, 1, 0))
+    ['zb-v', 'v-half', 'v-min', 'dualpipe-v']
+    """
+    ranks = max(placement) + 1
+    per_rank = len(placement) // ranks
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if family.trains
+        and (family.free or family.stages_per_rank == per_rank)
+        and family.placement(ranks, per_rank) == placement
+    ]
 
 
 def family_of(name: str) -> Family:

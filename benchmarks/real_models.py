@@ -1,0 +1,279 @@
+"""Measure captured steps of models that people train, against their forecasts.
+
+    python benchmarks/real_models.py                                 all models, 2, 4 and 8 devices
+    python benchmarks/real_models.py --models llama --devices 8 --schedules zb-v --chunks 32
+
+Llama, GPT-2, T5 and ViT of transformers with random weights, and a plain GPT in an `nn.Sequential`,
+in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. The columns:
+
+step        median milliseconds of a step
+forecast    the simulated step, from the costs that the last step has measured
+bubble      the share of the step in which a device is idle, measured; then in the forecast; then
+            under the schedule if all stages took equally long
+slowest     the busiest device over the mean of all: how even the cut is
+host        milliseconds until the call of `step` returns
+unsplit     the model on the whole GPU, eagerly, one micro-batch after another
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock
+from penstock import Cost, Pipe
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.virtual import head, line, needs_cuda
+
+WORDS, TOKENS = 32_000, 1024
+WARM_UP = 3  # the first step runs eagerly, the second is captured
+HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast", "bubble"]
+HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
+
+
+class Case(NamedTuple):
+    """A model, its inputs, and for a model that returns no loss, a loss and its target."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any] | Tensor
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+    target: Tensor | None = None
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(rows, tokens, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        return out
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def plain_gpt(rows: int) -> Case:
+    """Build 16 blocks of width 1024, and a head of 32,000 words; two rows a micro-batch."""
+    blocks = [Block(1024, 16) for _ in range(16)]
+    model = nn.Sequential(
+        nn.Embedding(WORDS, 1024), *blocks, nn.LayerNorm(1024), nn.Linear(1024, WORDS)
+    )
+    ids = torch.randint(WORDS, (2 * rows, TOKENS // 2))
+    return Case(model, ids, token_loss, ids)
+
+
+def llama(rows: int) -> Case:
+    """Build 16 layers of width 2048."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_attention_heads=16,
+        vocab_size=WORDS,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    ids = torch.randint(WORDS, (rows, TOKENS))
+    return Case(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
+
+
+def gpt2(rows: int) -> Case:
+    """Build GPT-2 medium without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=24, n_embd=1024, n_head=16, use_cache=False)
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+    ids = torch.randint(config.vocab_size, (rows, TOKENS))
+    return Case(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids})
+
+
+def t5(rows: int) -> Case:
+    """Build an encoder and a decoder of 12 layers each, of width 1024, without dropout."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        num_layers=12,
+        d_model=1024,
+        d_kv=64,
+        d_ff=2816,
+        num_heads=16,
+        vocab_size=WORDS,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    ids, labels = (torch.randint(WORDS, (rows, TOKENS // 2)) for _ in range(2))
+    return Case(T5ForConditionalGeneration(config), {"input_ids": ids, "labels": labels})
+
+
+def vit(rows: int) -> Case:
+    """Build 24 layers of width 1024, without dropout, and give each micro-batch 8 images."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        num_labels=1000,
+    )
+    images, labels = torch.randn(8 * rows, 3, 224, 224), torch.randint(1000, (8 * rows,))
+    model = ViTForImageClassification(config)
+    return Case(model, {"pixel_values": images.bfloat16(), "labels": labels})
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "gpt": plain_gpt, "t5": t5, "vit": vit}
+
+
+# ---- measurements ----------------------------------------------------------------------------
+
+
+def timed(run: Callable[[], object], times: int) -> tuple[float, float]:
+    """Return the median milliseconds until the device is done, and until the call returns."""
+    whole, host = [], []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        run()
+        host.append(1e3 * (perf_counter() - start))
+        torch.cuda.synchronize()
+        whole.append(1e3 * (perf_counter() - start))
+    return median(whole), median(host)
+
+
+def build(name: str, chunks: int) -> Case:
+    torch.manual_seed(0)
+    with torch.device("cuda:0"):
+        case = MODELS[name](chunks)
+    inputs: Any = case.inputs
+    moved = (
+        inputs.cuda() if isinstance(inputs, Tensor) else {k: v.cuda() for k, v in inputs.items()}
+    )
+    target = None if case.target is None else case.target.cuda()
+    return case._replace(model=case.model.to("cuda:0", torch.bfloat16), inputs=moved, target=target)
+
+
+def unsplit(case: Case, chunks: int, times: int) -> float:
+    """Return the milliseconds of eager gradient accumulation on the whole GPU."""
+
+    def loss_of(index: int) -> Tensor:
+        if isinstance(case.inputs, Tensor):
+            assert case.loss_fn is not None
+            assert case.target is not None
+            out = case.model(case.inputs.chunk(chunks)[index])
+            return case.loss_fn(out, case.target.chunk(chunks)[index])
+        loss: Tensor = case.model(
+            **{k: v.chunk(chunks)[index] for k, v in case.inputs.items()}
+        ).loss
+        return loss
+
+    def accumulate() -> None:
+        for index in range(chunks):
+            (loss_of(index) / chunks).backward()
+
+    accumulate()
+    duration, _ = timed(accumulate, times)
+    case.model.zero_grad()
+    return duration
+
+
+def row(name: str, ranks: int, schedule: str, args: argparse.Namespace) -> str:
+    """Measure one model under one schedule, and return a line of the table."""
+    case = build(name, args.chunks)
+    eager = unsplit(case, args.chunks, args.times)
+    pipe = Pipe(
+        case.model,
+        args.chunks,
+        "never",
+        devices=penstock.virtual_devices("cuda:0", ranks),
+        example=case.inputs,
+        target=case.target,
+        loss_fn=case.loss_fn,
+        schedule=schedule,
+        runtime="graph",
+    )
+
+    def step() -> Any:
+        if isinstance(case.inputs, Tensor):
+            return pipe.step(case.inputs, target=case.target)
+        return pipe.step(**case.inputs)
+
+    for _ in range(WARM_UP):
+        result = step()
+    duration, host = timed(step, args.times)
+    timeline, forecast = result.timeline, pipe.forecast()
+    program = forecast.program
+    even = pipe.forecast(Cost.even(program.schedule.placement)).bubble
+    busy = [sum(span.end - span.start for span in lane) for lane in timeline.computes]
+    return line(
+        [
+            name,
+            ranks,
+            schedule,
+            args.chunks,
+            f"{duration:.1f}",
+            f"{1e3 * forecast.makespan:.1f}",
+            f"{duration / (1e3 * forecast.makespan):.3f}",
+            f"{timeline.bubble:.1%}",
+            f"{forecast.bubble:.1%}",
+            f"{even:.1%}",
+            f"{max(busy) / mean(busy):.2f}",
+            f"{host:.1f}",
+            f"{eager:.1f}",
+            f"{eager / duration:.2f}",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved", "zb-v"])
+    parser.add_argument("--chunks", type=int, default=16)
+    parser.add_argument("--times", type=int, default=5, help="timed steps")
+    args = parser.parse_args()
+    needs_cuda()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.times}\n")
+    print(head(HEADS), flush=True)
+    for name in args.models:
+        for ranks in args.devices:
+            for schedule in args.schedules:
+                print(row(name, ranks, schedule, args), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

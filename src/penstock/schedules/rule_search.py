@@ -1,0 +1,279 @@
+"""The search for good numbers of a scheduling rule.
+
+A `PriorityRule` says how slowly micro-batches should go through the stages, how far apart they
+should start, and when a rank waits. That gives every action a priority number, and
+`schedule_by_priority` a schedule. Good rules are found as in evolution: some are drawn at random,
+most are one of the best rules so far with one or two numbers changed. On a V, schedules in rounds
+are tried too. The Ws of every good schedule are placed anew, with other allowances of idle time.
+
+Bubbles are in the fill and in the drain, and both look alike for any large number of micro-batches.
+So with more than three micro-batches per rank, half of the search is for three, and the other half
+begins with the rules that it found.
+
+The random numbers have a fixed seed: the same problem always has the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from penstock.schedules.families.common import vee
+from penstock.schedules.priority_scheduler import (
+    Pipeline,
+    Starts,
+    refill_weight_grads,
+    schedule_by_priority,
+)
+from penstock.schedules.round_scheduler import RoundRule, schedule_in_rounds
+
+_SEARCHED_CHUNKS = 3  # micro-batches per rank with which rules are searched
+_PARENTS = 4  # rules from which others are made
+_FINALISTS = 6  # rules that run with all micro-batches
+_NEARLY_BEST = 1.003  # the Ws of a schedule that is not much slower than the best are placed anew
+_REFILLS = (0.5, 1.0)  # allowances of idle time, in parts of the idle time of the schedule
+
+
+class PriorityRule(NamedTuple):
+    """The numbers from which priorities are computed.
+
+    forward     how slowly micro-batches go through the first and the second half of the stages, in
+                multiples of the shortest possible time
+    backward    the same for gradients, through the second and the first half
+    shift       how much later Is are than they could be, in periods (the work on one micro-batch)
+    pace        the time between micro-batches, in periods
+    weight_lag  how much later a W is than its I, in periods
+    patience    how long a rank waits for something more urgent, in the mean seconds of a W
+    headroom    how many more micro-batches a stage may have in flight than its share of the memory,
+                or None for any number
+    allowance   how long a rank may be idle before it prefers a W to waiting, in parts of the idle
+                time of the best schedule so far; -1 for as long as any other rank so far
+    """
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    shift: float
+    pace: float
+    weight_lag: float
+    patience: float
+    headroom: float | None
+    allowance: float
+
+
+_SLOWNESSES = (1, 1, 1.5, 2, 3, 4)
+_SHIFTS = (-2, -1, -0.5, 0, 0, 0, 0.5, 1, 2)
+_PACES = (0.3, 0.6, 0.8, 0.9, 1, 1, 1.2, 1.5, 2)
+_WEIGHT_LAGS = (0, 1, 2, 5, 20, 1000, 1000, 1000)
+_HEADROOMS = (None, -2, -1, 0, 0.25, 0.5, 0.75, 1, 1.5, 2)
+_ALLOWANCES = (inf, -1, -1, 0.25, 0.5, 0.75, 1, 1)
+
+
+def _draw_rule(draw: Random) -> PriorityRule:
+    return PriorityRule(
+        (draw.choice(_SLOWNESSES), draw.choice(_SLOWNESSES)),
+        (draw.choice(_SLOWNESSES), draw.choice(_SLOWNESSES)),
+        draw.choice(_SHIFTS),
+        draw.choice(_PACES),
+        draw.choice(_WEIGHT_LAGS),
+        draw.choice((0, 0.25, 0.5, 1, 1, 1.5)),
+        draw.choice(_HEADROOMS),
+        draw.choice(_ALLOWANCES),
+    )
+
+
+def _change_rule(draw: Random, rule: PriorityRule) -> PriorityRule:
+    def stretch(pair: tuple[float, float]) -> tuple[float, float]:
+        return pair[0] * draw.uniform(0.7, 1.4), pair[1] * draw.uniform(0.7, 1.4)
+
+    changes: list[Callable[[PriorityRule], PriorityRule]] = [
+        lambda r: r._replace(forward=stretch(r.forward)),
+        lambda r: r._replace(backward=stretch(r.backward)),
+        lambda r: r._replace(shift=r.shift + draw.uniform(-0.5, 0.5)),
+        lambda r: r._replace(pace=r.pace * draw.uniform(0.8, 1.25)),
+        lambda r: r._replace(weight_lag=draw.choice(_WEIGHT_LAGS)),
+        lambda r: r._replace(patience=draw.uniform(0, 1.6)),
+        lambda r: r._replace(headroom=draw.choice(_HEADROOMS)),
+        lambda r: r._replace(allowance=draw.choice(_ALLOWANCES)),
+    ]
+    for _ in range(draw.choice((1, 1, 2))):
+        rule = draw.choice(changes)(rule)
+    return rule
+
+
+def _draw_round_rule(draw: Random) -> RoundRule:
+    return RoundRule(
+        draw.random() < 0.75,
+        draw.random() < 0.75,
+        draw.choice((-2, -1, 0, 0, 0.5, 1, 2, 3, 4)),
+        draw.choice((-2, -1, 0, 0, 0, 1, 2, 3)),
+        draw.choice((0, 0, 0, 0.1, 0.2, 0.3, -0.1, -0.2)),
+        draw.choice((0, 0, 0, 1, 2, 3, 4)),
+    )
+
+
+Rule = PriorityRule | RoundRule
+
+
+class _Trial(NamedTuple):
+    """A pipeline and an objective, with what every rule needs to know about them."""
+
+    pipeline: Pipeline
+    is_period: bool
+
+    def seconds(self, starts: Starts) -> float:
+        return self.pipeline.measure(starts)[self.is_period]
+
+    def run(self, rule: Rule, best: float) -> Starts | None:
+        """Return the schedule of a rule. If it is nearly as good as `best`, place its Ws anew."""
+        if isinstance(rule, RoundRule):
+            starts = schedule_in_rounds(self.pipeline, rule)
+        else:
+            starts = _apply_rule(self.pipeline, rule, best)
+        if starts is None:
+            return None
+        seconds = self.seconds(starts)
+        if seconds < best * _NEARLY_BEST:
+            idle = seconds - self.pipeline.work
+            for part in _REFILLS:
+                refilled = refill_weight_grads(
+                    self.pipeline, starts, [part * idle] * self.pipeline.ranks
+                )
+                if refilled and self.seconds(refilled) < seconds:
+                    starts, seconds = refilled, self.seconds(refilled)
+        return starts
+
+
+def search_rules(pipeline: Pipeline, objective: str, effort: int, goal: float) -> Iterator[Starts]:
+    """Yield ever better schedules of a pipeline, as the starts of its actions.
+
+    Args:
+        pipeline: The pipeline.
+        objective: "makespan" or "period".
+        effort: How many actions all attempts together may place.
+        goal: Seconds that cannot be beaten. The search ends when it reaches them.
+    """
+    is_period = objective == "period"
+    full = _Trial(pipeline, is_period)
+    most = _SEARCHED_CHUNKS * pipeline.ranks
+    seeds: list[Rule] = []
+    if pipeline.chunks > most:
+        short = _Trial(pipeline.with_chunks(most), is_period)
+        short_goal = goal - (pipeline.chunks - most) * pipeline.period
+        rules = [rule for _, rule, _ in _evolve(short, effort // 2, short_goal, [])]
+        seeds, effort = rules[: -_FINALISTS - 1 : -1], effort // 2
+    for _, _, starts in _evolve(full, effort, goal, seeds):
+        yield starts
+
+
+def _evolve(
+    trial: _Trial, effort: int, goal: float, seeds: Sequence[Rule]
+) -> Iterator[tuple[float, Rule, Starts]]:
+    """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
+    draw, pipeline = Random(0), trial.pipeline
+    is_vee = pipeline.placement == vee(pipeline.ranks) and pipeline.ranks > 1
+    first: list[Rule] = [*seeds, *([RoundRule()] if is_vee else [])]
+    best, attempt = inf, 0
+    parents: list[tuple[float, int, PriorityRule]] = []  # the best so far; the newest of equals
+    while effort >= pipeline.actions and best > goal:
+        rule: Rule
+        if attempt < len(first):
+            rule = first[attempt]
+        elif is_vee and attempt % 4 == 0:
+            rule = _draw_round_rule(draw)
+        elif not parents or draw.random() < 0.25:
+            rule = _draw_rule(draw)
+        else:
+            rule = _change_rule(draw, draw.choice(parents)[2])
+        attempt += 1
+        effort -= pipeline.actions
+        starts = trial.run(rule, best)
+        if starts is None:
+            continue
+        seconds = trial.seconds(starts)
+        if seconds < best * _NEARLY_BEST:
+            effort -= len(_REFILLS) * pipeline.actions
+        if isinstance(rule, PriorityRule):
+            parents = sorted([*parents, (seconds, -attempt, rule)])[:_PARENTS]
+        if seconds < best:
+            best = seconds
+            yield seconds, rule, starts
+
+
+# ---- from a rule to priorities --------------------------------------------------------------
+
+
+def _apply_rule(pipeline: Pipeline, rule: PriorityRule, best: float) -> Starts | None:
+    stages, ranks = pipeline.stages, pipeline.ranks
+    cost = pipeline.cost
+    period = rule.pace * pipeline.period
+    forward, backward = _path_times(pipeline, rule)
+    first = [
+        *forward,
+        *(time + rule.shift * period for time in backward),
+        *(time + (rule.shift + rule.weight_lag) * period for time in backward),
+    ]
+    priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first]
+    patience = rule.patience * sum(cost.W) / stages
+    limits = None
+    if rule.headroom is not None:
+        limits = _limits_in_flight(pipeline, rule.headroom)
+    even, allowances = [0.0] * ranks, None
+    if rule.allowance >= 0:
+        idle = best - pipeline.work if best < inf else pipeline.period
+        allowances = [rule.allowance * idle if idle > 0 else 0.0] * ranks
+    starts = schedule_by_priority(pipeline, priorities, patience, allowances, even, limits)
+    if starts and allowances is None:
+        # Once more, now that it is known which ranks are idle for long anyway.
+        idle_seconds = pipeline.idle_seconds(starts)
+        again = schedule_by_priority(pipeline, priorities, patience, None, idle_seconds, limits)
+        if again and pipeline.measure(again)[1] < pipeline.measure(starts)[1]:
+            return again
+    return starts
+
+
+def _path_times(pipeline: Pipeline, rule: PriorityRule) -> tuple[list[float], list[float]]:
+    """Return when the first micro-batch should reach F and I of each stage."""
+    stages, cost, placement = pipeline.stages, pipeline.cost, pipeline.placement
+
+    def hop(src: int, dst: int) -> float:
+        return cost.send_seconds(src, dst) if placement[src] != placement[dst] else 0.0
+
+    forward, backward = [0.0] * stages, [0.0] * stages
+    for s in range(1, stages):
+        slowness = rule.forward[2 * (s - 1) >= stages]
+        forward[s] = forward[s - 1] + slowness * (cost.F[s - 1] + hop(s - 1, s))
+    backward[-1] = forward[-1] + cost.F[-1]
+    for s in reversed(range(stages - 1)):
+        slowness = rule.backward[2 * (s + 1) < stages]
+        backward[s] = backward[s + 1] + slowness * (cost.I[s + 1] + hop(s + 1, s))
+    return forward, backward
+
+
+def _limits_in_flight(pipeline: Pipeline, headroom: float) -> list[int]:
+    """Return how many micro-batches each stage may have between F and I.
+
+    The stages of a rank share its memory in proportion to their round trips. Without limits, the
+    first stages of a V would fill it before their micro-batches come back.
+    """
+    cost, placement = pipeline.cost, pipeline.placement
+    forward, backward = _path_times(pipeline, _FASTEST)
+    bytes_seconds = [
+        (backward[s] + cost.I[s] - forward[s]) * cost.activation[s] for s in range(pipeline.stages)
+    ]
+    totals = [0.0] * pipeline.ranks
+    for stage, rank in enumerate(placement):
+        totals[rank] += bytes_seconds[stage]
+    limits = []
+    for stage, rank in enumerate(placement):
+        size, cap = cost.activation[stage], pipeline.caps[rank]
+        count = pipeline.chunks
+        if size and totals[rank] and cap < inf:
+            share = cap * bytes_seconds[stage] / totals[rank] / size
+            count = int(max(1.0, min(share + headroom, count)))
+        limits.append(count)
+    return limits
+
+
+_FASTEST = PriorityRule((1, 1), (1, 1), 0, 1, 0, 0, None, 0)

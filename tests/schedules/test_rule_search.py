@@ -1,0 +1,93 @@
+"""List scheduling by numbers, schedules in rounds, and the search for their rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock import Cost, lower, simulate
+from penstock.schedules import fit, loop, vee
+from penstock.schedules.cost import fits_in_memory
+from penstock.schedules.ir import Schedule, StageGraph
+from penstock.schedules.priority_scheduler import Pipeline, refill_weight_grads
+from penstock.schedules.round_scheduler import RoundRule, schedule_in_rounds
+from penstock.schedules.rule_search import search_rules
+from penstock.schedules.verify import verify
+
+
+def uneven(placement: tuple[int, ...], kept: float = 0.5) -> Cost:
+    stages = range(len(placement))
+    return Cost(
+        F=tuple(3.0 + s % 2 for s in stages),
+        I=tuple(3.0 + s % 3 for s in stages),
+        W=tuple(2.0 + s % 2 for s in stages),
+        activation=tuple(1.0 for _ in stages),
+        send=0.5,
+        weight_activation=tuple(kept for _ in stages),
+    )
+
+
+def pipeline_of(placement: tuple[int, ...], chunks: int, memory: float) -> Pipeline:
+    ranks = max(placement) + 1
+    graph = StageGraph.chain(len(placement))
+    return Pipeline(placement, chunks, uneven(placement), [memory] * ranks, graph)
+
+
+def check_schedule(pipeline: Pipeline, schedule: Schedule, memory: float) -> None:
+    assert not verify(lower(schedule))
+    assert all(fits_in_memory(lane, pipeline.cost, memory) for lane in schedule.lanes)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "period"])
+@pytest.mark.parametrize(
+    ("placement", "memory"),
+    [(loop(3, 1), 3), (loop(3, 1), 1), (vee(3), 4), (vee(3), 2), (loop(2, 2), 3), ((0, 1, 0), 2)],
+)
+def test_search_rules_keeps_to_the_memory_and_times_what_it_returns(
+    placement: tuple[int, ...], memory: float, objective: str
+) -> None:
+    pipeline = pipeline_of(placement, 7, memory)
+    seconds = []
+    for starts in search_rules(pipeline, objective, 40 * pipeline.actions, goal=0.0):
+        schedule = pipeline.schedule(starts)
+        check_schedule(pipeline, schedule, memory)
+        timeline = simulate(lower(schedule), pipeline.cost)
+        makespan, period = pipeline.measure(starts)
+        # The simulator starts everything as soon as it can, so it may only be faster.
+        assert timeline.makespan <= makespan + 1e-9
+        assert timeline.period <= period + 1e-9
+        seconds.append(period if objective == "period" else makespan)
+    assert seconds
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_search_rules_begins_with_few_micro_batches_and_ends_with_all() -> None:
+    pipeline = pipeline_of(vee(3), 40, 6)
+    results = list(search_rules(pipeline, "period", 60 * pipeline.actions, goal=0.0))
+    assert {len(done) for starts in results for done in starts} == {40}
+    best = pipeline.measure(results[-1])[1]
+    assert best < pipeline.measure(schedule_in_rounds(pipeline, RoundRule()) or [])[1] + 1e-9
+
+
+def test_refilling_weight_grads_keeps_the_order_of_the_others() -> None:
+    pipeline = pipeline_of(vee(4), 12, 8)
+    starts = schedule_in_rounds(pipeline, RoundRule())
+    assert starts is not None
+    refilled = refill_weight_grads(pipeline, starts, [5.0] * 4)
+    assert refilled is not None
+    before, after = pipeline.schedule(starts), pipeline.schedule(refilled)
+    check_schedule(pipeline, after, 8)
+    for old, new in zip(before.lanes, after.lanes, strict=True):
+        assert [a for a in old if a.op != "W"] == [a for a in new if a.op != "W"]
+
+
+def test_fit_finds_more_with_rules_than_with_the_orders_of_named_schedules() -> None:
+    # A row of arXiv 2401.10241 at a quarter of its size.
+    placement, chunks = vee(4), 12
+    cost = Cost((14.4,) * 8, (14.4,) * 8, (9.7,) * 8, (1.0,) * 8, 1.6, (0.43,) * 8)
+
+    def period(effort: int) -> float:
+        schedule = fit(placement, chunks, cost, 8, objective="period", effort=effort)
+        return simulate(lower(schedule), cost).period
+
+    actions = 3 * len(placement) * chunks
+    assert period(250 * actions) < period(60 * actions)
