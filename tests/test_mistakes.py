@@ -195,6 +195,7 @@ TABLE: dict[str, list[Mistake]] = {
         Mistake("pipe.backward(pipe(x).sum())", ATTRIBUTE, "'backward'", "loss.backward()"),
         Mistake("pipe.save_checkpoint('run')", ATTRIBUTE, "'save_checkpoint'", "pipe.save(folder"),
         Mistake("pipe.fit(loader)", ATTRIBUTE, "'fit'", "pipe.step(x, target=y)"),
+        Mistake("gpt2.resize_token_embeddings(8)", ATTRIBUTE, "'resize_tok", "write model.resize"),
         Mistake(
             "from penstock import PipelineStage", ImportError, "no PipelineStage", "Pipe(model"
         ),

@@ -42,9 +42,11 @@ from penstock.model.framework_attributes import (
     ModelForward,
     accept_recomputation,
     build_device_map,
+    explain_model_method,
     find_base_model,
     find_dtype,
     find_pipe_class,
+    has_method,
 )
 from penstock.model.placement import (
     MemoryCap,
@@ -1105,8 +1107,11 @@ class Pipe(nn.Module):
                 return getattr(model, name)
             if name in PIPE_ATTRIBUTES:
                 hint = suggest(name, PIPE_ATTRIBUTES)
-                raise AttributeError(f"'Pipe' object has no attribute '{name}'. {hint}") from None
-            raise
+            elif has_method(model, name):
+                hint = explain_model_method(model, name, self._topology is not None)
+            else:
+                raise
+            raise AttributeError(f"'Pipe' object has no attribute '{name}'. {hint}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A module or a tensor may be a child, which comes first.

@@ -341,14 +341,16 @@ def run_fabric(
         for index, (ids, labels) in enumerate(loader):
             if index < number % epoch_size:
                 continue
-            loss = (
-                functional.cross_entropy(model(ids), labels)
-                if kind == "Network"
-                else model.training_step((ids, labels), index)
-            )
-            fabric.backward(loss / accumulation)
             number += 1
-            if number % accumulation:
+            accumulates = bool(number % accumulation)
+            with fabric.no_backward_sync(model, enabled=accumulates):
+                loss = (
+                    functional.cross_entropy(model(ids), labels)
+                    if kind == "Network"
+                    else model.training_step((ids, labels), index)
+                )
+                fabric.backward(loss / accumulation)
+            if accumulates:
                 continue
             norm = measure_norm(module)
             if clip is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest.mock import patch
 
+from penstock.data_parallel.sync import Replicas
 from tests.integrations.curve import Curve
 from tests.integrations.lightning_curves import fit, run_fabric
 
@@ -20,3 +22,14 @@ def run_fabric_on_ranks(dp: int, options: dict[str, Any]) -> Curve:
     """Train with Fabric on all ranks."""
     warnings.simplefilter("ignore")
     return run_fabric(pipe_options={"dp": dp}, batch=4 // dp, **options)
+
+
+def count_averages(fabric: bool, dp: int, options: dict[str, Any]) -> tuple[Curve, int]:
+    """Train on all ranks. Return the curve, and how often gradients of replicas were averaged."""
+    function = run_fabric_on_ranks if fabric else fit_on_ranks
+    name = "average_unwrapped_gradients"
+    with patch.object(
+        Replicas, name, autospec=True, side_effect=getattr(Replicas, name)
+    ) as average:
+        curve = function(dp, options)
+    return curve, average.call_count

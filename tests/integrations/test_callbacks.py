@@ -188,6 +188,67 @@ def test_pipeline_monitor_logs_and_draws_in_lightning(package: str, tmp_path: Pa
     ]
 
 
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_pipeline_monitor_logs_and_draws_with_the_strategy(package: str, tmp_path: Path) -> None:
+    """The numbers of the pipe are logged, and those that `self.log` records only once.
+
+    `pipe/inverse_weight`, with which logged values are added up, was among them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning = pytest.importorskip(package)
+        pytest.importorskip("lightning.pytorch")
+        from penstock.integrations.lightning_callback import PipelineMonitor
+        from tests.integrations.lightning_curves import fit, load_package
+
+        loggers = pytest.importorskip(f"{load_package(package).pl.__name__}.loggers")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        norm = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Embedding(16, 8), nn.Flatten(), nn.Linear(48, 3))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            logits = self.layers(batch[0])
+            loss = nn.functional.cross_entropy(logits, batch[1])
+            self.log("train_loss", loss)
+            return {"loss": loss, "size": logits.detach().square().mean()}
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    csv, figures = loggers.CSVLogger(str(tmp_path), name="csv"), list[int]()
+    monitor = PipelineMonitor(3, log_figure=lambda name, figure, step: figures.append(step))
+    run = fit(
+        package,
+        pipe_options={},
+        module=Module(),
+        steps=6,
+        accumulate_grad_batches=2,
+        default_root_dir=tmp_path,
+        logger=csv,
+        log_every_n_steps=1,
+        callbacks=[monitor],
+    )
+    names, *rows = (Path(csv.log_dir) / "metrics.csv").read_text().splitlines()
+    columns = {name for name in names.split(",") if name.startswith("pipe/")}
+    assert columns == NUMBERS - {"pipe/tokens", "pipe/tokens_per_second"} | {"pipe/size"}
+    logged = [dict(zip(names.split(","), row.split(","), strict=True)) for row in rows]
+    monitored = [row for row in logged if row["pipe/loss"]]
+    assert [row["step"] for row in monitored] == ["3", "6"]
+    assert figures == [3, 6]
+    assert run.trainer.strategy.pipe is None  # released
+    assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == [
+        "step-000003.svg",
+        "step-000006.svg",
+    ]
+
+
 def test_pipeline_monitor_takes_the_pipe_and_the_result_of_a_strategy(tmp_path: Path) -> None:
     """A strategy may make its pipe from the first batch, after the callback has looked for it."""
     with warnings.catch_warnings():

@@ -31,6 +31,7 @@ from tests.integrations.lightning_curves import (
     run_fabric,
 )
 from tests.integrations.lightning_processes import (
+    count_averages,
     fit_on_ranks,
     run_fabric_on_ranks,
 )
@@ -338,6 +339,20 @@ def test_fabric_and_manual_optimization_over_processes() -> None:
     curves = ranks(2).run(fit_on_ranks, 1, {**options, "pipe_options": pipe_options})
     expected = fit(**options).curve
     assert max(curve.compute_difference(expected) for curve in curves) < TOLERANCE
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+def test_replicas_average_twice_however_many_batches_are_accumulated(fabric: bool) -> None:
+    options: dict[str, Any] = {"rows": 32, "steps": 4}
+    if fabric:
+        options |= {"accumulation": 4, "clip": {"max_norm": 0.3}}
+        expected = run_fabric(**options)
+    else:
+        options |= {"accumulate_grad_batches": 4, "gradient_clip_val": 0.3}
+        expected = fit(**options).curve
+    for curve, averages in ranks(2).run(count_averages, fabric, 2, options):
+        assert curve.compute_difference(expected) < TOLERANCE
+        assert averages == 2 * 4  # instead of one for each of 16 batches
 
 
 @pytest.mark.parametrize("fabric", [False, True])

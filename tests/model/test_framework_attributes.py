@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock import Pipe
 from penstock.errors import ArgumentError
+from penstock.model.framework_attributes import explain_model_method
 
 CPUS = ["cpu", "cpu"]
 
@@ -30,6 +31,13 @@ class Regression(nn.Module):
         for stage in self.stages:
             x = stage(x)
         return x if labels is None else ((x - labels).square().mean(), x)
+
+    def merge(self) -> None:
+        """Change the layers."""
+
+    @property
+    def parts(self) -> int:
+        raise RuntimeError("not asked for")
 
 
 def make_pipe(**options: Any) -> tuple[Regression, Pipe]:
@@ -90,6 +98,17 @@ def test_pipe_attributes_tell_how_the_model_is_split() -> None:
     assert pickle.loads(pickle.dumps(pipe)).stages == 2
     with pytest.raises(AttributeError, match="'nothing'"):
         _ = pipe.nothing
+
+
+def test_method_of_the_model_is_called_on_the_model() -> None:
+    _, pipe = make_pipe()
+    assert not hasattr(pipe, "merge")
+    with pytest.raises(AttributeError, match=r"a method of Regression: write model\.merge\("):
+        pipe.merge()
+    assert "on a loaded copy" in explain_model_method(pipe, "merge", is_partial=True)
+    for name in ("parts", "_merge", "merged"):  # nothing is asked of the model
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
+            getattr(pipe, name)
 
 
 def test_child_with_the_name_of_an_attribute_comes_first() -> None:

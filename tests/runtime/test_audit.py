@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -858,6 +859,33 @@ def test_first_step_of_each_kind_is_audited(monkeypatch: pytest.MonkeyPatch) -> 
     assert [count(lambda: every_third.step(rows())) for _ in range(6)] == [1, 0, 1, 0, 0, 1]
     off = piped(linear(), audit="off")
     assert count(lambda: off.step(rows())) == 0
+
+
+class Caches(Blocks):
+    """Returns a cache in an object, unless it is turned off, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: x)
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> Any:
+        has_cache = self.config.use_cache if use_cache is None else use_cache
+        y = super().forward(x)
+        return {"y": y, "cache": SimpleNamespace(values=y)} if has_cache else {"y": y}
+
+
+def test_cache_that_only_the_unsplit_model_returns() -> None:
+    """The audit found `pipe(x)` of any decoder of transformers wrong, unless its config said so."""
+    model, x = Caches(), rows()
+    pipe = Pipe(model, 2, stages=2, devices=["cpu", "cpu"], example=x, balance="parameters")
+    output = pipe(x)
+    assert output.keys() == {"y"}
+    output["y"].square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(x)["y"].square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("audit", ["always", 0, True, None])

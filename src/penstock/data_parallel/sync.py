@@ -85,10 +85,14 @@ class Replicas:
         with self._defer_wrapper_sync(deferred, with_grad) if self else nullcontext():
             yield deferred
         if replica_group is not None and with_grad and self.sync_enabled:
-            on_wait = partial(replica_group.on_wait, "the average of the gradients")
-            average_gradients(
-                self._unwrapped_parameters(replica_group), replica_group.process_group, on_wait
-            )
+            self.average_unwrapped_gradients(replica_group)
+
+    def average_unwrapped_gradients(self, replica_group: ReplicaGroup) -> None:
+        """Replace gradients that no wrapper reduces by their mean over the replica group."""
+        on_wait = partial(replica_group.on_wait, "the average of the gradients")
+        average_gradients(
+            self._unwrapped_parameters(replica_group), replica_group.process_group, on_wait
+        )
 
     @contextmanager
     def _defer_wrapper_sync(self, deferred: DeferredSync, with_grad: bool) -> Iterator[None]:

@@ -16,7 +16,7 @@ import inspect
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -542,6 +542,11 @@ class TrainerStrategyMixin(_PipelineProcesses):
 
     # ---- communication --------------------------------------------------------------------
 
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Return a context for batches that are accumulated: replicas average at the last one."""
+        assert self._piped is not None
+        return self._piped.deferred_average() if self.replicas > 1 else nullcontext()
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over the replicas of the pipe."""
         return self._reduce(tensor, reduce_op)
@@ -633,6 +638,19 @@ def _take_redirected_method(module: nn.Module) -> str:
         ) from error
 
 
+class _AverageControl:
+    """The object behind `fabric.no_backward_sync`."""
+
+    def __init__(self, strategy: FabricStrategyMixin) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return a context for batches that are accumulated: replicas average after it."""
+        if not enabled or self._strategy.replicas == 1:
+            return nullcontext()
+        return self._strategy._find_piped(module).deferred_average()
+
+
 class FabricStrategyMixin(_PipelineProcesses):
     """The methods of a strategy of Fabric. Put it in front of Fabric's ParallelStrategy."""
 
@@ -664,6 +682,7 @@ class FabricStrategyMixin(_PipelineProcesses):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
+        self._backward_sync_control = _AverageControl(self)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return a module that runs as a pipeline. The pipe is made with the first batch."""

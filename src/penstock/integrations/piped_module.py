@@ -15,7 +15,7 @@ pipe still runs under any schedule and over processes, where `pipe(x)` has no ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import isnan
 from typing import Any
@@ -142,6 +142,7 @@ class PipedModule:
         # How values of micro-batches form that of the batch: "mean" or "sum", by method and name.
         self._reductions: dict[tuple[str, str], str] = {}
         self._checked_methods: set[str] = set()
+        self._defers_average = self._has_unaveraged_gradients = False
         self.pipe: Pipe | None = None  # before the first batch
         self.result: StepResult | None = None  # of the last training step
 
@@ -165,15 +166,39 @@ class PipedModule:
             if not torch.is_grad_enabled():
                 return self._finish(pipe.step(*inputs), inputs)
             parameters = [p for p in pipe.parameters() if p.requires_grad]
-            with _apart_from_grad(parameters) as gradients:
+            with self._reduction(pipe), _apart_from_grad(parameters) as gradients:
                 step_result = pipe.step(*inputs, scaler=scaler)
-            self.result = step_result
             result = self._finish(step_result, inputs)
+            self.result = _with_metrics_of_method(step_result, result)
         values = list(gradients.values())
         if step_result.ran.runtime == "graph":  # the next replay writes to the same memory
             values = [gradient.clone() for gradient in values]
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         return replace(result, loss=attach_gradients(result.loss, list(gradients), values, scale))
+
+    @contextmanager
+    def deferred_average(self) -> Iterator[None]:
+        """Keep losses in the context from averaging their gradients over the replicas.
+
+        The first loss after the context averages what has been accumulated in `.grad`, and its own
+        gradients. So a step of the optimizer averages twice, however many batches it accumulates.
+        """
+        previous, self._defers_average = self._defers_average, True
+        try:
+            yield
+        finally:
+            self._defers_average = previous
+
+    def _reduction(self, pipe: Pipe) -> AbstractContextManager[None]:
+        """Average gradients that wait for it. Return a context that says if this step averages."""
+        # Wrappers such as FSDP keep the gradients of `no_sync` to themselves, out of `.grad`.
+        if self._defers_average and pipe._replicas.is_empty:
+            self._has_unaveraged_gradients = True
+            return pipe.no_sync()
+        if self._has_unaveraged_gradients:
+            pipe._engine.average_gradients()
+            self._has_unaveraged_gradients = False
+        return nullcontext()
 
     def compute_values(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -356,6 +381,16 @@ class PipedModule:
             self._mirror.sync()
         assert self.pipe is not None
         vars(self.pipe)["training"] = self.module.training
+
+
+def _with_metrics_of_method(step_result: StepResult, result: MethodResult) -> StepResult:
+    """Return a step whose metrics are what the method returned beside the loss.
+
+    Those of the `MethodModule` also have what was logged, which the framework logs itself.
+    """
+    returned = result.output if isinstance(result.output, dict) else {}
+    metrics = step_result.metrics.replace(returned, step_result.loss, step_result.measured)
+    return replace(step_result, metrics=metrics)
 
 
 def _iter_numbers(result: MethodResult) -> Iterator[Tensor]:

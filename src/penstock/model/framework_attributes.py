@@ -76,6 +76,32 @@ def find_base_model(model: nn.Module) -> nn.Module:
     return model
 
 
+def has_method(model: object, name: str) -> bool:
+    """Return whether a model has a public method. A wrapper of peft also has those of its base."""
+    if name.startswith("_") or isinstance(getattr(type(model), name, None), property):
+        return False
+    return isinstance(getattr(model, name, None), types.MethodType)
+
+
+def explain_model_method(model: object, name: str, is_partial: bool) -> str:
+    """Return a hint for a method that the model has, and a pipe of it does not.
+
+    Args:
+        model: The model.
+        name: The name of the method.
+        is_partial: Whether other processes have some of the parameters.
+    """
+    hint = f"It is a method of {type(model).__name__}: "
+    if is_partial:
+        return (
+            hint + "save the pipe with save_pretrained or state_dict, and call it on a loaded copy."
+        )
+    return (
+        f"{hint}write model.{name}(...), as the pipe trains the parameters of the model itself. If "
+        "that changes the layers, make another pipe."
+    )
+
+
 def build_device_map(placed: PlacedPartition) -> dict[str, str]:
     """Return the devices of the units by name, as `hf_device_map` of a dispatched model.
 

@@ -234,6 +234,7 @@ class CellRecord:
     buffers: dict[BufferKey, Digest] = field(default_factory=dict)
     outputs: dict[str, Digest] = field(default_factory=dict)  # of `pipe(x)`, by path
     output_paths: list[str | None] = field(default_factory=list)  # of the tensors in the output
+    object_paths: frozenset[str] = frozenset()  # of what else is in the output
     recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
 
@@ -301,6 +302,8 @@ class Audit:
         self._reference_seed = 1.0
         self._reference_loss: Digest | None = None
         self._reference_outputs: dict[str, Digest] = {}
+        # What is wrong with objects that the unsplit model returns, if the pipe returns them, too.
+        self._hidden_outputs: dict[str, str] = {}
         self._split_problem: str | None = None
         self._state_problem: str | None = None  # one micro-batch depends on another's state
         self._failure: Exception | None = None  # an error of the unsplit model
@@ -470,9 +473,9 @@ class Audit:
         if loss is None:
             self._reference_outputs = self._digest_by_path(values[0])
             self._roots, self._state = _list_by_path(values[0]), self._reference.take_snapshot()
-            for leaf in () if layout is None else layout.leaves:
+            for path, leaf in _list_objects_by_path(values[0]).items():
                 if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
-                    self._split_problem = _describe_hidden_output(leaf)
+                    self._hidden_outputs[path] = _describe_hidden_output(leaf)
             return
         self._reference_loss = self._digester.digest(tensors[0])
         gradients = loss.compute_output_gradients(
@@ -522,6 +525,7 @@ class Audit:
             record.outputs = self._digest_by_path(values[0])
             paths = {id(tensor): path for path, tensor in _list_by_path(values[0]).items()}
             record.output_paths = [paths.get(id(tensor)) for tensor in payload.tensors]
+            record.object_paths = frozenset(_list_objects_by_path(values[0]))
         if action.op is Op.F:
             record.buffers.update(
                 self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
@@ -608,6 +612,9 @@ class Audit:
             if path in outputs:
                 what = f"the output{path and ' at ' + path}"
                 self._compare(what, outputs[path], digest, is_forward=True)
+        # A pipe of a model of transformers returns no cache of keys and values.
+        for path in self._record.object_paths & self._hidden_outputs.keys():
+            self._split_problem = self._hidden_outputs[path]
         self._check_state()
         self._finish()
 
@@ -858,6 +865,13 @@ def _list_by_path(value: Any) -> dict[str, Tensor]:
     """Return the tensors of an output by where they are in it."""
     leaves = pytree.tree_flatten_with_path(value)[0]
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _list_objects_by_path(value: Any) -> dict[str, Any]:
+    """Return what an output has beside tensors and None, by where it is."""
+    leaves = pytree.tree_flatten_with_path(value)[0]
+    objects = (pair for pair in leaves if not isinstance(pair[1], Tensor | None))
+    return {pytree.keystr(path): leaf for path, leaf in objects}
 
 
 def _describe_hidden_output(leaf: Any) -> str:

@@ -236,6 +236,9 @@ class LocalEngine:
         clip_grads_with_norm(parameters, total_norm, max_norm, options)
         return total_norm
 
+    def average_gradients(self) -> None:
+        """Do nothing: only the wrappers of the stages reduce gradients."""
+
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return a record that says that this process saves alone."""
         return CheckpointPeers()

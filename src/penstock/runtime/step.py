@@ -358,6 +358,9 @@ class Engine(Protocol):
     ) -> Tensor:
         """Clip gradients by their norm over all ranks. Return the norm before clipping."""
 
+    def average_gradients(self) -> None:
+        """Replace gradients that steps in `no_sync` have left by their mean over the replicas."""
+
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return the processes that this process saves checkpoints with."""
 

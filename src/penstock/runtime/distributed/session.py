@@ -264,6 +264,13 @@ class DistributedEngine:
         clip_grads_with_norm(parameters, total_norm, max_norm, options)
         return total_norm
 
+    def average_gradients(self) -> None:
+        """Replace gradients by their mean over the replicas of the pipe. All ranks call this."""
+        with self.groups.guarded_call("averaging gradients") as name:
+            check_ranks_agree(self.groups.pipeline_channel, name, {})
+            if self.groups.averaging_group is not None:
+                self._replicas.average_unwrapped_gradients(self.groups.averaging_group)
+
     @contextmanager
     def guarded_slow_call(self, call_name: str, **facts: object) -> Iterator[None]:
         """Run a slow call, such as a save: check that all ranks make it, and share its errors."""
