@@ -179,10 +179,6 @@ def _list_alternatives(request: SplitRequest) -> Iterator[tuple[str, SplitReques
         if request.schedule != "1f1b":
             yield "schedule='1f1b'", replace(request, schedule="1f1b")
             yield "both", replace(frugal, schedule="1f1b")
-        # The loss that is measured for the cut has the target of a larger micro-batch.
         chunks = 2 * request.chunks
-        yield f"chunks={chunks}", replace(request, chunks=chunks, loss=None)
-        yield (
-            f"chunks={chunks} and checkpoint='always'",
-            replace(frugal, chunks=chunks, loss=None),
-        )
+        yield f"chunks={chunks}", replace(request, chunks=chunks)
+        yield f"chunks={chunks} and checkpoint='always'", replace(frugal, chunks=chunks)
