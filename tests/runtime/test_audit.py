@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import ArgumentError, AuditError, NoChunk, Pipe, RunError
+from penstock.runtime import digest
 from penstock.runtime.audit import Audit
 from penstock.runtime.digest import Digester
 from penstock.stage.stage_runner import StageRunner
@@ -892,3 +893,16 @@ def test_cache_that_only_the_unsplit_model_returns() -> None:
 def test_unknown_audit_is_refused(audit: Any) -> None:
     with pytest.raises(ArgumentError, match="audit must be 'first', 'off' or a positive number"):
         piped(linear(), audit=audit)
+
+
+def test_float32_has_the_rounding_of_float16_where_gpus_compute_in_tf32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Convolutions of a U-Net on two shares of a GPU differed by 8e-4 in their gradients."""
+    monkeypatch.setattr(digest, "may_use_tf32", lambda device_type: device_type == "cuda")
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert digest.find_rounding([torch.float32], [cpu]) == digest.find_rounding([torch.float32])
+    assert digest.find_rounding([torch.float32], [cpu, gpu]) == digest.find_rounding(
+        [torch.float16]
+    )
+    assert digest.find_rounding([torch.float64], [gpu]) == digest.find_rounding([torch.float64])

@@ -85,6 +85,19 @@ def has_double_precision(device_type: str) -> bool:
     return device_type != "mps"
 
 
+def may_use_tf32(device_type: str) -> bool:
+    """Return whether PyTorch may compute float32 with the 10 bits of TF32 on these devices.
+
+    By default it does so for convolutions.
+    """
+    if not has_nvidia_driver(device_type):
+        return False
+    try:
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # `fp32_precision` was set, which these older settings cannot express
+        return True
+
+
 def _get_module(device_type: str) -> Any:
     return getattr(torch, device_type, None)
 

@@ -283,7 +283,7 @@ class Audit:
         )
         autocast = execution.context.autocast_dtypes
         self._rounding = find_rounding(
-            [dtype for _, dtype in autocast] + self._reference.list_dtypes()
+            [dtype for _, dtype in autocast] + self._reference.list_dtypes(), devices
         )
         self._rows_check = RowsCheck(
             self._reference,

@@ -305,7 +305,7 @@ class RowsCheck:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = _find_tolerance(other.dtype, whole.uses_float32)
+            tolerance = self._find_tolerance(other.dtype, whole)
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -318,6 +318,11 @@ class RowsCheck:
                 "rows, or mixes rows. Return what has rows, or use chunks=1."
             )
         return None
+
+    def _find_tolerance(self, dtype: torch.dtype, whole: ReferenceForward) -> float:
+        """Return the relative difference that is rounding. A model may use float32 or TF32."""
+        inner = SPLIT_ROUNDING[torch.float32] if whole.uses_float32 else 0.0
+        return max(SPLIT_ROUNDING.get(dtype, 1e-8), inner, self.rounding)
 
     def _adds_losses(self) -> bool:
         """Return whether `pipe(x)` adds the losses of micro-batches."""
@@ -333,7 +338,7 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = _find_tolerance(total.dtype, whole.uses_float32)
+        tolerance = self._find_tolerance(total.dtype, whole)
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -488,11 +493,6 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
-
-
-def _find_tolerance(dtype: torch.dtype, uses_float32: bool) -> float:
-    """Return the relative difference that is rounding, if the model may use float32 inside."""
-    return max(SPLIT_ROUNDING.get(dtype, 1e-8), SPLIT_ROUNDING[torch.float32] * uses_float32)
 
 
 def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:

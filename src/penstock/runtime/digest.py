@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.data_parallel.dtensor import to_local
-from penstock.device.accelerator import has_double_precision
+from penstock.device.accelerator import has_double_precision, may_use_tf32
 from penstock.stage.recompute import multiply_by_fixed_vector
 
 K = TypeVar("K", bound=Hashable)
@@ -104,6 +104,13 @@ class Digester:
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-def find_rounding(dtypes: Iterable[torch.dtype]) -> float:
-    """Return the relative difference that counts as rounding, for numbers of these dtypes."""
-    return max((_ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0) or 1e-9
+def find_rounding(dtypes: Iterable[torch.dtype], devices: Iterable[torch.device] = ()) -> float:
+    """Return the relative difference that counts as rounding, for numbers of these dtypes.
+
+    On devices that compute float32 with TF32, it has the precision of float16. Another stream or
+    share of a GPU may choose another algorithm, and so another rounding.
+    """
+    found = set(dtypes)
+    if torch.float32 in found and any(may_use_tf32(device.type) for device in devices):
+        found.add(torch.float16)
+    return max((_ROUNDING.get(dtype, 0.0) for dtype in found), default=0.0) or 1e-9

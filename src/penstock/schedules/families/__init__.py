@@ -48,7 +48,6 @@ __all__ = [
     "make",
     "naive",
     "one_f_one_b",
-    "training_families",
     "v_half",
     "v_min",
     "vee",
