@@ -305,7 +305,7 @@ class RowsCheck:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = _find_tolerance(other.dtype, whole.uses_float32)
+            tolerance = find_split_tolerance(other.dtype, whole.uses_float32)
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -333,7 +333,7 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = _find_tolerance(total.dtype, whole.uses_float32)
+        tolerance = find_split_tolerance(total.dtype, whole.uses_float32)
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -490,8 +490,8 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = flag
 
 
-def _find_tolerance(dtype: torch.dtype, uses_float32: bool) -> float:
-    """Return the relative difference that is rounding, if the model may use float32 inside."""
+def find_split_tolerance(dtype: torch.dtype, uses_float32: bool) -> float:
+    """Return the relative difference that is rounding, if float32 may be used inside."""
     return max(SPLIT_ROUNDING.get(dtype, 1e-8), SPLIT_ROUNDING[torch.float32] * uses_float32)
 
 
