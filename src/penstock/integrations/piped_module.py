@@ -389,8 +389,7 @@ def _with_metrics_of_method(step_result: StepResult, result: MethodResult) -> St
     Those of the `MethodModule` also have what was logged, which the framework logs itself.
     """
     returned = result.output if isinstance(result.output, dict) else {}
-    metrics = step_result.metrics.replace(returned, step_result.loss, step_result.measured)
-    return replace(step_result, metrics=metrics)
+    return replace(step_result, combined_metrics=returned)
 
 
 def _iter_numbers(result: MethodResult) -> Iterator[Tensor]:
