@@ -39,6 +39,7 @@ from penstock.microbatch import move_to_device
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.framework_attributes import (
     MODEL_ATTRIBUTES,
+    WHOLE_MODEL_ATTRIBUTES,
     ModelForward,
     accept_recomputation,
     build_device_map,
@@ -1103,12 +1104,14 @@ class Pipe(nn.Module):
             if placed is not None and name in _PIPE_ATTRIBUTES:
                 return _PIPE_ATTRIBUTES[name](self)
             model = None if placed is None else placed.partition.model
-            if name in MODEL_ATTRIBUTES and hasattr(model, name):
+            is_partial = self.__dict__.get("_topology") is not None
+            names = MODEL_ATTRIBUTES if is_partial else MODEL_ATTRIBUTES | WHOLE_MODEL_ATTRIBUTES
+            if name in names and hasattr(model, name):
                 return getattr(model, name)
             if name in PIPE_ATTRIBUTES:
                 hint = suggest(name, PIPE_ATTRIBUTES)
             elif has_method(model, name):
-                hint = explain_model_method(model, name, self._topology is not None)
+                hint = explain_model_method(model, name, is_partial)
             else:
                 raise
             raise AttributeError(f"'Pipe' object has no attribute '{name}'. {hint}") from None

@@ -32,6 +32,9 @@ class Regression(nn.Module):
             x = stage(x)
         return x if labels is None else ((x - labels).square().mean(), x)
 
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def merge(self) -> None:
         """Change the layers."""
 
@@ -83,6 +86,10 @@ def test_model_attributes_are_those_of_the_model() -> None:
     assert pipe.accepts_loss_kwargs is True
     assert not hasattr(pipe, "generation_config")  # the model has none
     assert not hasattr(make_sequential(), "config")
+    assert pipe.num_parameters() == 80  # with which the Trainer counts operations
+    vars(pipe)["_topology"] = object()  # as over processes, where the model has some of them only
+    assert not hasattr(pipe, "num_parameters")
+    assert pipe.accepts_loss_kwargs is True
     assert pipe._get_name() == "Regression"
     assert make_sequential()._get_name() == "Pipe"
 

@@ -862,6 +862,19 @@ def test_first_step_of_each_kind_is_audited(monkeypatch: pytest.MonkeyPatch) -> 
     assert count(lambda: off.step(rows())) == 0
 
 
+def test_loss_that_uses_float32_in_a_float64_model() -> None:
+    """The label smoother of transformers adds up in float32, and evaluations were refused."""
+
+    def smooth(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean(1).sum(dtype=torch.float32).double() / len(output)
+
+    pipe = piped(linear())
+    x, y = rows(999), rows(999)
+    with torch.no_grad():
+        result = pipe.eval().step(x, target=y, loss_fn=smooth)
+    assert result.loss.item() == pytest.approx(smooth(pipe(x), y).item(), rel=1e-6)
+
+
 class Caches(Blocks):
     """Returns a cache in an object, unless it is turned off, as models of transformers do."""
 

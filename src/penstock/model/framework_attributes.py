@@ -6,6 +6,7 @@ and how to scale its loss. A pipe gives the model's own answers, and its own whe
 
     attribute                          answer
     MODEL_ATTRIBUTES                   that of the model, if it has one
+    WHOLE_MODEL_ATTRIBUTES             the same, if this process has the whole model
     device, dtype, hf_device_map       of the stages in this process
     stages, devices, schedule,         how the model is split, for logs
     partition
@@ -62,6 +63,8 @@ MODEL_ATTRIBUTES = frozenset(
         "peft_config",
     }
 )
+# The same, but only where all parameters are: in one process.
+WHOLE_MODEL_ATTRIBUTES = frozenset({"num_parameters"})  # the Trainer counts operations with it
 
 
 def find_base_model(model: nn.Module) -> nn.Module:

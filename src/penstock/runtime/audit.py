@@ -50,7 +50,7 @@ from penstock.runtime.audit_reference import (
     read_plain_attributes,
     running,
 )
-from penstock.runtime.audit_rows import SPLIT_CURE, SPLIT_ROUNDING, Rows, RowsCheck
+from penstock.runtime.audit_rows import SPLIT_CURE, Rows, RowsCheck, find_split_tolerance
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
 from penstock.runtime.kept_tensors import KeptPlace
@@ -803,14 +803,15 @@ class Audit:
         """
         arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
         joined = tuple(gather(column, self._inputs.rows) for column in zip(*arguments, strict=True))
-        whole = self._reference.compute_whole_loss(joined)
-        if whole is None:
+        computed = self._reference.compute_whole_loss(joined)
+        if computed is None:
             return
+        whole, uses_float32 = computed
         total = losses.compute_loss()
         numbers = [float(item.loss) for item in losses.microbatch_losses]
         size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
         distance = abs(float(total) - float(whole))
-        if distance <= SPLIT_ROUNDING.get(total.dtype, 1e-8) * size:
+        if distance <= find_split_tolerance(total.dtype, uses_float32, self._rounding) * size:
             return
         # A micro-batch without targets that count has a mean of nan.
         if not math.isfinite(distance) and not math.isfinite(whole):

@@ -437,25 +437,27 @@ class Reference:
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
 
     @torch.no_grad()
-    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> Tensor | None:
-        """Return the loss of the outputs of a whole batch.
+    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor, bool] | None:
+        """Return the loss of the outputs of a whole batch, and whether it uses float32 inside.
 
         None: it cannot be compared with the losses of micro-batches. It fails, draws random
         numbers, or keeps state.
         """
         assert self._request.loss_fn is not None
-        cells = UnsplitCells(self._seed, 1, (), {})
+        cells, watch = UnsplitCells(self._seed, 1, (), {}), BranchWatch()
         with self.isolate():
             state = self.digest_loss_state()
             try:
-                with cells.emulate(0):
+                with cells.emulate(0), watch:
                     result = self._request.loss_fn(*arguments)
             except Exception:  # outputs without rows are a list, which the loss may not take
                 return None
             has_changed = state != self.digest_loss_state()
         value = result.get("loss") if isinstance(result, Mapping) else result
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
-        return value if isinstance(value, Tensor) and not has_drawn and not has_changed else None
+        if not isinstance(value, Tensor) or has_drawn or has_changed:
+            return None
+        return value, watch.uses_float32
 
     @torch.no_grad()
     def reads_earlier_stages(self, microbatch: int, other: int) -> bool:

@@ -305,7 +305,7 @@ class RowsCheck:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = self._find_tolerance(other.dtype, whole)
+            tolerance = find_split_tolerance(other.dtype, whole.uses_float32, self.rounding)
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -318,11 +318,6 @@ class RowsCheck:
                 "rows, or mixes rows. Return what has rows, or use chunks=1."
             )
         return None
-
-    def _find_tolerance(self, dtype: torch.dtype, whole: ReferenceForward) -> float:
-        """Return the relative difference that is rounding. A model may use float32 or TF32."""
-        inner = SPLIT_ROUNDING[torch.float32] if whole.uses_float32 else 0.0
-        return max(SPLIT_ROUNDING.get(dtype, 1e-8), inner, self.rounding)
 
     def _adds_losses(self) -> bool:
         """Return whether `pipe(x)` adds the losses of micro-batches."""
@@ -338,7 +333,7 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = self._find_tolerance(total.dtype, whole)
+        tolerance = find_split_tolerance(total.dtype, whole.uses_float32, self.rounding)
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -493,6 +488,18 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
+
+
+def find_split_tolerance(dtype: torch.dtype, uses_float32: bool, rounding: float) -> float:
+    """Return the relative difference that is rounding, for results of this dtype.
+
+    Args:
+        dtype: The dtype of the results.
+        uses_float32: Whether float32 is used inside.
+        rounding: The relative difference between two runs on the same rows.
+    """
+    inner = SPLIT_ROUNDING[torch.float32] if uses_float32 else 0.0
+    return max(SPLIT_ROUNDING.get(dtype, 1e-8), inner, rounding)
 
 
 def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
