@@ -25,7 +25,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -258,9 +259,9 @@ class Audit:
         self._cell_io, self._reduction = execution.cell_io, reduction
         self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
         self._grads_before: dict[tuple[int, int], dict[int, Digest]] = {}
-        # Of parameters of other stages, before a backward; and the stages that have begun theirs.
-        self._other_grads_before: dict[int, dict[int, Digest]] = {}  # by stage
-        self._stages_in_backward: set[int] = set()
+        # Of parameters of other stages, before a backward. See `_find_foreign_gradients`.
+        self._other_grads_before: dict[int, Digest] = {}
+        self._backward_lock = threading.Lock()
         self._attributes_before: dict[int, dict[AttributeKey, Any]] = {}  # by stage
         forwards = [
             action
@@ -496,6 +497,15 @@ class Audit:
 
     # ---- while the pipe runs -------------------------------------------------------------------
 
+    def take_turn(self, action: Compute) -> AbstractContextManager[object]:
+        """Return a context for a computation.
+
+        If a backward may give gradients to other stages, one backward runs at a time in this call,
+        so that it is known which one has given what.
+        """
+        is_backward = action.op not in (Op.F, Op.R)
+        return self._backward_lock if is_backward and self._has_own_gradients() else nullcontext()
+
     def before_compute(self, stage_runner: StageRunner, action: Compute) -> None:
         """Note the gradients before a backward, and attributes before a recomputation."""
         if action.microbatch != self.microbatch or action.op is Op.F:
@@ -509,8 +519,7 @@ class Audit:
             # It sets gradients of earlier steps aside, if it has to.
             loss.before_backward(stage_runner, action.microbatch)
         self._grads_before[action.stage, action.microbatch] = self._digest_gradients(stage_runner)
-        self._stages_in_backward.add(action.stage)
-        self._other_grads_before[action.stage] = self._digest_other_gradients()
+        self._other_grads_before = self._digest_other_gradients(action.stage)
 
     def after_compute(
         self, stage_runner: StageRunner, action: Compute, payloads: Mapping[int, Payload]
@@ -537,10 +546,9 @@ class Audit:
         else:
             before = self._grads_before.pop((action.stage, action.microbatch))
             after = self._digest_gradients(stage_runner)
-            others_before = self._other_grads_before.pop(action.stage)
-            for key, digest in self._digest_other_gradients().items():
-                if key not in after and digest != others_before.get(key):
-                    before[key], after[key] = others_before.get(key, Digest(0.0, 0.0)), digest
+            for key, old, new in self._find_foreign_gradients(action.stage):
+                if key not in after:
+                    before[key], after[key] = old, new
             with self._lock:  # a tied parameter is on several ranks
                 for key, digest in after.items():
                     added = digest.minus(before.get(key))
@@ -554,24 +562,35 @@ class Audit:
         }
         return self._digester.digest_all(gradients)
 
-    def _digest_other_gradients(self) -> dict[int, Digest]:
-        """Return the digests of gradients of stages that have not begun their backward.
+    def _find_foreign_gradients(self, stage_index: int) -> Iterator[tuple[int, Digest, Digest]]:
+        """Yield the gradients that a backward gave to parameters of other stages, before and after.
 
         The backward of an `autograd.Function` that spans stages may call `backward` by itself, as
         that of reversible layers does. It gives gradients to the parameters of earlier stages, in
         whose own cells nothing is added any more.
         """
-        if self._forward is None or not self._forward.has_own_gradients:
+        before = self._other_grads_before
+        for key, digest in self._digest_other_gradients(stage_index).items():
+            old = before.get(key, Digest(0.0, 0.0))
+            if digest != old:
+                yield key, old, digest
+
+    def _digest_other_gradients(self, stage_index: int) -> dict[int, Digest]:
+        """Return the gradients of all stages but one. No backward changes them meanwhile."""
+        if not self._has_own_gradients():
             return {}
         gradients = {
             id(parameter): parameter.grad
             for stage in self._placed.partition.stages
-            if stage.index not in self._stages_in_backward
+            if stage.index != stage_index
             for module in stage.modules()
             for parameter in module.parameters(recurse=False)
             if parameter.grad is not None
         }
         return self._digester.digest_all(gradients)
+
+    def _has_own_gradients(self) -> bool:
+        return self._forward is not None and self._forward.has_own_gradients
 
     # ---- after the call ------------------------------------------------------------------------
 

@@ -101,6 +101,9 @@ class StepLoss(Protocol):
 class CellObserver(Protocol):
     """The interface of an audit, which watches the computations of a call."""
 
+    def take_turn(self, action: Compute) -> AbstractContextManager[object]:
+        """Return a context for a computation, in which other ranks may have to wait."""
+
     def before_compute(self, stage_runner: StageRunner, action: Compute) -> None:
         """Note the state before a computation, in the thread of its rank."""
 
@@ -169,9 +172,10 @@ class Worker:
                 if self.observer is None:
                     payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
                 else:
-                    self.observer.before_compute(stage_runner, action)
-                    payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
-                    self.observer.after_compute(stage_runner, action, payloads)
+                    with self.observer.take_turn(action):
+                        self.observer.before_compute(stage_runner, action)
+                        payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                        self.observer.after_compute(stage_runner, action, payloads)
             except BaseException as error:
                 # The error keeps its type and its traceback. The location is added as an
                 # attribute, for `RemoteError`, and as a note, for people.
