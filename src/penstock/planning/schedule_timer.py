@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple
 
-from penstock.planning.stage_costs import StageCosts, group_stages
+from penstock.planning.stage_costs import StageCosts
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
+from penstock.schedules.families.common import group_stages
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.verify import require_sound
