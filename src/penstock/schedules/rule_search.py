@@ -181,13 +181,13 @@ def _evolve(
     """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
     draw, pipeline = Random(0), trial.pipeline
     is_vee = pipeline.placement == vee(pipeline.ranks) and pipeline.ranks > 1
-    first: list[Rule] = [*seeds, *([RoundRule()] if is_vee else []), *_FIRST_RULES]
+    first_rules: list[Rule] = [*seeds, *([RoundRule()] if is_vee else []), *_FIRST_RULES]
     best, attempt = inf, 0
     parents: list[tuple[float, int, PriorityRule]] = []  # the best so far; the newest of equals
     while effort >= pipeline.actions and best > goal:
         rule: Rule
-        if attempt < len(first):
-            rule = first[attempt]
+        if attempt < len(first_rules):
+            rule = first_rules[attempt]
         elif is_vee and attempt % 4 == 0:
             rule = _draw_round_rule(draw)
         elif not parents or draw.random() < 0.25:
@@ -217,12 +217,12 @@ def _apply_rule(pipeline: Pipeline, rule: PriorityRule, best: float) -> Starts |
     cost = pipeline.cost
     period = rule.pace * pipeline.period
     forward, backward = _path_times(pipeline, rule)
-    first = [
+    first_times = [
         *forward,
         *(time + rule.shift * period for time in backward),
         *(time + (rule.shift + rule.weight_lag) * period for time in backward),
     ]
-    priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first]
+    priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first_times]
     patience = rule.patience * sum(cost.W) / stages
     limits = None
     if rule.headroom is not None:
