@@ -317,7 +317,6 @@ def unroll_pattern(
     than in the pattern run before the first backward.
     """
     placement, chunks = pipeline.placement, pipeline.chunks
-    is_period = objective == "period"
     schedule = repeat_pattern(pattern, placement, chunks)
     queues = [Compute(op, s, 0) for op in (Op.F, Op.I, Op.W) for s in range(pipeline.stages)]
     times = [
@@ -330,7 +329,7 @@ def unroll_pattern(
         candidates.append(
             schedule_by_priority(pipeline, times, part * patience, None, no_idle, None)
         )
-    bubble = pipeline.measure(times)[is_period] - pipeline.work
+    bubble = pipeline.measure(times, objective) - pipeline.work
     for basis in (times, *candidates):
         for part in _ALLOWANCES if basis else ():
             assert basis is not None
@@ -342,6 +341,6 @@ def unroll_pattern(
         spans = play(schedule, pipeline.graph, pipeline.cost)
         best = measure_seconds(list(spans), objective)
     for starts in candidates:
-        if starts and pipeline.measure(starts)[is_period] < best:
-            best, schedule = pipeline.measure(starts)[is_period], pipeline.schedule(starts)
+        if starts and pipeline.measure(starts, objective) < best:
+            best, schedule = pipeline.measure(starts, objective), pipeline.schedule(starts)
     return schedule

@@ -48,7 +48,9 @@ def schedule_in_rounds(pipeline: Pipeline, rule: RoundRule) -> Starts | None:
     idle: Sequence[float] = [0.0] * pipeline.ranks
     for _ in range(_PASSES):
         starts = _Rounds(pipeline, rule, idle).run()
-        if starts is None or (best and pipeline.measure(starts)[1] >= pipeline.measure(best)[1]):
+        if starts is None:
+            break
+        if best and pipeline.measure(starts, "period") >= pipeline.measure(best, "period"):
             break
         best, idle = starts, pipeline.idle_seconds(starts)
     return best
