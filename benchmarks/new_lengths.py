@@ -57,7 +57,6 @@ def measure(runtime: str, layers: int, lengths: list[int]) -> list[str]:
     rows = []
     for name, length in (("first", 16), ("second", 20)):
         first_step = timed(pipe, length)
-        # Steps 2, 8 and 32 of a kind also compare groups of rows.
         later = [timed(pipe, length) for _ in range(8)]
         rows.append((name, [first_step], [tuple(map(statistics.median, zip(*later, strict=True)))]))
     firsts, laters = [], []

@@ -44,7 +44,15 @@ from penstock.planning import search_plan
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from benchmarks.virtual import blocks_of, contention_of_graphs, head, line, loss_of, needs_cuda
+from benchmarks.virtual import (
+    Block,
+    blocks_of,
+    contention_of_graphs,
+    head,
+    line,
+    loss_of,
+    needs_cuda,
+)
 from resnet101 import resnet101
 
 TABLES = ("choices", "caps", "worth", "unequal")
@@ -69,20 +77,9 @@ class Attention(nn.Module):
         return out
 
 
-class Feedforward(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
-
-
 def gpt(blocks: int = 16, width: int = 1024) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Sequential(Attention(width, 16), Feedforward(width)) for _ in range(blocks)]
+    layers = [nn.Sequential(Attention(width, 16), Block(width)) for _ in range(blocks)]
     end = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False))
     return nn.Sequential(nn.Embedding(WORDS, width), *layers, end).to("cuda:0", torch.bfloat16)
 

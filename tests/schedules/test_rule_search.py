@@ -6,6 +6,7 @@ import pytest
 
 from penstock import Cost, lower, simulate
 from penstock.schedules import fit, loop, vee
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import fits_in_memory
 from penstock.schedules.ir import Schedule, StageGraph
 from penstock.schedules.priority_scheduler import Pipeline, refill_weight_grads
@@ -43,7 +44,7 @@ def check_schedule(pipeline: Pipeline, schedule: Schedule, memory: float) -> Non
     [(loop(3, 1), 3), (loop(3, 1), 1), (vee(3), 4), (vee(3), 2), (loop(2, 2), 3), ((0, 1, 0), 2)],
 )
 def test_search_rules_keeps_to_the_memory_and_times_what_it_returns(
-    placement: tuple[int, ...], memory: float, objective: str
+    placement: tuple[int, ...], memory: float, objective: Objective
 ) -> None:
     pipeline = pipeline_of(placement, 7, memory)
     seconds = []
@@ -51,7 +52,8 @@ def test_search_rules_keeps_to_the_memory_and_times_what_it_returns(
         schedule = pipeline.schedule(starts)
         check_schedule(pipeline, schedule, memory)
         timeline = simulate(lower(schedule), pipeline.cost)
-        makespan, period = pipeline.measure(starts)
+        makespan = pipeline.measure(starts, "makespan")
+        period = pipeline.measure(starts, "period")
         # The simulator starts everything as soon as it can, so it may only be faster.
         assert timeline.makespan <= makespan + 1e-9
         assert timeline.period <= period + 1e-9
@@ -64,8 +66,10 @@ def test_search_rules_begins_with_few_micro_batches_and_ends_with_all() -> None:
     pipeline = pipeline_of(vee(3), 40, 6)
     results = list(search_rules(pipeline, "period", 60 * pipeline.actions, goal=0.0))
     assert {len(done) for starts in results for done in starts} == {40}
-    best = pipeline.measure(results[-1])[1]
-    assert best < pipeline.measure(schedule_in_rounds(pipeline, RoundRule()) or [])[1] + 1e-9
+    best = pipeline.measure(results[-1], "period")
+    in_rounds = schedule_in_rounds(pipeline, RoundRule())
+    assert in_rounds is not None
+    assert best < pipeline.measure(in_rounds, "period") + 1e-9
 
 
 def test_refilling_weight_grads_keeps_the_order_of_the_others() -> None:

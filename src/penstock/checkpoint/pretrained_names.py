@@ -125,12 +125,14 @@ def build_model_state(
     if not stored:
         return state
     name_map = map_stored_names(model, stored, names)
-    built = {
+    converted = {
         target: recipe.build(state.__getitem__, model)
         for target, recipe in name_map.recipes.items()
     }
-    kept = {name: state[name] for name in state if name in names or name in name_map.unexpected}
-    return {**built, **kept}
+    unchanged = {
+        name: state[name] for name in state if name in names or name in name_map.unexpected
+    }
+    return {**converted, **unchanged}
 
 
 def _strip_peft_names(name: str) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.device.accelerator import is_accelerator
@@ -32,7 +31,7 @@ from penstock.model.cut import (
 from penstock.model.isolation import iter_module_tensors, preserve_rng
 from penstock.model.placement import describe_device
 from penstock.model.profiler import (
-    OutputLoss,
+    ExampleLoss,
     UnitMeasurement,
     measure_unit_calls,
     measure_unit_layers,
@@ -64,8 +63,6 @@ OPTIMIZER_FACTORS = {
 _ACTION_SECONDS = 4e-5
 _REPLAYED_SECONDS = 5e-6  # between two actions of a captured step
 _GPU_LINK = LinkProfile(latency=2e-5, bandwidth=20e9)
-# Returns the loss of the output of one of so many micro-batches, on a device.
-ExampleLoss = Callable[[int, torch.device], OutputLoss]
 _SMALLER = 4  # the second size is so many times smaller
 
 
@@ -198,7 +195,7 @@ def _measure_sequential(
                 microbatch,
                 device.device,
                 unpack,
-                loss=None if loss is None else loss(chunks, device.device),
+                loss=None if loss is None else loss(chunks),
             )
     measured = next(iter(by_kind.values()))
     edges = [(i, (i + 1,), float(m.output_bytes)) for i, m in enumerate(measured[:-1])]

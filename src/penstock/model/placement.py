@@ -43,7 +43,7 @@ from penstock.model.describe import measure_transfer_bytes
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition
-from penstock.model.profiler import OutputLoss, measure_layer_bytes, profile_layers
+from penstock.model.profiler import ExampleLoss, OutputLoss, measure_layer_bytes, profile_layers
 from penstock.model.sequential import (
     PipeSequential,
     check_model,
@@ -195,7 +195,7 @@ class SplitRequest:
     checkpoint: Recomputation = "except_last"
     schedule: str | Schedule | None = None
     reserved: tuple[float, ...] = ()
-    build_loss: Callable[[int], OutputLoss] | None = None
+    build_loss: ExampleLoss | None = None
 
     @property
     def loss(self) -> OutputLoss | None:

@@ -16,11 +16,10 @@ from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.display import Progress, shown_progress
 from penstock.errors import ArgumentError
-from penstock.microbatch import move_to_device, scatter
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.model_profile import profile_model, trace_for_plan
 from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
-from penstock.model.profiler import OutputLoss
+from penstock.model.profiler import build_microbatch_loss
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
@@ -144,14 +143,6 @@ def plan(
             chosen_plan = search(memory=caps)
     chosen_plan = replace(chosen_plan, memory=caps)
     return attach_model(chosen_plan, example, target, tuple(rank_devices), units)
-
-
-def build_microbatch_loss(
-    loss_fn: Callable[..., Any], target: Any, chunks: int, device: torch.device
-) -> OutputLoss:
-    """Return the loss of the first of so many micro-batches, as a function of its output."""
-    targets = () if target is None else scatter((target,), chunks)[0][0]
-    return lambda output: loss_fn(output, *move_to_device(targets, device))
 
 
 def replan(

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.device.accelerator import TimedWork, is_accelerator, time_work
 from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
-from penstock.microbatch import scatter
+from penstock.microbatch import move_to_device, scatter
 from penstock.model.isolation import (
     DeviceLike,
     build_tensor_copier,
@@ -49,6 +49,7 @@ from penstock.model.isolation import (
     preserve_rng,
 )
 from penstock.model.traced.traced_partition import UnitCost
+from penstock.nested_values import iter_tensors
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.cell_graph import CellGraph, enter_graph, find_gradient_edge
 from penstock.stage.loss import LOSS_FN_ORIGIN, parse_loss
@@ -59,11 +60,34 @@ from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grad
 from penstock.stage.weight_grad_ops import WeightGradDeferral
 from penstock.state_copy import StructureCopier, TensorMap
 
+# ---- the loss of an example ----------------------------------------------------------------------
+
+# The loss of the model's output on the micro-batch that is measured.
+OutputLoss = Callable[[Any], Any]
+# Returns the loss of the first of so many micro-batches of the example.
+ExampleLoss = Callable[[int], OutputLoss]
+
+
+def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int) -> OutputLoss:
+    """Return the loss of the first of `chunks` micro-batches, as a function of its output.
+
+    Args:
+        loss_fn: The loss of an output and its target, or of the output alone.
+        target: The target of the whole example, or None.
+        chunks: The number of micro-batches.
+    """
+    targets = () if target is None else scatter((target,), chunks)[0][0]
+
+    def compute_loss(output: Any) -> Any:
+        device = next((tensor.device for tensor in iter_tensors(output)), None)
+        return loss_fn(output, *move_to_device(targets, device))
+
+    return compute_loss
+
+
 # ---- units of a traced model ---------------------------------------------------------------------
 
 ModuleCall = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
-# The loss of the model's output on the micro-batch that is measured.
-OutputLoss = Callable[[Any], Any]
 
 
 def profile_calls(

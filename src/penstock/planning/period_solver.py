@@ -141,13 +141,13 @@ def solve_period(
         return begins[placement[a.stage]] + ticks * turns[a] + offsets[a]
 
     # Whether one op of a rank is before another in the period.
-    first: dict[tuple[Compute, Compute], Any] = {}
+    precedes: dict[tuple[Compute, Compute], Any] = {}
     for mine in by_rank:
         for index, a in enumerate(mine):
-            first[a, a] = 0
+            precedes[a, a] = 0
             for b in mine[index + 1 :]:
                 is_first = model.new_bool_var(f"{a} before {b}") if index else 1
-                first[a, b], first[b, a] = is_first, 1 - is_first
+                precedes[a, b], precedes[b, a] = is_first, 1 - is_first
                 if not index:  # the origin
                     model.add(offsets[b] >= lengths[a])
                     continue
@@ -170,7 +170,7 @@ def solve_period(
             if moment.op in (Op.F, Op.R):
                 held = [
                     floor(size / unit)
-                    * (turns[end] - turns[begin] + first[moment, end] - first[moment, begin])
+                    * (turns[end] - turns[begin] + precedes[moment, end] - precedes[moment, begin])
                     for begin, end, size in _pieces(cost, by_rank[rank], moment)
                 ]
                 model.add(sum(held) <= fullest)
@@ -249,8 +249,8 @@ def _retime(
         low, high = high, 2 * high - shortest
     for _ in range(30):
         middle = (low + high) / 2
-        found = settle(middle)
-        low, high, starts = (middle, high, starts) if found is None else (low, middle, found)
+        settled = settle(middle)
+        low, high, starts = (middle, high, starts) if settled is None else (low, middle, settled)
     return high, starts
 
 
@@ -278,11 +278,11 @@ def _peak(
     cost: Cost,
     ops: Sequence[Compute],
     turns: Mapping[Compute, int],
-    first: Mapping[tuple[Compute, Compute], int],
+    precedes: Mapping[tuple[Compute, Compute], int],
 ) -> float:
     return max(
         sum(
-            size * (turns[end] - turns[begin] + first[moment, end] - first[moment, begin])
+            size * (turns[end] - turns[begin] + precedes[moment, end] - precedes[moment, begin])
             for begin, end, size in _pieces(cost, ops, moment)
         )
         for moment in ops
@@ -317,7 +317,6 @@ def unroll_pattern(
     than in the pattern run before the first backward.
     """
     placement, chunks = pipeline.placement, pipeline.chunks
-    is_period = objective == "period"
     schedule = repeat_pattern(pattern, placement, chunks)
     queues = [Compute(op, s, 0) for op in (Op.F, Op.I, Op.W) for s in range(pipeline.stages)]
     times = [
@@ -330,7 +329,7 @@ def unroll_pattern(
         candidates.append(
             schedule_by_priority(pipeline, times, part * patience, None, no_idle, None)
         )
-    bubble = pipeline.measure(times)[is_period] - pipeline.work
+    bubble = pipeline.measure(times, objective) - pipeline.work
     for basis in (times, *candidates):
         for part in _ALLOWANCES if basis else ():
             assert basis is not None
@@ -342,6 +341,6 @@ def unroll_pattern(
         spans = play(schedule, pipeline.graph, pipeline.cost)
         best = measure_seconds(list(spans), objective)
     for starts in candidates:
-        if starts and pipeline.measure(starts)[is_period] < best:
-            best, schedule = pipeline.measure(starts)[is_period], pipeline.schedule(starts)
+        if starts and pipeline.measure(starts, objective) < best:
+            best, schedule = pipeline.measure(starts, objective), pipeline.schedule(starts)
     return schedule

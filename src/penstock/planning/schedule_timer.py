@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple
 
-from penstock.planning.stage_costs import StageCosts, group_stages
+from penstock.planning.stage_costs import StageCosts
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
+from penstock.schedules.families.common import group_stages
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.verify import require_sound
@@ -100,12 +101,12 @@ class ScheduleTimer:
                     waiting[missing[0], microbatch] = rank
                     break
                 sources = [(senders[link][microbatch], link) for link in needs]
-                first, more = (sources[0], tuple(sources[1:])) if sources else ((-1, 0), ())
+                source, more = (sources[0], tuple(sources[1:])) if sources else ((-1, 0), ())
                 for link in makes:
                     senders[link][microbatch] = len(actions)
                     if waiting and (link, microbatch) in waiting:
                         ready.append(waiting.pop((link, microbatch)))
-                actions.append(_Action(kind, rank, *first, more))
+                actions.append(_Action(kind, rank, *source, more))
         if waiting:
             require_sound(schedule, graph)  # says which ranks wait for each other
         return actions
@@ -152,13 +153,13 @@ class ScheduleTimer:
         return max(ends) if objective == "makespan" else self._period(durations, ends)
 
     def _period(self, durations: Sequence[float], ends: Sequence[float]) -> float:
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
+        first_starts: dict[int, float] = {}
+        last_ends: dict[int, float] = {}
         for action, end in zip(self._actions, ends, strict=True):
-            if action.rank not in first:
-                first[action.rank] = end - durations[action.kind]
-            last[action.rank] = end
-        return max(last[rank] - first[rank] for rank in first)
+            if action.rank not in first_starts:
+                first_starts[action.rank] = end - durations[action.kind]
+            last_ends[action.rank] = end
+        return max(last_ends[rank] - first_starts[rank] for rank in first_starts)
 
     def forecast(
         self, costs: StageCosts, recomputed: Sequence[bool]
@@ -183,8 +184,8 @@ class ScheduleTimer:
             elif (gap := start - before) > slack:
                 in_flight = max(
                     min(gap, start - ends[sender])
-                    for sender, taken in ((source, link), *more)
-                    if ends[sender] + delays[taken] >= start - slack
+                    for sender, used_link in ((source, link), *more)
+                    if ends[sender] + delays[used_link] >= start - slack
                 )
                 seconds["messages"] += in_flight
                 seconds["waits"] += gap - in_flight

@@ -32,11 +32,12 @@ from penstock.planning.plan import Alternative, Certificate, Plan, describe_choi
 from penstock.planning.profile import Profile, resolve_memory
 from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.solver import has_solver, solve_schedule, solve_space_bound
-from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks, group_stages
+from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
 from penstock.schedules.balance import check_cut
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
 from penstock.schedules.families import family_of, loop, training_families, vee
+from penstock.schedules.families.common import group_stages
 from penstock.schedules.fit import fit, named_schedules
 from penstock.schedules.ir import Schedule
 from penstock.text_format import format_bytes
@@ -754,10 +755,8 @@ def fit_with_recomputation(
         for s in range(len(placement))
     ]
     caps = list(free)
-    for rank in range(len(caps)):
-        caps[rank] -= max(
-            cost.activation[s] - sizes[s] for s, owner in enumerate(placement) if owner == rank
-        )
+    for rank, mine in enumerate(group_stages(placement)):
+        caps[rank] -= max(cost.activation[s] - sizes[s] for s in mine)
     again = [
         seconds if flag else 0.0 for seconds, flag in zip(cost.R or cost.F, recomputed, strict=True)
     ]

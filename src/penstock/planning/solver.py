@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from penstock.planning.period_solver import repeat_pattern, solve_period, unroll_pattern
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules.bound import Objective
+from penstock.schedules.families.common import group_stages
 from penstock.schedules.ir import Compute, Op, Schedule, consumes, follows, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.priority_scheduler import Pipeline
@@ -258,8 +259,7 @@ def solve_space_bound(
             sums.append(sums[-1] + min(s[op][u + 1] - s[op][u] for s in table.seconds))
     longest = model.new_int_var(0, _TICKS, "longest")
     is_step = objective == "makespan"
-    for rank in range(len(memory)):
-        mine = [s for s in range(stages) if placement[s] == rank]
+    for rank, mine in enumerate(group_stages(placement)):
         way = look_up("way", -1, before["F"], mine[0]) if is_step else 0
         back = look_up("back", -1, before["I"], mine[0]) if is_step else 0
         model.add(longest >= way + chunks * sum(between("FIW", rank, s) for s in mine))

@@ -188,17 +188,5 @@ def count_chunks(rows: int, chunks: int) -> int:
     return -(-rows // -(-rows // chunks))
 
 
-def group_stages(placement: Sequence[int]) -> list[list[int]]:
-    """Return the stages of each rank.
-
-    >>> group_stages((0, 1, 1, 0))
-    [[0, 3], [1, 2]]
-    """
-    stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
-    for stage, rank in enumerate(placement):
-        stages[rank].append(stage)
-    return stages
-
-
 def _sums(numbers: Sequence[PerRows], rows: int) -> list[float]:
     return list(accumulate((number.at(rows) for number in numbers), initial=0.0))

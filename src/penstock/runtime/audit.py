@@ -16,8 +16,9 @@ If the operations of the loss function do not prove that it is a mean over rows 
 step also compares its loss with that of the outputs of all micro-batches together.
 
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
-of one forward and backward, and at most one more forward for the parts. Later steps compute nothing
-more, unless `audit=N` repeats the audit, or the model's own loss has new terms.
+of one forward and backward, and at most one more forward for the parts. Later steps run no forward
+twice, unless `audit=N` repeats the audit, the model's own loss has new terms, or micro-batches go
+new ways after a number that a layer has read (branches.py).
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class RowsCheck:
         rows: MicrobatchRows,
         shares: Sequence[float],
     ) -> str | None:
-        """Return how the combined results of the parts differ from that of both together.
+        """Return how the combined results of the parts differ from that of all together.
 
         Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
         """
@@ -311,11 +311,11 @@ class RowsCheck:
                     raise _NotFiniteError
                 continue
             return (
-                f"the output{pytree.keystr(path)} of micro-batch {self.microbatch}, joined from "
-                f"two parts, has shape {tuple(leaf.shape)} and is not that of the micro-batch as "
-                f"a whole, which has shape {tuple(other.shape)}. So the output depends on how the "
-                "batch is split: it has no rows on dim 0, is a number other than a mean over "
-                "rows, or mixes rows. Return what has rows, or use chunks=1."
+                f"the output{pytree.keystr(path)}, joined from {_count_parts(parts)} of the batch, "
+                f"has shape {tuple(leaf.shape)} and is not that of the same rows together, which "
+                f"has shape {tuple(other.shape)}. So the output depends on how the batch is split: "
+                "it has no rows on dim 0, is a number other than a mean over rows, or mixes rows. "
+                "Return what has rows, or use chunks=1."
             )
         return None
 
@@ -341,13 +341,12 @@ class RowsCheck:
             raise _NotFiniteError
         if not math.isfinite(total) or distance <= tolerance * size:
             return None
-        number = "two" if len(losses) == 2 else str(len(losses))
         *others, last = [f"{float(loss):.6g}" for loss in losses[:4]]
         more = " and others" if len(losses) > 4 else ""
         return (
-            f"the losses of {number} parts of the batch, "
+            f"the losses of {_count_parts(parts)} of the batch, "
             f"{', '.join(others)}{', ' if more else ' and '}{last}{more}, combine to "
-            f"{float(combined):.6g}, but the loss of both together is {float(total):.6g}. "
+            f"{float(combined):.6g}, but the loss of the same rows together is {float(total):.6g}. "
             f"{SPLIT_CURE}"
         )
 
@@ -470,6 +469,10 @@ def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int]) -> Tensor:
     columns = torch.arange(tensor[:1].numel(), device=tensor.device)
     angles = 0.7 * columns + numbers[:, None]
     return angles.cos().add(0.1).to(tensor.dtype).view_as(tensor)
+
+
+def _count_parts(parts: Sequence[ReferenceForward]) -> str:
+    return "two parts" if len(parts) == 2 else f"{len(parts)} parts"
 
 
 def _select_seeds(

@@ -110,7 +110,7 @@ def find_rounding(dtypes: Iterable[torch.dtype], devices: Iterable[torch.device]
     On devices that compute float32 with TF32, it has the precision of float16. Another stream or
     share of a GPU may choose another algorithm, and so another rounding.
     """
-    found = set(dtypes)
-    if torch.float32 in found and any(may_use_tf32(device.type) for device in devices):
-        found.add(torch.float16)
-    return max((_ROUNDING.get(dtype, 0.0) for dtype in found), default=0.0) or 1e-9
+    precisions = set(dtypes)
+    if torch.float32 in precisions and any(may_use_tf32(device.type) for device in devices):
+        precisions.add(torch.float16)
+    return max((_ROUNDING.get(dtype, 0.0) for dtype in precisions), default=0.0) or 1e-9

@@ -19,14 +19,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
-from penstock.microbatch import move_to_device, scatter
-from penstock.nested_values import iter_tensors
+from penstock.model.profiler import ExampleLoss, build_microbatch_loss
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.memory import HostStorageProbe
 from penstock.runtime.transport import Mailboxes
@@ -112,9 +112,7 @@ def build_example_loss(loss_fn: LossFn | None, has_target: bool) -> LossFn:
     return keep_output
 
 
-def build_output_loss(
-    loss_fn: LossFn | None, target: Any
-) -> Callable[[int], Callable[[Any], Any]] | None:
+def build_output_loss(loss_fn: LossFn | None, target: Any) -> ExampleLoss | None:
     """Return the loss of the first micro-batch by the number of micro-batches; None without one.
 
     It is there to be measured. Without a target, a loss that may take one is replaced as in
@@ -124,17 +122,7 @@ def build_output_loss(
         return None
     is_known = target is not None or _takes_nothing_else(loss_fn)
     example_loss = build_example_loss(loss_fn if is_known else None, target is not None)
-
-    def build(chunks: int) -> Callable[[Any], Any]:
-        targets = () if target is None else scatter((target,), chunks)[0][0]
-
-        def compute_loss(output: Any) -> Any:
-            device = next((tensor.device for tensor in iter_tensors(output)), None)
-            return example_loss(output, *move_to_device(targets, device))
-
-        return compute_loss
-
-    return build
+    return partial(build_microbatch_loss, example_loss, target)
 
 
 def _takes_nothing_else(loss_fn: LossFn) -> bool:
@@ -147,6 +135,7 @@ def _takes_nothing_else(loss_fn: LossFn) -> bool:
 
 
 def _takes_output_alone(loss_fn: LossFn) -> bool:
+    """Return whether a loss can be called without a target."""
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         inspect.signature(function).bind(None)

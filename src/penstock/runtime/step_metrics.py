@@ -37,7 +37,7 @@ class HasTimeline(Protocol):
 
 
 class BatchSize(NamedTuple):
-    """What a step counts of its batch.
+    """The numbers of rows and tokens of a batch, and the devices that compute it.
 
     Attributes:
         rows: The rows of the batch.

@@ -20,6 +20,7 @@ from math import inf
 from typing import Literal
 
 from penstock.schedules.cost import Cost, exceeds
+from penstock.schedules.families.common import group_stages
 from penstock.schedules.ir import StageGraph
 
 Objective = Literal["makespan", "period"]
@@ -64,10 +65,7 @@ def schedule_bound(
     bound = 0.0
     if objective == "makespan":
         bound = max(down[s] + trip[s] + tail[s] for s in stages)
-    stages_by_rank: list[list[int]] = [[] for _ in free]
-    for stage, rank in enumerate(placement):
-        stages_by_rank[rank].append(stage)
-    for mine, cap in zip(stages_by_rank, free, strict=True):
+    for mine, cap in zip(group_stages(placement, len(free)), free, strict=True):
         if not mine:
             continue
         again = {s: R[s] if recomputed[s] else 0.0 for s in mine}

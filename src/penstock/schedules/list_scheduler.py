@@ -4,6 +4,10 @@
 and what it could start. Backwards are always split into I and W here. `run_list_scheduler` runs the
 loop with any rule for the choice. `insert_weight_grads` uses it to place the Ws in lanes whose
 order of F and I is given.
+
+This is the scheduler for the named schedules and for the strategies of `fit`, which are Python
+functions. `priority_scheduler` is for searches that make hundreds of schedules of one pipeline: its
+rules are numbers only, so it is quicker.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
+from penstock.schedules.bound import Objective
 from penstock.schedules.cost import Cost
 from penstock.schedules.families.common import Placement
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, follows, produces
@@ -108,13 +109,15 @@ class Pipeline:
             lanes[span.rank].append(span.action)
         return Schedule(self.placement, self.chunks, tuple(map(tuple, lanes)))
 
-    def measure(self, starts: Starts) -> tuple[float, float]:
-        """Return (makespan, period): from the first start to the last end, of all and of a rank."""
+    def measure(self, starts: Starts, objective: Objective) -> float:
+        """Return the makespan of a schedule, or its period: see `fit`."""
         begin, end = [inf] * self.ranks, [0.0] * self.ranks
         for queue, rank in enumerate(self.rank):
             begin[rank] = min(begin[rank], starts[queue][0])
             end[rank] = max(end[rank], starts[queue][-1] + self.seconds[queue])
-        return max(end), max(b - a for a, b in zip(begin, end, strict=True))
+        if objective == "makespan":
+            return max(end)
+        return max(b - a for a, b in zip(begin, end, strict=True))
 
     def idle_seconds(self, starts: Starts) -> list[float]:
         """Return how long each rank is idle between its first and its last action."""

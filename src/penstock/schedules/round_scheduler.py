@@ -8,8 +8,9 @@ stage, F I W those of its second. A W runs
     where it fits into the gap before an F or I,
     in a smaller gap too, if waiting made the rank idle for longer than any other rank so far.
 
-With the last rule the ranks share the idle time: no rank saves its Ws while another one waits. The
-second pass knows how long each rank was idle in the first.
+With the last rule the ranks share the idle time: no rank saves its Ws while another one waits. A
+schedule is made in several passes, each of which knows how long the ranks were idle in the one
+before. They end when a pass is not faster.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from penstock.schedules.priority_scheduler import Pipeline, Starts
 
-_PASSES = 6  # each knows the idle times of the one before
+_PASSES = 6  # at most
 
 
 class RoundRule(NamedTuple):
@@ -48,7 +49,9 @@ def schedule_in_rounds(pipeline: Pipeline, rule: RoundRule) -> Starts | None:
     idle: Sequence[float] = [0.0] * pipeline.ranks
     for _ in range(_PASSES):
         starts = _Rounds(pipeline, rule, idle).run()
-        if starts is None or (best and pipeline.measure(starts)[1] >= pipeline.measure(best)[1]):
+        if starts is None:
+            break
+        if best and pipeline.measure(starts, "period") >= pipeline.measure(best, "period"):
             break
         best, idle = starts, pipeline.idle_seconds(starts)
     return best
@@ -151,21 +154,21 @@ class _Rounds:
         for rank in range(ranks):
             self._place(self._forward(rank, False))
         for rank in reversed(range(ranks)):
-            first, second = self._forward(rank, False), self._forward(rank, True)
-            back = self._arrival(second) or 0.0
-            seconds, size = pipeline.seconds[first], pipeline.allocated[first]
+            f, F = self._forward(rank, False), self._forward(rank, True)
+            back = self._arrival(F) or 0.0
+            seconds, size = pipeline.seconds[f], pipeline.allocated[f]
             # An F and some fs more will follow on this rank before it can free anything.
             reserve = (1 + 2 * rank) * size + self._rule.reserve
             limit = back + self._rule.extra * seconds
             while (
                 rank < ranks - 1
-                and self._has_room(first, reserve)
+                and self._has_room(f, reserve)
                 and self._free_at[rank] + seconds <= limit
-                and self._can_go_on(first)
+                and self._can_go_on(f)
             ):
                 for earlier in range(rank + 1):
                     self._place(self._forward(earlier, False))
-            self._place(second)
+            self._place(F)
 
     def _fill_second_stages(self) -> None:
         """Place f and F in turns until each rank has as many as the first one."""

@@ -20,6 +20,7 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from penstock.schedules.bound import Objective
 from penstock.schedules.families.common import vee
 from penstock.schedules.priority_scheduler import (
     Pipeline,
@@ -128,10 +129,10 @@ class _Trial(NamedTuple):
     """A pipeline and an objective, with what every rule needs to know about them."""
 
     pipeline: Pipeline
-    is_period: bool
+    objective: Objective
 
     def seconds(self, starts: Starts) -> float:
-        return self.pipeline.measure(starts)[self.is_period]
+        return self.pipeline.measure(starts, self.objective)
 
     def run(self, rule: Rule, best: float) -> Starts | None:
         """Return the schedule of a rule. If it is nearly as good as `best`, place its Ws anew."""
@@ -153,21 +154,22 @@ class _Trial(NamedTuple):
         return starts
 
 
-def search_rules(pipeline: Pipeline, objective: str, effort: int, goal: float) -> Iterator[Starts]:
+def search_rules(
+    pipeline: Pipeline, objective: Objective, effort: int, goal: float
+) -> Iterator[Starts]:
     """Yield ever better schedules of a pipeline, as the starts of its actions.
 
     Args:
         pipeline: The pipeline.
-        objective: "makespan" or "period".
+        objective: What to make short: "makespan" or "period".
         effort: How many actions all attempts together may place.
         goal: Seconds that cannot be beaten. The search ends when it reaches them.
     """
-    is_period = objective == "period"
-    full = _Trial(pipeline, is_period)
+    full = _Trial(pipeline, objective)
     most = _SEARCHED_CHUNKS * pipeline.ranks
     seeds: list[Rule] = []
     if pipeline.chunks > most:
-        short = _Trial(pipeline.with_chunks(most), is_period)
+        short = _Trial(pipeline.with_chunks(most), objective)
         short_goal = goal - (pipeline.chunks - most) * pipeline.period
         rules = [rule for _, rule, _ in _evolve(short, effort // 2, short_goal, [])]
         seeds, effort = rules[: -_FINALISTS - 1 : -1], effort // 2
@@ -181,13 +183,13 @@ def _evolve(
     """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
     draw, pipeline = Random(0), trial.pipeline
     is_vee = pipeline.placement == vee(pipeline.ranks) and pipeline.ranks > 1
-    first: list[Rule] = [*seeds, *([RoundRule()] if is_vee else []), *_FIRST_RULES]
+    first_rules: list[Rule] = [*seeds, *([RoundRule()] if is_vee else []), *_FIRST_RULES]
     best, attempt = inf, 0
     parents: list[tuple[float, int, PriorityRule]] = []  # the best so far; the newest of equals
     while effort >= pipeline.actions and best > goal:
         rule: Rule
-        if attempt < len(first):
-            rule = first[attempt]
+        if attempt < len(first_rules):
+            rule = first_rules[attempt]
         elif is_vee and attempt % 4 == 0:
             rule = _draw_round_rule(draw)
         elif not parents or draw.random() < 0.25:
@@ -217,12 +219,12 @@ def _apply_rule(pipeline: Pipeline, rule: PriorityRule, best: float) -> Starts |
     cost = pipeline.cost
     period = rule.pace * pipeline.period
     forward, backward = _path_times(pipeline, rule)
-    first = [
+    first_times = [
         *forward,
         *(time + rule.shift * period for time in backward),
         *(time + (rule.shift + rule.weight_lag) * period for time in backward),
     ]
-    priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first]
+    priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first_times]
     patience = rule.patience * sum(cost.W) / stages
     limits = None
     if rule.headroom is not None:
@@ -236,7 +238,7 @@ def _apply_rule(pipeline: Pipeline, rule: PriorityRule, best: float) -> Starts |
         # Once more, now that it is known which ranks are idle for long anyway.
         idle_seconds = pipeline.idle_seconds(starts)
         again = schedule_by_priority(pipeline, priorities, patience, None, idle_seconds, limits)
-        if again and pipeline.measure(again)[1] < pipeline.measure(starts)[1]:
+        if again and pipeline.measure(again, "period") < pipeline.measure(starts, "period"):
             return again
     return starts
 

@@ -162,7 +162,7 @@ class BranchStageFunction:
 
 @dataclass
 class BranchRecord:
-    """What is known of the branches in one kind of call.
+    """The record of the branches in one kind of call.
 
     Attributes:
         stages: The indices of the stages that read numbers. None: no call has been watched yet.
@@ -201,7 +201,7 @@ class BranchRecord:
         self.stages = {f.stage.index for f in functions if any(way is not None for way in f.ways)}
         different = [function for function in functions if len(set(function.ways)) > 1]
         ways = frozenset((f.stage.index, way) for f in different for way in f.ways)
-        if not ways or any(ways <= known for known in self.equal_ways):
+        if not ways or any(ways <= equal for equal in self.equal_ways):
             return (), ways
         self.difference_count += 1
         is_power_of_two = not self.difference_count & (self.difference_count - 1)

@@ -314,10 +314,10 @@ class LossStageFunction:
             terms = None
             if not self.reduction.is_sum:
                 terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
-            kept = None
+            loss_inputs = None
             if self.comparison.keeps_outputs:
-                kept = pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
-            self.comparison.note(terms, kept)
+                loss_inputs = pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
+            self.comparison.note(terms, loss_inputs)
         if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}

@@ -36,7 +36,7 @@ from penstock.state_copy import LIBRARY_PACKAGES
 from penstock.torch_compat import get_eager_function
 
 _CONTAINER_TYPES = frozenset((list, dict, set, OrderedDict, defaultdict, deque))
-# The types of most attributes. Their values are no containers, and refer to no module.
+# The types of most attributes. Their values are not containers, and do not refer to modules.
 PLAIN_TYPES = frozenset(
     (type(None), bool, int, float, str, torch.dtype, torch.device, Tensor, nn.Parameter)
 )

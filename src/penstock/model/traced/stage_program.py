@@ -158,7 +158,7 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class _TraceFacts:
-    """What the programs of all stages need to know of a trace."""
+    """The facts about a trace that the programs of all stages share."""
 
     metadata_dependent: Mapping[str, set[int]]  # by kind of metadata, values that decide it
     changes_in_place: Sequence[Mapping[int, int]]

@@ -35,7 +35,7 @@ TOLERATED_TRACES = 4  # full traces of one family before the user is told
 
 @dataclass
 class TraceFamily:
-    """What is known of micro-batches that are alike but for their sizes.
+    """The traces of micro-batches that are alike but for their sizes, and what was learned.
 
     Attributes:
         references: Full traces, each with the number of its call and the digest of its kind.
@@ -147,16 +147,17 @@ def differ_in_sizes_only(traces: Sequence[Trace]) -> bool:
 
 
 def _is_same_but_numbers(nodes: Sequence[TraceNode]) -> bool:
-    first = nodes[0]
+    first_node = nodes[0]
     return all(
-        node.kind is first.kind
-        and node.func == first.func
-        and node.inputs == first.inputs
-        and node.mutations == first.mutations
-        and (node.output is None) == (first.output is None)
-        and (node.input_only, node.is_guard) == (first.input_only, first.is_guard)
-        and (node.has_side_effect, node.uses_rng) == (first.has_side_effect, first.uses_rng)
-        and (node.output is None or node.output.value_indices == first.output.value_indices)  # type: ignore[union-attr]
+        node.kind is first_node.kind
+        and node.func == first_node.func
+        and node.inputs == first_node.inputs
+        and node.mutations == first_node.mutations
+        and (node.output is None) == (first_node.output is None)
+        and (node.input_only, node.is_guard) == (first_node.input_only, first_node.is_guard)
+        and (node.has_side_effect, node.uses_rng)
+        == (first_node.has_side_effect, first_node.uses_rng)
+        and (node.output is None or node.output.value_indices == first_node.output.value_indices)  # type: ignore[union-attr]
         for node in nodes
     )
 

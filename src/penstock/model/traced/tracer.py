@@ -706,7 +706,7 @@ class Tracer(OpInterceptor):
     ) -> Any:
         """Append a node, given its arguments, whose result follows from earlier traces."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = binding.take_call(
+        call_shapes = binding.take_call(
             len(self.nodes),
             node.func,
             [TensorSpec.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
@@ -720,10 +720,12 @@ class Tracer(OpInterceptor):
             else tensors[leaf.argument_index]
             if isinstance(leaf, ArgumentLeaf)
             else leaf
-            for leaf in binding.build_outputs(known)
+            for leaf in binding.build_outputs(call_shapes)
         ]
-        node = replace(node, changed_attributes=known.changed_attributes, uses_rng=known.uses_rng)
-        return self._append_node(node, unflatten(output_leaves, known.output_tree), tensors)
+        node = replace(
+            node, changed_attributes=call_shapes.changed_attributes, uses_rng=call_shapes.uses_rng
+        )
+        return self._append_node(node, unflatten(output_leaves, call_shapes.output_tree), tensors)
 
     # ---- recording ----------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class _SymbolicInt:
 
 @dataclass(frozen=True)
 class _ArgumentTensor:
-    """What a tensor among the arguments of a unit looks like.
+    """The properties of a tensor among the arguments of a unit.
 
     Attributes:
         shape: For each dim its size, or a symbol.
@@ -248,7 +248,7 @@ def _is_same_plain(first: Any, second: Any) -> bool:
 
 
 class _Members(NamedTuple):
-    """What modules hold, for comparison: objects by identity, tensors by what a trace sees of them.
+    """The contents of modules, for comparison: objects by identity, tensors by what a trace sees.
 
     Tensors are not kept: weights that the user has replaced would stay in memory.
     """
@@ -415,39 +415,39 @@ class _Learner:
         return self.symbols[sizes]
 
     def _run_call(self, nodes: Sequence[TraceNode]) -> CallShapes:
-        first = nodes[0]
+        first_node = nodes[0]
         columns, trees = zip(*map(_flatten_arguments, nodes), strict=True)
         for node, tree in zip(nodes, trees, strict=True):
-            if node.func != first.func or tree != trees[0]:
+            if node.func != first_node.func or tree != trees[0]:
                 raise SizesDiffer
             if node.mutations or node.hooked_values or node.output is None:
                 raise SizesDiffer
-            if node.changed_attributes != first.changed_attributes:
+            if node.changed_attributes != first_node.changed_attributes:
                 raise SizesDiffer
-        assert first.output is not None
-        if first.output.tree_spec.context is OutputWithContainerUpdates:
+        assert first_node.output is not None
+        if first_node.output.tree_spec.context is OutputWithContainerUpdates:
             raise SizesDiffer
         arguments, leaves = self._make_arguments(columns)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = get_versions(tensors)
         args, kwargs = unflatten(leaves, trees[0])
-        unit = first.func.unit if first.kind is NodeKind.UNIT else ""
-        target = self._units[unit] if first.kind is NodeKind.UNIT else first.call
+        unit = first_node.func.unit if first_node.kind is NodeKind.UNIT else ""
+        target = self._units[unit] if first_node.kind is NodeKind.UNIT else first_node.call
         output, _ = call_with_fakes(self.factory, unit, target, args, kwargs)
         if get_versions(tensors) != versions:
             raise SizesDiffer
         output_leaves, output_tree = flatten(output)
-        if output_tree != first.output.tree_spec:
+        if output_tree != first_node.output.tree_spec:
             raise SizesDiffer
         outputs = self._describe_outputs(output_leaves, tensors)
         return CallShapes(
-            first.func,
+            first_node.func,
             tuple(arguments),
             trees[0],
             outputs,
             output_tree,
-            first.changed_attributes,
-            first.uses_rng,
+            first_node.changed_attributes,
+            first_node.uses_rng,
         )
 
     def _make_arguments(self, traced: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:

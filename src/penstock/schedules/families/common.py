@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.errors import ArgumentError
 from penstock.schedules.ir import Compute, Schedule
@@ -41,6 +41,22 @@ def vee(ranks: int) -> Placement:
         ranks: The number of ranks.
     """
     return (*range(ranks), *reversed(range(ranks)))
+
+
+def group_stages(placement: Sequence[int], ranks: int | None = None) -> list[list[int]]:
+    """Return the stages of each rank.
+
+    Args:
+        placement: The rank of each stage.
+        ranks: The number of ranks, if some may have no stage.
+
+    >>> group_stages((0, 1, 1, 0))
+    [[0, 3], [1, 2]]
+    """
+    stages: list[list[int]] = [[] for _ in range(ranks or max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        stages[rank].append(stage)
+    return stages
 
 
 def schedule_from_lanes(
