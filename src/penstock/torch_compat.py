@@ -634,8 +634,9 @@ class SymbolicSizes:
     condition. The other sizes for which the conditions hold lead to the same operations.
 
     PyTorch's compiler and `torch.export` work so. Nothing public gives access to the conditions.
-    Tested with PyTorch 2.13. If a part of it is missing, the constructor or a method raises
-    AttributeError, ImportError or TypeError, and each size is traced for itself.
+    Tested with PyTorch 2.10 to 2.15. Before 2.13, matrix products turn symbols into numbers, and
+    models with attention are traced for each size. If a part of it is missing, the constructor or
+    a method raises AttributeError, ImportError or TypeError, and each size is traced for itself.
     """
 
     def __init__(self) -> None:

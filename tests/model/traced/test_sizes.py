@@ -20,11 +20,27 @@ from penstock.model.traced.trace_model import derive_trace, trace_model
 from penstock.model.traced.traced_partition import TracedPartition
 from penstock.model.traced.unit_shapes import SizesDiffer, learn_unit_shapes
 from penstock.runtime.audit import Auditor
+from penstock.torch_compat import SymbolicSizes
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 from tests.models.comparing import Exhibited, trials
 from tests.models.exhibits import ZOO
 
 LENGTHS = (5, 7, 6, 9, 12, 5, 11)
+
+
+def _fixes_sizes() -> bool:
+    """Return whether a matrix product fixes symbolic sizes, as it does before PyTorch 2.13."""
+    sizes = SymbolicSizes()
+    _, size = sizes.create(5)
+    with sizes.mode:
+        product = torch.empty(size, 2, 3, 4) @ torch.empty(size, 2, 4, 3)
+    return isinstance(sizes.to_expression(product.shape[0]), int)
+
+
+# Every size is traced in full then.
+needs_symbolic_products = pytest.mark.skipif(
+    _fixes_sizes(), reason="this release of PyTorch fixes symbolic sizes in matrix products"
+)
 
 
 class Plain(Four):
@@ -193,7 +209,7 @@ def full_traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("kind", "wanted"),
     [
         (Plain, [7]),
-        (Masked, [7]),
+        pytest.param(Masked, [7], marks=needs_symbolic_products),
         (Halving, [7]),
         (Changing, [7, 9, 12, 11]),  # the condition "at most 8" does not hold
         (Looping, [7, 6, 9, 12, 11]),
@@ -252,6 +268,7 @@ def test_a_length_of_one_is_traced_in_full(full_traces: list[int]) -> None:
     assert full_traces == [7, 1]
 
 
+@needs_symbolic_products
 def test_a_length_that_differs_in_sizes_only_is_not_audited_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,6 +324,7 @@ UNLEARNED = (
 NAMES = [" ".join(name.split()) for name in f"{LEARNED};{UNLEARNED}".split(";")]
 
 
+@needs_symbolic_products
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trace_without_units_is_the_trace_with_them(name: str) -> None:
