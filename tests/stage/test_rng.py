@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from penstock import Pipe
 from penstock.errors import RunError
+from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.rng import (
     CellRngKernels,
     CellRngMode,
     DrawRedirect,
     advance_caller_rng,
     derive_cell_seed,
-    is_inside_cell,
     peek_seed,
     suspend_cell_rng,
 )

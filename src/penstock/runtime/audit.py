@@ -60,10 +60,11 @@ from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.branches import BranchRecord, BranchStageFunction
+from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
-from penstock.stage.rng import is_inside_cell, peek_seed
+from penstock.stage.rng import peek_seed
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stage_runner import StageRunner
 from penstock.state_copy import find_reachable

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 
 from penstock.device.accelerator import list_autocast_types
-from penstock.torch_compat import are_checkpoint_hooks, get_saved_tensor_hooks
+from penstock.torch_compat import (
+    are_checkpoint_hooks,
+    get_innermost_dispatch_mode,
+    get_saved_tensor_hooks,
+    has_draw_key,
+)
+
+
+def is_inside_cell() -> bool:
+    """Return whether this thread computes a cell of a pipe, with random numbers of its own."""
+    return has_draw_key() or getattr(get_innermost_dispatch_mode(), "belongs_to_cell", False)
 
 
 @dataclass(frozen=True)

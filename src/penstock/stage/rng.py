@@ -37,6 +37,7 @@ import torch
 
 from penstock.device.accelerator import get_default_generator, resolve_index
 from penstock.errors import RunError
+from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.compile_support import skip_dynamo_tracing
 from penstock.stage.recompute import is_checkpointing
 from penstock.torch_compat import (
@@ -46,7 +47,6 @@ from penstock.torch_compat import (
     add_draw_kernel,
     get_innermost_dispatch_mode,
     get_schema_arguments,
-    has_draw_key,
     is_under_compiler,
     pop_dispatch_mode,
     push_dispatch_mode,
@@ -120,11 +120,6 @@ def advance_caller_rng() -> None:
     """Advance the caller's default generator past the seed that `peek_seed` returned."""
     if not is_inside_cell():
         _draw_seed(torch.default_generator)
-
-
-def is_inside_cell() -> bool:
-    """Return whether this thread computes a cell of a pipe, with random numbers of its own."""
-    return has_draw_key() or isinstance(get_innermost_dispatch_mode(), CellRngMode)
 
 
 @contextmanager
@@ -321,6 +316,7 @@ class CellRngMode(CompileFriendlyDispatchMode):
         used_empty: Whether a layer has called `torch.empty`, if its contents are filled.
     """
 
+    belongs_to_cell = True  # for `is_inside_cell`
     # Such as `flex_attention`, which PyTorch otherwise refuses under a mode. They draw nothing.
     supports_higher_order_operators = True
 
