@@ -103,7 +103,7 @@ def test_copies_are_pipes(make_other: Any) -> None:
     assert isinstance(other, Tower)
     assert type(other) is (Pipe if make_other is not derive_class else other.__class__)
     assert other.stages == 2
-    assert torch.equal(other(x), model(x))
+    torch.testing.assert_close(other(x), model(x))  # products of fewer rows may round otherwise
     torch.testing.assert_close(other.step(x, labels=y).loss, model(x, labels=y))
 
 

@@ -77,7 +77,8 @@ class Case:
         popped = [[home[t] for t in skip.targets] for skip in self.model.skips]
         for skip, stages in zip(self.model.skips, popped, strict=True):
             if skip.kind == "itself":  # the next stage also receives it as its input
-                stages.append(home[skip.source] + 1)
+                uses = 2 if self.model.layers[skip.source].form == "twice" else 1
+                stages.extend([home[skip.source] + 1] * uses)
         return (
             self.by_name
             and not self.model.ties
