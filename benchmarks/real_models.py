@@ -13,6 +13,8 @@ bubble      the share of the step in which a device is idle, measured; then in t
 slowest     the busiest device over the mean of all: how even the cut is
 host        milliseconds until the call of `step` returns
 unsplit     the model on the whole GPU, eagerly, one micro-batch after another
+plain graph the same as one CUDA graph; nan if the model cannot be captured
+loss        how far the loss of the step is from that of the unsplit model, relative to it
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Mapping
+from itertools import product
+from math import nan
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -35,12 +39,13 @@ from penstock import Cost, Pipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.virtual import head, line, needs_cuda
+from benchmarks.virtual import Block, graph_of, head, line, needs_cuda
 
 WORDS, TOKENS = 32_000, 1024
 WARM_UP = 3  # the first step runs eagerly, the second is captured
 HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast", "bubble"]
 HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
+HEADS += ["plain graph", "x plain graph", "loss"]
 
 
 class Case(NamedTuple):
@@ -55,23 +60,20 @@ class Case(NamedTuple):
 # ---- models ----------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
+class Attention(nn.Module):
+    """The first half of a pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads, self.norm = heads, nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(rows, tokens, 3, self.heads, -1)
+        qkv = self.qkv(self.norm(x)).view(rows, tokens, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        out: Tensor = x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        out: Tensor = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
         return out
 
 
@@ -80,10 +82,13 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def plain_gpt(rows: int) -> Case:
-    """Build 16 blocks of width 1024, and a head of 32,000 words; two rows a micro-batch."""
-    blocks = [Block(1024, 16) for _ in range(16)]
+    """Build 16 blocks of width 1024, and a head of 32,000 words; two rows a micro-batch.
+
+    Each half of a block is a layer of its own, so that the cut may go through a block.
+    """
+    halves = [half for _ in range(16) for half in (Attention(1024, 16), Block(1024))]
     model = nn.Sequential(
-        nn.Embedding(WORDS, 1024), *blocks, nn.LayerNorm(1024), nn.Linear(1024, WORDS)
+        nn.Embedding(WORDS, 1024), *halves, nn.LayerNorm(1024), nn.Linear(1024, WORDS)
     )
     ids = torch.randint(WORDS, (2 * rows, TOKENS // 2))
     return Case(model, ids, token_loss, ids)
@@ -182,9 +187,15 @@ def build(name: str, chunks: int) -> Case:
     return case._replace(model=case.model.to("cuda:0", torch.bfloat16), inputs=moved, target=target)
 
 
-def unsplit(case: Case, chunks: int, times: int) -> float:
-    """Return the milliseconds of eager gradient accumulation on the whole GPU."""
+class Unsplit(NamedTuple):
+    """The model on the whole GPU with accumulated gradients: milliseconds, and the loss."""
 
+    eager: float
+    plain_graph: float
+    loss: float
+
+
+def measure_unsplit(case: Case, chunks: int, times: int) -> Unsplit:
     def loss_of(index: int) -> Tensor:
         if isinstance(case.inputs, Tensor):
             assert case.loss_fn is not None
@@ -196,25 +207,35 @@ def unsplit(case: Case, chunks: int, times: int) -> float:
         ).loss
         return loss
 
-    def accumulate() -> None:
+    def accumulate() -> Tensor:
+        total = torch.zeros((), device="cuda:0")
         for index in range(chunks):
-            (loss_of(index) / chunks).backward()
+            loss = loss_of(index) / chunks
+            loss.backward()
+            total += loss.detach()
+        return total
 
-    accumulate()
-    duration, _ = timed(accumulate, times)
+    loss = float(accumulate())
+    eager, _ = timed(accumulate, times)
+    try:
+        graph = graph_of(accumulate, accumulate, torch.cuda.Stream())
+        captured, _ = timed(graph.replay, times)
+    except RuntimeError as error:  # the forward reads a value on the host
+        print(f"the unsplit model cannot be captured: {error}".splitlines()[0], file=sys.stderr)
+        captured = nan
     case.model.zero_grad()
-    return duration
+    return Unsplit(eager, captured, loss)
 
 
-def row(name: str, ranks: int, schedule: str, args: argparse.Namespace) -> str:
+def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.Namespace) -> str:
     """Measure one model under one schedule, and return a line of the table."""
     case = build(name, args.chunks)
-    eager = unsplit(case, args.chunks, args.times)
     pipe = Pipe(
         case.model,
         args.chunks,
         "never",
         devices=penstock.virtual_devices("cuda:0", ranks),
+        balance="time",
         example=case.inputs,
         target=case.target,
         loss_fn=case.loss_fn,
@@ -248,8 +269,11 @@ def row(name: str, ranks: int, schedule: str, args: argparse.Namespace) -> str:
             f"{even:.1%}",
             f"{max(busy) / mean(busy):.2f}",
             f"{host:.1f}",
-            f"{eager:.1f}",
-            f"{eager / duration:.2f}",
+            f"{unsplit.eager:.1f}",
+            f"{unsplit.eager / duration:.2f}",
+            f"{unsplit.plain_graph:.1f}",
+            f"{unsplit.plain_graph / duration:.2f}",
+            f"{abs(float(result.loss) / unsplit.loss - 1):.0e}",
         ]
     )
 
@@ -268,11 +292,14 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.times}\n")
     print(head(HEADS), flush=True)
     for name in args.models:
-        for ranks in args.devices:
-            for schedule in args.schedules:
-                print(row(name, ranks, schedule, args), flush=True)
-                gc.collect()
-                torch.cuda.empty_cache()
+        unsplit = measure_unsplit(build(name, args.chunks), args.chunks, args.times)
+        for ranks, schedule in product(args.devices, args.schedules):
+            gc.collect()
+            torch.cuda.empty_cache()
+            try:
+                print(row(name, ranks, schedule, unsplit, args), flush=True)
+            except RuntimeError as error:  # the other rows are still worth their time
+                print(line([name, ranks, schedule, args.chunks, error]), flush=True)
 
 
 if __name__ == "__main__":
