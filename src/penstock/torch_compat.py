@@ -941,8 +941,8 @@ def register_draw_kernels(handler: DrawHandler) -> bool:
         # Most of the thousands of operators do not draw, and a Python object for each takes long.
         for name in _get_operator_names():
             qualified, _, overload = name.partition(".")
-            found = _get_overload(qualified, overload)
-            if found is not None and torch.Tag.nondeterministic_seeded in found[2]:
+            operator = _get_overload(qualified, overload)
+            if operator is not None and torch.Tag.nondeterministic_seeded in operator[2]:
                 namespace, _, packet = qualified.partition("::")
                 overloads = getattr(getattr(torch.ops, namespace), packet)
                 _register_draw_kernel(getattr(overloads, overload or "default"), handler)

@@ -107,12 +107,12 @@ def fold_frames(error: BaseException) -> None:
         visited.add(id(current))
         todo += [current.__cause__, current.__context__]
         entries = _list_entries(current.__traceback__)
-        kept = _select_entries(current, entries)
-        if len(kept) == len(entries):
+        shown_entries = _select_entries(current, entries)
+        if len(shown_entries) == len(entries):
             continue
-        current.__traceback__ = _build_traceback(kept)
-        if current is error and kept and not isinstance(error, PenstockError):
-            _add_note(error, len(entries) - len(kept))
+        current.__traceback__ = _build_traceback(shown_entries)
+        if current is error and shown_entries and not isinstance(error, PenstockError):
+            _add_note(error, len(entries) - len(shown_entries))
 
 
 def _list_entries(traceback: TracebackType | None) -> list[TracebackType]:
@@ -133,12 +133,12 @@ def _select_entries(error: BaseException, entries: list[TracebackType]) -> list[
     if last == len(entries) - 1 and not is_expected:
         return entries
     before = (entry for index, entry in enumerate(entries[:last]) if index not in ours)
-    kept = [entry for entry in before if not _is_plumbing(entry.tb_frame)]
+    shown_before = [entry for entry in before if not _is_plumbing(entry.tb_frame)]
     after = entries[last + 1 :]
     # A mode that Penstock has put around an operation of the user's code passes it on to PyTorch.
-    if kept and all(_is_plumbing(entry.tb_frame) for entry in after):
+    if shown_before and all(_is_plumbing(entry.tb_frame) for entry in after):
         after = []
-    return [*kept, *after]
+    return [*shown_before, *after]
 
 
 def _is_of_penstock(frame: FrameType) -> bool:

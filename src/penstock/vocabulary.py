@@ -198,11 +198,11 @@ _KEY_PREFIXES = {
 }
 
 
-def explain_key_prefix(given: Iterable[str], expected: Iterable[str]) -> str:
+def explain_key_prefix(keys: Iterable[str], expected: Iterable[str]) -> str:
     """Return which wrapper has added a prefix to all keys of a state dict, or an empty text."""
-    given, expected = list(given), list(expected)
+    keys, expected = list(keys), list(expected)
     for prefix, wrapper in _KEY_PREFIXES.items():
-        if given and all(key.startswith(prefix) for key in given):
+        if keys and all(key.startswith(prefix) for key in keys):
             if any(key.startswith(prefix) for key in expected):
                 continue
             return (

@@ -199,7 +199,7 @@ def show(
                 "--skip": bool(skips),
                 "--memory": memory is not None,
             }
-            for option in (option for option, given in applies_to_schedules.items() if given):
+            for option in (option for option, is_given in applies_to_schedules.items() if is_given):
                 raise ArgumentError(f"{option} does not apply to a measured step")
             timeline = read_timeline_file(Path(name))
             forecast = read_timeline_file(plan) if plan else None

@@ -75,9 +75,9 @@ class _PipelineProcesses:
         pipe_options: dict[str, Any],
     ) -> None:
         refused = {"module", "group", "loss_fn", "target", "data", "outputs", "example"}
-        known = inspect.signature(Pipe.__init__).parameters.keys() - {"self"} - refused
+        option_names = inspect.signature(Pipe.__init__).parameters.keys() - {"self"} - refused
         for name in pipe_options:
-            if name not in known:
+            if name not in option_names:
                 raise ArgumentError(
                     f"{type(self).__name__} has no option {name!r}. It takes those of a Pipe, "
                     "such as checkpoint= and balance=, except for those of the loss and the data."
@@ -214,12 +214,12 @@ class _PipelineProcesses:
         digests: list[Any] = [None] * self.world_size
         distributed.all_gather_object(digests, digest)
         ranks = self.world_size // self.replicas
-        first = self.global_rank // ranks * ranks
-        if digests[first] != digest:
+        first_rank = self.global_rank // ranks * ranks
+        if digests[first_rank] != digest:
             raise RunError(
-                f"{method} got other rows on rank {self.global_rank} than on rank {first}, but the "
-                "ranks of a pipe share a batch. Use the same order on all of them: seed the "
-                "generator of the sampler, or call seed_everything."
+                f"{method} got other rows on rank {self.global_rank} than on rank {first_rank}, "
+                "but the ranks of a pipe share a batch. Use the same order on all of them: seed "
+                "the generator of the sampler, or call seed_everything."
             )
 
     def barrier(self, name: str | None = None) -> None:

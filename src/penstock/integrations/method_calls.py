@@ -389,18 +389,18 @@ def _divide(value: Any, weight: Any) -> Any:
 
 def _split_loss(method: str, output: Any) -> tuple[dict[str, Any], Any]:
     """Return the loss, perhaps with its weight, and the rest of what a training step returned."""
-    loss, rest = output, None
+    loss, other_values = output, None
     if isinstance(output, Mapping):
-        loss, rest = output.get("loss"), {k: v for k, v in output.items() if k != "loss"}
+        loss, other_values = output.get("loss"), {k: v for k, v in output.items() if k != "loss"}
     if isinstance(loss, Weighted):
-        return {"loss": loss.loss, "weight": loss.weight}, rest
+        return {"loss": loss.loss, "weight": loss.weight}, other_values
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(output)}"
         raise RunError(
             f"{method} returned {kind}. A pipe needs a loss in every step: a tensor with one "
             "element, a dict with a 'loss', or penstock.Weighted. It cannot skip a batch."
         )
-    return {"loss": loss}, rest
+    return {"loss": loss}, other_values
 
 
 def count_rows(batch: Any) -> int:

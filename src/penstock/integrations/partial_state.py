@@ -37,8 +37,8 @@ def gather_on_first_rank(pipe: Pipe, entries: Mapping[str, Any], what: str) -> d
                 owners.setdefault(name, rank)
         sent = [[n for n in names[rank] if owners[n] == rank] for rank in range(len(names))]
         for index in range(max(map(len, sent))):
-            own = sent[channel.rank][index : index + 1]
-            received = channel.all_gather_value([entries[name] for name in own], what)
+            own_names = sent[channel.rank][index : index + 1]
+            received = channel.all_gather_value([entries[name] for name in own_names], what)
             if channel.rank == 0:
                 for rank, values in enumerate(received):
                     gathered.update(zip(sent[rank][index : index + 1], values, strict=True))
@@ -47,9 +47,9 @@ def gather_on_first_rank(pipe: Pipe, entries: Mapping[str, Any], what: str) -> d
 
 def gather_state_dict(piped: PipedModule) -> dict[str, Any]:
     """Return the state dict of the unsplit module: on the first process, if there are several."""
-    own: dict[str, Any] = piped.module.state_dict()
+    own_state: dict[str, Any] = piped.module.state_dict()
     if not piped.is_partial:
-        return own
+        return own_state
     assert piped.pipe is not None
     local = {
         name.removeprefix(PREFIX): value
@@ -59,7 +59,7 @@ def gather_state_dict(piped: PipedModule) -> dict[str, Any]:
     gathered = gather_on_first_rank(piped.pipe, local, "parameters")
     if not gathered:
         return {}
-    state = {name: gathered.get(name, value) for name, value in own.items()}
+    state = {name: gathered.get(name, value) for name, value in own_state.items()}
     missing = [name for name, v in state.items() if isinstance(v, Tensor) and v.is_meta]
     if missing:
         raise RunError(f"no rank has the parameter {missing[0]}, so it cannot be saved.")
@@ -72,8 +72,8 @@ def load_state_dict(piped: PipedModule, state: Mapping[str, Any], strict: bool) 
     if piped.is_partial:
         assert piped.pipe is not None
         named = {f"{PREFIX}{name}": value for name, value in state.items()}
-        own = piped.pipe.state_dict().keys()
-        piped.pipe.load_state_dict({k: v for k, v in named.items() if k in own}, strict=False)
+        own_names = piped.pipe.state_dict().keys()
+        piped.pipe.load_state_dict({k: v for k, v in named.items() if k in own_names}, strict=False)
 
 
 class PartialOptimizers:
@@ -90,8 +90,8 @@ class PartialOptimizers:
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Remember optimizers for `select`."""
-        known = set(map(id, self._optimizers))
-        self._optimizers += (o for o in optimizers if id(o) not in known)
+        watched_ids = set(map(id, self._optimizers))
+        self._optimizers += (o for o in optimizers if id(o) not in watched_ids)
 
     def clear(self) -> None:
         """Forget all optimizers."""
@@ -109,10 +109,10 @@ class PartialOptimizers:
     def _select(self, optimizer: Optimizer, remote: set[int]) -> None:
         numbers = self._numbers.get(id(optimizer))
         if numbers is None:
-            numbers, first = [], 0
+            numbers, start = [], 0
             for group in optimizer.param_groups:
-                numbers.append(list(range(first, first + len(group["params"]))))
-                first += len(group["params"])
+                numbers.append(list(range(start, start + len(group["params"]))))
+                start += len(group["params"])
             self._sizes[id(optimizer)] = [len(group) for group in numbers]
         for index, group in enumerate(optimizer.param_groups):
             pairs = [
@@ -135,10 +135,10 @@ class PartialOptimizers:
         numbers = [n for group in self._numbers[id(optimizer)] for n in group]
         local = {str(numbers[index]): value for index, value in state["state"].items()}
         gathered = gather_on_first_rank(piped.pipe, local, "optimizer states")
-        first, groups = 0, []
+        start, groups = 0, []
         for group, size in zip(state["param_groups"], self._sizes[id(optimizer)], strict=True):
-            groups.append({**group, "params": list(range(first, first + size))})
-            first += size
+            groups.append({**group, "params": list(range(start, start + size))})
+            start += size
         states = {int(number): value for number, value in gathered.items()}
         return {"state": dict(sorted(states.items())), "param_groups": groups}
 
@@ -156,10 +156,10 @@ class PartialOptimizers:
                 "same model and optimizer."
             )
         numbers = [n for group in selected for n in group]
-        first, groups = 0, []
+        start, groups = 0, []
         for group, chosen in zip(state["param_groups"], selected, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(chosen)))})
-            first += len(chosen)
+            groups.append({**group, "params": list(range(start, start + len(chosen)))})
+            start += len(chosen)
         states = {i: state["state"][n] for i, n in enumerate(numbers) if n in state["state"]}
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 

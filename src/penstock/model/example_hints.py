@@ -77,12 +77,12 @@ def _explain_example(module: Any, example: Any) -> str:
             f"inputs are: {', '.join(parameters)}."
         )
     names = list_positional_names(forward)
-    given = len(example) if isinstance(example, tuple) else 1
-    if names is None or given <= len(names):
+    num_values = len(example) if isinstance(example, tuple) else 1
+    if names is None or num_values <= len(names):
         return ""
     return (
-        f"example has {given} values, but the forward takes {len(names)} ({', '.join(names)}). "
-        "Leave the target out, or pass it as target=."
+        f"example has {num_values} values, but the forward takes {len(names)} "
+        f"({', '.join(names)}). Leave the target out, or pass it as target=."
     )
 
 

@@ -389,8 +389,8 @@ def _describe_plan(plan: Plan) -> list[str]:
                 f"{other.choice}"
             )
     if plan.certificate:
-        first, second = describe_certificate(plan, plan.certificate)
-        lines += ["", f"certificate: {first}", second]
+        summary, explanation = describe_certificate(plan, plan.certificate)
+        lines += ["", f"certificate: {summary}", explanation]
     return lines
 
 

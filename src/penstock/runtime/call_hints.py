@@ -107,13 +107,13 @@ def _explain_positional_target(forward: Callable[..., Any], batch: Batch) -> str
     names = list_positional_names(forward)
     if names is None or len(batch.inputs) <= len(names):
         return ""
-    given = f"{len(batch.inputs)} inputs were passed by position, but the forward takes "
-    given += f"{len(names)} ({', '.join(names)}). "
+    counts = f"{len(batch.inputs)} inputs were passed by position, but the forward takes "
+    counts += f"{len(names)} ({', '.join(names)}). "
     if batch.is_step and not batch.target:
-        return f"{given}If the last one is the target, write pipe.step(x, target=y)."
+        return f"{counts}If the last one is the target, write pipe.step(x, target=y)."
     if not batch.is_step:
-        return f"{given}A pipe takes what the model takes. For a loss, use pipe.step(x, target=y)."
-    return f"{given}Leave out the others: the target is given by name already."
+        return f"{counts}A pipe takes what the model takes. For a loss, use pipe.step(x, target=y)."
+    return f"{counts}Leave out the others: the target is given by name already."
 
 
 def _explain_labels(model: nn.Module | None, batch: Batch) -> str:
@@ -124,17 +124,18 @@ def _explain_labels(model: nn.Module | None, batch: Batch) -> str:
     names = None if model is None else list_positional_names(find_base_model(model).forward)
     if names is None or "labels" not in names or "labels" in batch.keyword_inputs:
         return ""
-    given = names[: len(batch.inputs)]
-    if "labels" in given:
+    positional_names = names[: len(batch.inputs)]
+    if "labels" in positional_names:
         return ""
     call = "pipe.step" if batch.is_step else "pipe"
     cure = f"{call}(x, labels=y)"
-    if len(given) > 1:
+    if len(positional_names) > 1:
         if batch.is_step and not batch.uses_model_loss:
             cure = "pipe.step(x, target=y)"
         return (
-            f"The inputs that were passed by position are {', '.join(map(repr, given))} of the "
-            f"forward. If the last one has the labels, write {cure}."
+            "The inputs that were passed by position are "
+            f"{', '.join(map(repr, positional_names))} of the forward. "
+            f"If the last one has the labels, write {cure}."
         )
     if not batch.uses_model_loss:
         return ""
@@ -214,13 +215,13 @@ def _explain_dtype(placed: PlacedPartition, batch: Batch) -> str:
     parameters = (p for stage in placed.local_stages for m in stage.layers for p in m.parameters())
     expected = next((p.dtype for p in parameters if p.is_floating_point()), None)
     tensors = list_tensors([*batch.inputs, *batch.keyword_inputs.values()])
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if isinstance(layer, nn.Linear):
-        found = {tensor.dtype for tensor in tensors}
-    if expected is None or not found or expected in found:
+        dtypes = {tensor.dtype for tensor in tensors}
+    if expected is None or not dtypes or expected in dtypes:
         return ""
     return (
-        f"The inputs are {', '.join(sorted(map(str, found)))}, and the parameters of the model "
+        f"The inputs are {', '.join(sorted(map(str, dtypes)))}, and the parameters of the model "
         f"are {expected}. Cast the batch, x.to({expected}), or the pipe."
     )
 

@@ -75,7 +75,7 @@ class Request(Batch):
             )
         # Usually the first parameter of one is the first of the other.
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not any(own is other for own in parameters for other in stepped):
+        if not any(p is q for p in parameters for q in stepped):
             raise ArgumentError(
                 "step(optimizer=...) was called with an optimizer that has none of the parameters "
                 "of the pipe, so it would not train it. Make the optimizer after the pipe, from "

@@ -87,12 +87,12 @@ class Cost:
         for name, number in numbers:
             if not 0 <= number < float("inf"):
                 raise ArgumentError(f"{name} is {number}: a cost is a number from 0 up")
-        for stage, (kept, whole) in enumerate(
+        for stage, (part, whole) in enumerate(
             zip(self.weight_activation, self.activation, strict=False)
         ):
-            if kept > whole:
+            if part > whole:
                 raise ArgumentError(
-                    f"weight_activation of stage {stage} is {kept}, more than its activation, "
+                    f"weight_activation of stage {stage} is {part}, more than its activation, "
                     f"{whole}: it is the part that I does not free"
                 )
 

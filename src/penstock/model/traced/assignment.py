@@ -386,7 +386,9 @@ def _check_hooks(
         node = trace.nodes[node_index]
         for value in node.hooked_values:
             producer = trace.values[value].producer
-            users = [s for s, one in enumerate(assignments) if value in one.needed_values]
+            users = [
+                s for s, assignment in enumerate(assignments) if value in assignment.needed_values
+            ]
             if len(users) > 1 and (producer is None or node_stages.get(producer) != stage):
                 what = f"unit '{node.func}'" if node.kind is NodeKind.UNIT else "register_hook"
                 raise CutError(

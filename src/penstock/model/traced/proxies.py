@@ -257,9 +257,9 @@ class ProxyModel:
             if holds_module(container.original)
         }
         for name, (original, parent_copy) in self.parent_copies.items():
-            seen, current = self._seen_attributes[name], vars(original)
-            if are_same_objects(seen, current) and are_same_objects(
-                seen.values(), current.values()
+            seen_attributes, current = self._seen_attributes[name], vars(original)
+            if are_same_objects(seen_attributes, current) and are_same_objects(
+                seen_attributes.values(), current.values()
             ):
                 # Nearly always: nobody has set an attribute since, and what a forward sets on the
                 # copy is undone. But the configuration itself may have changed.
@@ -270,10 +270,10 @@ class ProxyModel:
                 self._seen_attributes[name] = dict(current)
                 # A `forward` that was assigned to the model, or removed again, holds modules.
                 for key in sync_attributes(original, parent_copy):
-                    if current[key] is not seen.get(key):
+                    if current[key] is not seen_attributes.get(key):
                         copies = {id(module): copy for module, copy in self._replacements}
                         parent_copy.__dict__[key] = _map_modules(current[key], copies)
-                for key in seen.keys() - current.keys():
+                for key in seen_attributes.keys() - current.keys():
                     parent_copy.__dict__.pop(key, None)
             for key, value in iter_containers(original):
                 if not holds_module(value):

@@ -368,7 +368,7 @@ def _must_not_alias(node: TraceNode, changes_in_place: Sequence[Mapping[int, int
         return False
     inputs, produced = set(node.inputs), node.produced_values
     changed = [changes.keys() & (inputs | produced) for changes in changes_in_place]
-    return any(changed) and not any(both & inputs and both & produced for both in changed)
+    return any(changed) and not any(values & inputs and values & produced for values in changed)
 
 
 def _find_original_values(nodes: Sequence[TraceNode]) -> dict[int, int]:

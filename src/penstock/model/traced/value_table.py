@@ -148,8 +148,8 @@ class ValueTable:
         for path, module in self._models[-1].named_modules():
             attributes = {f"{path}.{key}".lstrip("."): v for key, v in vars(module).items()}
             referred = find_referred_values(getattr(type(module), "forward", None))
-            for name, kept in (*attributes.items(), *referred.items()):
-                if any(t is tensor for t in iter_tensors(kept)):
+            for name, content in (*attributes.items(), *referred.items()):
+                if any(t is tensor for t in iter_tensors(content)):
                     raise CutError(
                         f"at {get_source_location()}, the forward changes '{name}' in place, a "
                         "tensor that is not a buffer. Stages keep track of changes to buffers "
