@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -49,11 +50,11 @@ from penstock.model.isolation import (
     preserve_gradients,
     preserve_rng,
 )
+from penstock.model.traced.trace_tail import LossModule
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.nested_values import iter_tensors
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.cell_graph import CellGraph, enter_graph, find_gradient_edge
-from penstock.stage.loss import LOSS_FN_ORIGIN, parse_loss
 from penstock.stage.payload import Payload
 from penstock.stage.skip import SkipKey, Skips, use_skips
 from penstock.stage.stage import OUTSIDE
@@ -65,11 +66,31 @@ from penstock.state_copy import StructureCopier, TensorMap
 
 # The loss of the model's output on the micro-batch that is measured.
 OutputLoss = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class MicrobatchLoss:
+    """The loss of one micro-batch, as a function of its output.
+
+    Attributes:
+        loss_fn: The loss of an output and its target, or of the output alone.
+        targets: The target of the micro-batch, if there is one.
+    """
+
+    loss_fn: Callable[..., Any]
+    targets: tuple[Any, ...]
+
+    def __call__(self, output: Any) -> Any:
+        """Return the loss."""
+        device = next((tensor.device for tensor in iter_tensors(output)), None)
+        return self.loss_fn(output, *move_to_device(self.targets, device))
+
+
 # Returns the loss of the first of so many micro-batches of the example.
-ExampleLoss = Callable[[int], OutputLoss]
+ExampleLoss = Callable[[int], MicrobatchLoss]
 
 
-def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int) -> OutputLoss:
+def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int) -> MicrobatchLoss:
     """Return the loss of the first of `chunks` micro-batches, as a function of its output.
 
     Args:
@@ -77,13 +98,7 @@ def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int)
         target: The target of the whole example, or None.
         chunks: The number of micro-batches.
     """
-    targets = () if target is None else scatter((target,), chunks)[0][0]
-
-    def compute_loss(output: Any) -> Any:
-        device = next((tensor.device for tensor in iter_tensors(output)), None)
-        return loss_fn(output, *move_to_device(targets, device))
-
-    return compute_loss
+    return MicrobatchLoss(loss_fn, () if target is None else scatter((target,), chunks)[0][0])
 
 
 # ---- units of a traced model ---------------------------------------------------------------------
@@ -369,16 +384,11 @@ def _measure_layers(
     return results
 
 
-class _Loss(nn.Module):
+class _Loss(LossModule):
     """The loss of an output. It runs on the last stage, and may take as long as several blocks."""
 
-    def __init__(self, loss: OutputLoss) -> None:
-        super().__init__()
-        self._loss = loss
-
     def forward(self, output: Any) -> Tensor:
-        # `loss_fn` may return more than the loss.
-        return parse_loss(self._loss(output), LOSS_FN_ORIGIN)[0]
+        return self.compute_loss(output)
 
 
 # ---- one call ------------------------------------------------------------------------------------
@@ -386,7 +396,12 @@ class _Loss(nn.Module):
 
 @contextmanager
 def _profiled_call(
-    name: str, module: nn.Module, arguments: Any, device: DeviceLike, *state: Any
+    name: str,
+    module: nn.Module,
+    arguments: Any,
+    device: DeviceLike,
+    skips: Skips | None = None,
+    counted: WeakSet[torch.UntypedStorage] | None = None,
 ) -> Iterator[_CallProfiler]:
     """Isolate a module on the device, and yield the profiler of a call of it."""
     copy_tensor = build_tensor_copier(device)
@@ -398,7 +413,7 @@ def _profiled_call(
             for part in parts:
                 if isinstance(part, nn.RNNBase):
                     part.flatten_parameters()  # cuDNN needs the copied weights in one block, too
-            yield _CallProfiler(module, arguments, copy_tensor, *state)
+            yield _CallProfiler(module, arguments, copy_tensor, skips, counted)
     except Exception as error:
         error.add_note(f"This happened while Penstock measured {name} on the example.")
         raise
@@ -499,8 +514,10 @@ class _CallProfiler(Skips):
                 saved.update(_find_storage(tensor))
         self._is_first_run = False
         inputs, outputs = parts
-        parameters = {s for t in iter_module_tensors(self._module) for s in _find_storage(t)}
-        inner = saved - parameters - inputs - outputs
+        # The target of a micro-batch is a part of the batch's, which is there anyway.
+        targets = self._module.targets if isinstance(self._module, LossModule) else ()
+        lasting = (*iter_module_tensors(self._module), *iter_tensors(targets))
+        inner = saved - {s for t in lasting for s in _find_storage(t)} - inputs - outputs
         self._saved_parts = (
             sum(storage.nbytes() for storage in inner),
             not inputs.isdisjoint(saved),
