@@ -153,7 +153,7 @@ def _describe_link(devices: Sequence[Device]) -> LinkProfile:
     """Return the link between ranks. Ranks on the CPU, or on one GPU, share their memory."""
     shared = len({device.device for device in devices}) == 1
     is_gpu = is_accelerator(devices[0].device)
-    return _GPU_LINK if is_gpu and not shared else LinkProfile()
+    return _GPU_LINK if is_gpu and not shared else LinkProfile(shares_memory=True)
 
 
 def _list_runtimes(devices: Sequence[Device]) -> dict[str, float]:
