@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.planning import DeviceProfile, Profile, search_plan
+from penstock.planning import DeviceProfile, Profile, search, search_plan
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.search import choose_chunks
 from penstock.planning.stage_costs import CostTable
@@ -167,3 +167,20 @@ def test_nothing_is_recomputed_without_a_cap() -> None:
     for seed in range(30, 40):
         plan = search_plan(random_profile(seed), schedules=["fit"], solver_seconds=0)
         assert not any(plan.recompute), seed
+
+
+def test_recomputation_is_not_searched_where_everything_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two stages on each of 8 ranks have 4^8 sets of recomputed stages, which took minutes."""
+    bounds = 0
+
+    def count(*args: Any) -> float:
+        nonlocal bounds
+        bounds += 1
+        assert bounds < 20_000
+        return schedule_bound(*args)
+
+    monkeypatch.setattr(search, "schedule_bound", count)
+    search_plan(even_profile(18, 8, rows=16), solver_seconds=0)
+    assert bounds

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,8 @@ from penstock.torch_compat import is_compiled_wrapper
 # they cut their parts of the model alike.
 
 BALANCE_MODES = ("time", "memory", "parameters")
+
+MeasurementT = TypeVar("MeasurementT")
 
 # A GPU sends about 20 GB/s over PCIe. Stages on the CPU share memory, so there a transfer is free.
 _SECONDS_PER_BYTE = 1 / 20e9
@@ -140,8 +142,11 @@ def choose_unit_counts(
     peers = find_all_mesh_groups(traced_model.model.parameters())
     timeout = inf if peers or limits.measured_together else 0.5
     costs = profile_calls(unit_calls, limits.devices[0], timeout)
-    tail = _profile_tail(traced_model.trace, loss, limits.devices[0], timeout)
-    costs[-1] = costs[-1].with_loss(tail.forward, tail.input_grad)
+    tail = measure_tail(
+        traced_model.trace, loss, lambda calls: profile_calls(calls, limits.devices[0], timeout)
+    )
+    for cost in tail:
+        costs[-1] = costs[-1].with_loss(cost.forward, cost.input_grad)
     cost_rows = take_maximum(list(map(astuple, costs)), peers, limits.devices[0])
     costs = [
         UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in cost_rows
@@ -157,22 +162,28 @@ def choose_unit_counts(
     return find_cut_within(limits, costs, devices, values), costs
 
 
-def _profile_tail(
-    trace: Trace, loss: OutputLoss | None, device: torch.device, timeout: float
-) -> UnitCost:
-    """Return the seconds of the operations after the last unit, which are mostly the loss."""
-    nothing = UnitCost(0.0, 0.0, 0.0, 0, 0)
+def measure_tail(
+    trace: Trace,
+    loss: OutputLoss | None,
+    measure: Callable[[list[ModuleCall]], list[MeasurementT]],
+) -> list[MeasurementT]:
+    """Measure the operations after the last unit, which are mostly the loss.
+
+    Returns:
+        What `measure` returns for one call of them. Nothing if there is no loss, or if it cannot be
+        measured.
+    """
     tail = TraceTail(trace, loss)
     if not tail.can_run:
-        return nothing
+        return []
     with preserve_rng():
         arguments = tail.make_arguments()
     try:
-        return profile_call(tail, arguments, {}, device, timeout=timeout)
+        return measure([(tail, arguments, {})])
     # Some operations do not accept the values that they are measured with. Then only the units
     # count: a cut that is a little less even is better than none.
     except Exception:
-        return nothing
+        return []
 
 
 def find_cut_within(

@@ -6,18 +6,23 @@
 
 A planner tries many numbers of micro-batches, and so many sizes of them. Costs hardly bend in
 between, so two sizes are measured: as large as with one micro-batch per rank, and a quarter of it.
+
+Each unit is measured alone. Ranks that share one GPU slow each other down, which is measured, too,
+and becomes the speed of their devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
 from torch import nn
 
 from penstock.device.accelerator import is_accelerator
+from penstock.device.contention import SharedDevice
 from penstock.device.device import Device
 from penstock.display import Progress
 from penstock.errors import ArgumentError
@@ -26,12 +31,14 @@ from penstock.model.cut import (
     ExampleMicrobatch,
     build_unit_calls,
     find_unit_transfers,
+    measure_tail,
     trace_with_enough_units,
 )
 from penstock.model.isolation import iter_module_tensors, preserve_rng
 from penstock.model.placement import describe_device
 from penstock.model.profiler import (
     ExampleLoss,
+    MicrobatchLoss,
     UnitMeasurement,
     measure_unit_calls,
     measure_unit_layers,
@@ -104,10 +111,11 @@ def profile_model(
 ) -> Profile:
     """Measure a model on an example, on each kind of device, and return its profile.
 
-    The last layer of a Sequential is measured with the loss, if there is one.
+    The last unit is measured with the loss, if there is one.
     """
     device_profiles = tuple(map(describe_device, devices))
     kinds = {p.kind: device for p, device in zip(device_profiles, devices, strict=True)}
+    shared = {kind: SharedDevice.find(device, devices) for kind, device in kinds.items()}
     rows = _count_rows(example)
     sizes = {_count_rows(example, chunks): chunks for chunks in _choose_chunks(rows, len(devices))}
     names: list[str] = []
@@ -117,22 +125,24 @@ def profile_model(
         report = _report_part(progress, index, len(sizes), count)
         if is_plain_sequential(model):
             names, modules = [name for name, _ in model.named_children()], list(model)
-            sample = _measure_sequential(model, example, chunks, count, kinds, loss, report)
-            samples.append(sample)
+            measure = partial(_measure_sequential, model, example, chunks)
         else:
             traced = trace_for_plan(model, example, chunks, units, devices)
             calls = traced.calls
             names, modules = list(map(str, calls)), [traced.units[call.unit] for call in calls]
-            samples.append(_measure_traced(traced, count, kinds, report))
+            measure = partial(_measure_traced, traced)
+        microbatch_loss = None if loss is None else loss(chunks)
+        samples.append(measure(count, kinds, shared, microbatch_loss, report))
+    speeds = {kind: _find_speed(kind, samples) for kind in kinds}
     return Profile(
         model=type(model).__name__,
         rows=rows,
         units=tuple(
-            _build_unit(index, name, module, samples, loss is not None)
+            _build_unit(index, name, module, samples)
             for index, (name, module) in enumerate(zip(names, modules, strict=True))
         ),
         values=tuple(_build_values(samples)),
-        devices=device_profiles,
+        devices=tuple(replace(p, speed=speeds[p.kind]) for p in device_profiles),
         link=_describe_link(devices),
         optimizer_factor=resolve_optimizer(optimizer),
         runtimes=_list_runtimes(devices),
@@ -143,7 +153,7 @@ def _describe_link(devices: Sequence[Device]) -> LinkProfile:
     """Return the link between ranks. Ranks on the CPU, or on one GPU, share their memory."""
     shared = len({device.device for device in devices}) == 1
     is_gpu = is_accelerator(devices[0].device)
-    return _GPU_LINK if is_gpu and not shared else LinkProfile()
+    return _GPU_LINK if is_gpu and not shared else LinkProfile(shares_memory=True)
 
 
 def _list_runtimes(devices: Sequence[Device]) -> dict[str, float]:
@@ -181,7 +191,8 @@ def _measure_sequential(
     chunks: int,
     rows: int,
     kinds: Mapping[str, Device],
-    loss: ExampleLoss | None,
+    shared: Mapping[str, SharedDevice | None],
+    loss: MicrobatchLoss | None,
     report: Progress,
 ) -> _Sample:
     values = example if isinstance(example, tuple) else (example,)
@@ -195,7 +206,8 @@ def _measure_sequential(
                 microbatch,
                 device.device,
                 unpack,
-                loss=None if loss is None else loss(chunks),
+                loss=loss,
+                shared=shared[kind],
             )
     measured = next(iter(by_kind.values()))
     edges = [(i, (i + 1,), float(m.output_bytes)) for i, m in enumerate(measured[:-1])]
@@ -212,15 +224,24 @@ def trace_for_plan(
 
 
 def _measure_traced(
-    traced: TracedModel, rows: int, kinds: Mapping[str, Device], report: Progress
+    traced: TracedModel,
+    rows: int,
+    kinds: Mapping[str, Device],
+    shared: Mapping[str, SharedDevice | None],
+    loss: MicrobatchLoss | None,
+    report: Progress,
 ) -> _Sample:
     with preserve_rng():
         calls = list(build_unit_calls(traced))
     by_kind = {}
     for number, (kind, device) in enumerate(kinds.items()):
         report(kind, number / len(kinds))
+        measure = partial(measure_unit_calls, device=device.device, shared=shared[kind])
         with device.activate():
-            by_kind[kind] = measure_unit_calls(calls, device.device)
+            *units, last = measure(calls)
+            for of_loss in measure_tail(traced.trace, loss, measure):
+                last = last.with_loss(of_loss)
+        by_kind[kind] = [*units, last]
     # A transfer counts the value and its gradient.
     values = [(v.src, v.dsts, v.size / 2) for v in find_unit_transfers(traced.trace)]
     return _Sample(rows, by_kind, values)
@@ -229,8 +250,23 @@ def _measure_traced(
 # ---- from measurements to a profile --------------------------------------------------------------
 
 
+def _find_speed(kind: str, samples: Sequence[_Sample]) -> float:
+    """Return the speed of devices of a kind while all ranks that share an accelerator are busy.
+
+    It is relative to a device that is busy alone. The units' slowdowns count by their seconds.
+    """
+    measured = [
+        (unit.seconds, unit.seconds * unit.slowdown)
+        for sample in samples
+        for unit in sample.by_kind[kind]
+        if unit.slowdown is not None
+    ]
+    alone, together = map(sum, zip(*measured, strict=True)) if measured else (0.0, 0.0)
+    return alone / together if together else 1.0
+
+
 def _build_unit(
-    index: int, name: str, module: nn.Module, samples: Sequence[_Sample], has_loss: bool
+    index: int, name: str, module: nn.Module, samples: Sequence[_Sample]
 ) -> UnitProfile:
     def line(kind: str, read: Callable[[UnitMeasurement], float]) -> PerRows:
         return _fit_line([(s.rows, read(s.by_kind[kind][index])) for s in samples])
@@ -239,8 +275,9 @@ def _build_unit(
     tensors = list(iter_module_tensors(module))
     is_last = index == len(samples[0].by_kind[kinds[0]]) - 1
     # A loss that was not measured keeps about as much as the output, as a cross-entropy does.
-    extra = is_last and not has_loss
-    activation_bytes = line(kinds[0], lambda m: m.inner_bytes + m.output_bytes * extra)
+    activation_bytes = line(
+        kinds[0], lambda m: m.inner_bytes + m.output_bytes * (is_last and not m.has_loss)
+    )
     return UnitProfile(
         name=name,
         seconds={

@@ -79,9 +79,8 @@ def plan(
         optimizer: The name of the optimizer, such as "adamw" or "sgd", or the bytes of its state
             per byte of gradients.
         target: The target of the example, with which a pipe checks the memory exactly.
-        loss_fn: The loss of the output and the target, or of the output alone. The last layer of a
-            Sequential is measured with it: with a large vocabulary, the loss takes as long as
-            several layers.
+        loss_fn: The loss of the output and the target, or of the output alone. The last unit is
+            measured with it: with a large vocabulary, the loss takes as long as several layers.
         units: For a traced model, the submodules that are never cut.
         objective: "makespan" for the seconds of one step by itself, "period" for steps that follow
             each other.

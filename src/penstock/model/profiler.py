@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.device.accelerator import TimedWork, is_accelerator, time_work
+from penstock.device.contention import SharedDevice
 from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
 from penstock.microbatch import move_to_device, scatter
@@ -48,11 +50,11 @@ from penstock.model.isolation import (
     preserve_gradients,
     preserve_rng,
 )
+from penstock.model.traced.trace_tail import LossModule
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.nested_values import iter_tensors
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.cell_graph import CellGraph, enter_graph, find_gradient_edge
-from penstock.stage.loss import LOSS_FN_ORIGIN, parse_loss
 from penstock.stage.payload import Payload
 from penstock.stage.skip import SkipKey, Skips, use_skips
 from penstock.stage.stage import OUTSIDE
@@ -64,11 +66,31 @@ from penstock.state_copy import StructureCopier, TensorMap
 
 # The loss of the model's output on the micro-batch that is measured.
 OutputLoss = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class MicrobatchLoss:
+    """The loss of one micro-batch, as a function of its output.
+
+    Attributes:
+        loss_fn: The loss of an output and its target, or of the output alone.
+        targets: The target of the micro-batch, if there is one.
+    """
+
+    loss_fn: Callable[..., Any]
+    targets: tuple[Any, ...]
+
+    def __call__(self, output: Any) -> Any:
+        """Return the loss."""
+        device = next((tensor.device for tensor in iter_tensors(output)), None)
+        return self.loss_fn(output, *move_to_device(self.targets, device))
+
+
 # Returns the loss of the first of so many micro-batches of the example.
-ExampleLoss = Callable[[int], OutputLoss]
+ExampleLoss = Callable[[int], MicrobatchLoss]
 
 
-def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int) -> OutputLoss:
+def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int) -> MicrobatchLoss:
     """Return the loss of the first of `chunks` micro-batches, as a function of its output.
 
     Args:
@@ -76,13 +98,7 @@ def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int)
         target: The target of the whole example, or None.
         chunks: The number of micro-batches.
     """
-    targets = () if target is None else scatter((target,), chunks)[0][0]
-
-    def compute_loss(output: Any) -> Any:
-        device = next((tensor.device for tensor in iter_tensors(output)), None)
-        return loss_fn(output, *move_to_device(targets, device))
-
-    return compute_loss
+    return MicrobatchLoss(loss_fn, () if target is None else scatter((target,), chunks)[0][0])
 
 
 # ---- units of a traced model ---------------------------------------------------------------------
@@ -156,10 +172,38 @@ class UnitMeasurement(NamedTuple):
     saves_inputs: bool
     saves_outputs: bool
     output_bytes: int
+    has_loss: bool = False
+    # How many times longer it takes while other ranks on the same accelerator do the same. None if
+    # there are none, or if that cannot be measured.
+    slowdown: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of F, I and W."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    def with_loss(self, loss: UnitMeasurement) -> UnitMeasurement:
+        """Return the measurement of the last unit together with the loss of its output."""
+        slowdown = self.slowdown
+        if slowdown is not None and loss.slowdown is not None:
+            together = self.seconds * slowdown + loss.seconds * loss.slowdown
+            slowdown = together / (self.seconds + loss.seconds)
+        kept_output = self.output_bytes if self.saves_outputs or loss.saves_inputs else 0
+        return self._replace(
+            forward=self.forward + loss.forward,
+            input_grad=self.input_grad + loss.input_grad + loss.weight_grad,
+            inner_bytes=self.inner_bytes + loss.inner_bytes + kept_output,
+            has_loss=True,
+            slowdown=slowdown,
+        )
 
 
 def measure_unit_calls(
-    calls: Iterable[ModuleCall], device: DeviceLike, runs: int = 5, timeout: float = 0.5
+    calls: Iterable[ModuleCall],
+    device: DeviceLike,
+    runs: int = 5,
+    timeout: float = 0.5,
+    shared: SharedDevice | None = None,
 ) -> list[UnitMeasurement]:
     """Measure calls of units of a traced model; equal ones are measured once."""
     by_key: dict[Hashable, UnitMeasurement] = {}
@@ -171,7 +215,7 @@ def measure_unit_calls(
                 arguments = StructureCopier(build_tensor_copier(device))((tuple(args), {**kwargs}))
                 name = f"a {type(module).__name__}"
                 with _profiled_call(name, module, arguments, device) as call:
-                    by_key[key] = call.measure_unit(runs, timeout)
+                    by_key[key] = call.measure_unit(runs, timeout, shared)
         measurements.append(by_key[key])
     return measurements
 
@@ -184,19 +228,23 @@ def measure_unit_layers(
     runs: int = 5,
     timeout: float = 0.5,
     loss: OutputLoss | None = None,
+    shared: SharedDevice | None = None,
 ) -> list[UnitMeasurement]:
     """Measure the layers of a Sequential on a micro-batch, the last one with the loss."""
-    measured = _measure_layers(
-        layers, microbatch, unpack, device, lambda call: call.measure_unit(runs, timeout), loss
-    )
+    slowdowns: dict[Hashable, float | None] = {}
+
+    def measure(call: _CallProfiler) -> UnitMeasurement:
+        # Layers that are equal get equal work, and slow each other down alike.
+        key = None if shared is None else call.cost_key
+        is_new = key not in slowdowns
+        unit = call.measure_unit(runs, timeout, shared if is_new else None)
+        slowdown = slowdowns.setdefault(key, unit.slowdown)
+        return unit._replace(slowdown=slowdown)
+
+    measured = _measure_layers(layers, microbatch, unpack, device, measure, loss)
     if loss is not None:
         *measured, last, of_loss = measured
-        measured.append(
-            last._replace(
-                forward=last.forward + of_loss.forward,
-                input_grad=last.input_grad + of_loss.input_grad,
-            )
-        )
+        measured.append(last.with_loss(of_loss))
     return measured
 
 
@@ -336,16 +384,11 @@ def _measure_layers(
     return results
 
 
-class _Loss(nn.Module):
+class _Loss(LossModule):
     """The loss of an output. It runs on the last stage, and may take as long as several blocks."""
 
-    def __init__(self, loss: OutputLoss) -> None:
-        super().__init__()
-        self._loss = loss
-
     def forward(self, output: Any) -> Tensor:
-        # `loss_fn` may return more than the loss.
-        return parse_loss(self._loss(output), LOSS_FN_ORIGIN)[0]
+        return self.compute_loss(output)
 
 
 # ---- one call ------------------------------------------------------------------------------------
@@ -353,7 +396,12 @@ class _Loss(nn.Module):
 
 @contextmanager
 def _profiled_call(
-    name: str, module: nn.Module, arguments: Any, device: DeviceLike, *state: Any
+    name: str,
+    module: nn.Module,
+    arguments: Any,
+    device: DeviceLike,
+    skips: Skips | None = None,
+    counted: WeakSet[torch.UntypedStorage] | None = None,
 ) -> Iterator[_CallProfiler]:
     """Isolate a module on the device, and yield the profiler of a call of it."""
     copy_tensor = build_tensor_copier(device)
@@ -365,7 +413,7 @@ def _profiled_call(
             for part in parts:
                 if isinstance(part, nn.RNNBase):
                     part.flatten_parameters()  # cuDNN needs the copied weights in one block, too
-            yield _CallProfiler(module, arguments, copy_tensor, *state)
+            yield _CallProfiler(module, arguments, copy_tensor, skips, counted)
     except Exception as error:
         error.add_note(f"This happened while Penstock measured {name} on the example.")
         raise
@@ -399,6 +447,7 @@ class _CallProfiler(Skips):
         self._stashed: list[Any] = []
         self.output: Any = None  # of the first run, detached
         self._saved_parts = (0, False, False, 0)
+        self._first_graphs: list[_BackwardGraph] = []  # of the first run, until its backward
         self._deferral: WeightGradDeferral | None = WeightGradDeferral(list(module.modules()))
         tensors = (*_collect_tensors(arguments), *iter_module_tensors(module))
         self._accelerator = next((t.device for t in tensors if is_accelerator(t.device)), None)
@@ -408,18 +457,31 @@ class _CallProfiler(Skips):
         """Return the bytes, and the median seconds of F, I and W of up to `runs` further runs."""
         end = perf_counter() + timeout
         saved_bytes = self.measure_saved_bytes()
-        self._time_backward(self._first_graph, [])
+        self._time_backward(self._first_graphs.pop(), [])
         timed_runs: list[list[TimedWork]] = []
         while not timed_runs or (len(timed_runs) < runs and perf_counter() < end):
             timed_runs.append(self._time_run())
         forward, input_grad, weight_grad = map(_find_median, zip(*timed_runs, strict=True))
         return saved_bytes, (forward, input_grad, weight_grad)
 
-    def measure_unit(self, runs: int, timeout: float) -> UnitMeasurement:
-        """Return the seconds and bytes of the call."""
-        seconds = self.measure(runs, timeout)[1]
-        forward, input_grad, weight_grad = seconds
-        return UnitMeasurement(forward, input_grad, weight_grad, *self._saved_parts)
+    @property
+    def cost_key(self) -> Hashable:
+        """A key that is equal for two calls only if one measurement holds for both."""
+        return build_cost_key(self._module, *self._arguments)
+
+    def measure_unit(
+        self, runs: int, timeout: float, shared: SharedDevice | None = None
+    ) -> UnitMeasurement:
+        """Return the seconds and bytes of the call, and its slowdown on a shared device."""
+        forward, input_grad, weight_grad = self.measure(runs, timeout)[1]
+        slowdown = None
+        if shared is not None:
+            # It keeps nodes that accumulate gradients alive. They run on the stream on which they
+            # were made, so the backwards of the other devices would wait for this one.
+            self._deferral = None
+            slowdown = shared.measure_slowdown(self._run)
+        measured = UnitMeasurement(forward, input_grad, weight_grad, *self._saved_parts)
+        return measured._replace(slowdown=slowdown)
 
     def measure_saved_bytes(self) -> int:
         """Run the first forward, and return the bytes that it and no earlier layer keeps.
@@ -443,7 +505,7 @@ class _CallProfiler(Skips):
             {storage for tensor in tensors for storage in _find_storage(tensor)}
             for tensors in (_collect_tensors((args, kwargs)), _collect_tensors(output))
         ]
-        self._first_graph = self._build_graph(output)
+        self._first_graphs.append(self._build_graph(output))
         # `torch.utils.checkpoint` keeps the inputs of a function for recomputation without calling
         # the hook. So the inputs are let go here, and those that are still alive are counted.
         del args, kwargs, output
@@ -452,8 +514,10 @@ class _CallProfiler(Skips):
                 saved.update(_find_storage(tensor))
         self._is_first_run = False
         inputs, outputs = parts
-        parameters = {s for t in iter_module_tensors(self._module) for s in _find_storage(t)}
-        inner = saved - parameters - inputs - outputs
+        # The target of a micro-batch is a part of the batch's, which is there anyway.
+        targets = self._module.targets if isinstance(self._module, LossModule) else ()
+        lasting = (*iter_module_tensors(self._module), *iter_tensors(targets))
+        inner = saved - {s for t in lasting for s in _find_storage(t)} - inputs - outputs
         self._saved_parts = (
             sum(storage.nbytes() for storage in inner),
             not inputs.isdisjoint(saved),
@@ -487,6 +551,13 @@ class _CallProfiler(Skips):
                 raise
             self._deferral = None
             return self._time_run()
+
+    def _run(self) -> None:
+        """Run the forward and the whole backward. The host waits for nothing."""
+        args, kwargs = self._start_graph(self._arguments)
+        graph, ones = self._build_graph(self._run_module(args, kwargs))
+        with preserve_gradients(graph.find_leaves()):
+            graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
 
     def _time_backward(
         self, graph: _BackwardGraph, pending_weight_grads: list[PendingWeightGrad]

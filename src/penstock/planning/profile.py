@@ -112,10 +112,17 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """A link between two ranks, in both directions: latency in seconds, bytes per second."""
+    """A link between two ranks, in both directions.
+
+    Attributes:
+        latency: Seconds.
+        bandwidth: Bytes per second.
+        shares_memory: Whether a message is not copied: both ranks use what the sender has made.
+    """
 
     latency: float = 0.0
     bandwidth: float = inf
+    shares_memory: bool = False
 
     def seconds(self, size: float) -> float:
         """Return how long a message of this size takes."""

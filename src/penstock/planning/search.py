@@ -636,7 +636,9 @@ def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[
     by_rank: list[list[frozenset[int]]] = []
     for mine, cap in zip(group.stages_by_rank, costs.free_bytes(group.space.memory), strict=True):
         sets = []
-        for size in range(len(mine) + 1):
+        # If all micro-batches fit at once, recomputation can only take longer.
+        fits_all = not exceeds(chunks * sum(cost.activation[s] for s in mine), cap)
+        for size in range(1 if fits_all else len(mine) + 1):
             for subset in combinations(mine, size):
                 again = sum((cost.R or cost.F)[stage] for stage in subset)
                 work = again + sum(cost.F[s] + cost.I[s] + cost.W[s] for s in mine)
@@ -653,6 +655,8 @@ def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[
                 if chunks * work < best and not exceeds(least, cap):
                     sets.append(frozenset(subset))
         by_rank.append(sets)
+    if prod(map(len, by_rank)) > _FLAG_SETS:
+        group.is_exhausted = False
     if group.is_exhausted:
         choices = [frozenset[int]().union(*sets) for sets in product(*by_rank)]
     elif not all(by_rank):

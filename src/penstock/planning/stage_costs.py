@@ -102,21 +102,28 @@ class CostTable:
         )
         F, I, W, R = columns
         messages: dict[tuple[int, int], float] = defaultdict(float)
-        received, saved = [0.0] * stages, [0.0] * stages
+        # What a stage keeps of the values between stages, even if it is recomputed, and of others.
+        passed, saved = [0.0] * stages, [0.0] * stages
         for value, size, saved_by in self.values:
             src = stage_of[value.src]
             targets = {stage_of[dst] for dst in value.dsts} - {src}
+            # Each stage that receives a copy keeps it. The stage that made a shared value keeps it.
+            keepers = {
+                src if self._shares_memory(placement[src], placement[dst]) else dst
+                for dst in targets
+            }
+            for stage in keepers:
+                passed[stage] += size
             for dst in targets:
-                received[dst] += size
                 messages[src, dst] += size
                 if value.has_grad:
                     messages[dst, src] += size
                 else:
                     messages[dst, src] += 0.0
-            for stage in {stage_of[unit] for unit in saved_by} - targets:
+            for stage in {stage_of[unit] for unit in saved_by} - targets - keepers:
                 saved[stage] += size
         activation = [
-            self.activation[end] - self.activation[start] + received[stage] + saved[stage]
+            self.activation[end] - self.activation[start] + passed[stage] + saved[stage]
             for stage, (start, end) in enumerate(bounds)
         ]
         return StageCosts(
@@ -126,7 +133,7 @@ class CostTable:
                 W,
                 tuple(activation),
                 weight_activation=self._kept_after_input_grad(bounds, activation),
-                stage_input=tuple(received),
+                stage_input=tuple(passed),
                 R=R,
                 links=self._link_seconds(messages, placement),
             ),
@@ -138,6 +145,9 @@ class CostTable:
             ),
             self._resident_bytes(bounds, placement),
         )
+
+    def _shares_memory(self, rank: int, other: int) -> bool:
+        return rank == other or self.profile.link_between(rank, other).shares_memory
 
     def _kept_after_input_grad(
         self, bounds: Sequence[tuple[int, int]], activation: Sequence[float]

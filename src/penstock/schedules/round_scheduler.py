@@ -166,8 +166,9 @@ class _Rounds:
                 and self._free_at[rank] + seconds <= limit
                 and self._can_go_on(f)
             ):
-                for earlier in range(rank + 1):
-                    self._place(self._forward(earlier, False))
+                placed = [self._place(self._forward(earlier, False)) for earlier in range(rank + 1)]
+                if not any(placed):
+                    break  # an earlier rank has no room, so nothing more arrives here
             self._place(F)
 
     def _fill_second_stages(self) -> None:

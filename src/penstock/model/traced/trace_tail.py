@@ -18,7 +18,25 @@ from penstock.nested_values import flatten, map_tensors, unflatten
 from penstock.stage.loss import LOSS_FN_ORIGIN, parse_loss
 
 
-class TraceTail(nn.Module):
+class LossModule(nn.Module):
+    """A module that computes a loss, to be measured."""
+
+    def __init__(self, loss: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        self._loss = loss
+
+    @property
+    def targets(self) -> Any:
+        """The targets that the loss compares an output with, where it knows them."""
+        return getattr(self._loss, "targets", ())
+
+    def compute_loss(self, output: Any) -> Tensor:
+        """Return the loss of an output. `loss_fn` may return more than that."""
+        assert self._loss is not None
+        return parse_loss(self._loss(output), LOSS_FN_ORIGIN)[0]
+
+
+class TraceTail(LossModule):
     """The operations after the last unit, and the loss of the output if there is a `loss_fn`.
 
     Its arguments are the values that it needs: outputs of units, parameters, and what follows from
@@ -26,8 +44,8 @@ class TraceTail(nn.Module):
     """
 
     def __init__(self, trace: Trace, loss: Callable[[Any], Any] | None) -> None:
-        super().__init__()
-        self._trace, self._loss = trace, loss
+        super().__init__(loss)
+        self._trace = trace
         after = trace.nodes[trace.unit_call_indices[-1] + 1 :]
         self._nodes = [
             node for node in after if node.kind is NodeKind.OPERATION and not node.input_only
@@ -71,4 +89,4 @@ class TraceTail(nn.Module):
             return [values[value] for value in self._losses]
         output = self._trace.output
         leaves = [v if not isinstance(v, ValueLeaf) else values[v.value] for v in output.leaves]
-        return parse_loss(self._loss(unflatten(leaves, output.tree_spec)), LOSS_FN_ORIGIN)[0]
+        return self.compute_loss(unflatten(leaves, output.tree_spec))
