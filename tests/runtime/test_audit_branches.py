@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import AuditError, Pipe
+from penstock import AuditError, Pipe, Weighted
+from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
 from tests.support import same_gradients
 
@@ -180,18 +181,119 @@ def test_own_loss_that_selects_rows(function: Callable[[Tensor], Tensor], door: 
 
 
 @each_door
-def test_own_loss_that_depends_on_more_rows_than_two_micro_batches_have(door: str) -> None:
-    """Later audits compare the whole batch."""
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda losses: losses if len(losses) <= 4 else 2 * losses,
+        lambda losses: losses * max(3, min(4, losses.shape[0])),
+        lambda losses: losses * (2 if losses.size(0) / 2 > 2 else 1),
+        lambda losses: losses * max(1, losses.numel() - 8),
+        lambda losses: losses * (1 + int(losses.shape[0]) // 8),
+        lambda losses: losses * (1 + losses.shape[0] // 8),
+    ],
+)
+def test_own_loss_that_depends_on_more_rows_than_two_micro_batches_have(
+    function: Callable[[Tensor], Tensor], door: str
+) -> None:
     torch.manual_seed(0)
-    model = OwnLoss(lambda losses: losses if len(losses) <= 4 else 2 * losses).double()
-    pipe = Pipe(model, chunks=8, stages=2, devices=["cpu"] * 2, example=rows(), audit=2)
+    model = OwnLoss(function).double()
+    pipe = Pipe(model, chunks=8, stages=2, devices=["cpu"] * 2, example=rows())
+    for _ in range(2):  # not only once
+        with pytest.raises(AuditError, match=r"goes by the number of its rows.* depends on how"):
+            pipe.step(rows()) if door == "step" else pipe(rows()).backward()
 
-    def train_own_loss() -> None:
-        pipe.step(rows()) if door == "step" else pipe(rows()).backward()
 
-    train_own_loss()
-    with pytest.raises(AuditError, match="depends on how"):
-        train_own_loss()
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_layer_that_goes_by_the_number_of_rows_of_a_later_batch(is_traced: bool, door: str) -> None:
+    """The batches of the first steps were too small for the branch."""
+    pipe, model = build(Branching(lambda x, y: y * 2 if x.shape[0] > 8 else y), is_traced)
+    for _ in range(2):
+        x = rows()[:8]
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    for _ in range(2):
+        with pytest.raises(AuditError, match="goes by the number of its rows"):
+            train(pipe, rows(), door)
+
+
+@each_door
+def test_number_of_rows_that_makes_no_difference(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are compared with each other, and with limits that no batch reaches."""
+
+    def reshape(x: Tensor, y: Tensor) -> Tensor:
+        count, width = x.shape
+        assert (y.shape[0], 2 * count % 2) == (count, 0)
+        if count > 1000 or count * width < 1:
+            return y * 0
+        return y.view(count, 2, -1).flatten(1)[: x.size(0)] / count * x.shape[0]
+
+    pipe, model = build(Branching(reshape))
+    compared = []
+    compare = RowsCheck.compare_all_microbatches
+    monkeypatch.setattr(
+        RowsCheck, "compare_all_microbatches", lambda check: compared.append(1) or compare(check)
+    )
+    monkeypatch.setattr("penstock.stage.branches._selects_rows", lambda *_: False)
+    for count in (ROWS, ROWS, 5):
+        x = rows()[:count]
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    assert not compared
+
+
+def double_many(losses: Tensor) -> Tensor:
+    return losses.mean() * (2 if len(losses) > 4 else 1)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda y, t: double_many((y - t).square().mean(1)),
+        lambda y, t: {"loss": double_many((y - t).square().mean(1)), "accuracy": y.mean()},
+        lambda y, t: (y - t).square().mean() * (1 + y.shape[0] // 8),
+        lambda y, t: Weighted(double_many((y - t).square().mean(1)), len(y)),
+    ],
+)
+@pytest.mark.parametrize("count", [16, 15])
+def test_loss_function_that_goes_by_the_number_of_rows(
+    loss_fn: Callable[..., Any], count: int
+) -> None:
+    pipe, _ = build(nn.Linear(WIDTH, WIDTH), loss_fn=loss_fn, chunks=8)
+    pipe.step(rows()[:4], target=rows()[:4])
+    for _ in range(2):
+        with pytest.raises(AuditError, match="the loss of the whole batch is"):
+            pipe.step(rows()[:count], target=rows()[:count])
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_loss_function_that_divides_by_the_number_of_rows_is_compared_once(
+    is_weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        loss = (output - target).square().sum() / len(output)
+        return Weighted(loss, len(output)) if is_weighted else loss
+
+    compared = []
+    compute = Reference.compute_whole_loss
+
+    def count(reference: Reference, arguments: Any) -> Any:
+        compared.append(arguments)
+        return compute(reference, arguments)
+
+    monkeypatch.setattr(Reference, "compute_whole_loss", count)
+    pipe, model = build(nn.Linear(WIDTH, WIDTH), loss_fn=loss_fn)
+    for row_count in (16, 16, 16, 7, 16, 7):
+        x, target = rows()[:row_count], rows()[:row_count]
+        pipe.step(x, target=target)
+        result = loss_fn(model(x), target)
+        (result.loss if is_weighted else result).backward()
+    assert same_gradients(pipe, model)
+    assert [len(output) for output, _ in compared] == [16, 7]
 
 
 class LateHook(nn.Module):

@@ -11,7 +11,8 @@ The way of a micro-batch is a digest of the operations that follow the first num
 with their plain arguments, and of the truth values and whole numbers that were read.
 
 Operations that select among rows, such as `losses.topk(min(4, n))`, depend on the number of rows in
-a way that few rows do not show. They are noted, too.
+a way that few rows do not show. They are noted, too, and so are comparisons of the number of rows
+itself (row_counts.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.recompute import is_recomputing
+from penstock.stage.row_counts import RowCounts
 from penstock.stage.stage import Stage, StageFunction
 
 # The names of functions that return a number of a tensor to Python.
@@ -72,6 +74,9 @@ _ARITHMETIC = frozenset(
 class BranchWatch(TorchFunctionMode):
     """Notes whether a forward reads numbers of tensors, and which way it goes after that.
 
+    Args:
+        row_counts: Watches what the forward does with the number of rows, if it should be watched.
+
     Attributes:
         has_read: Whether it has read a number.
         selects_rows: Whether an operation selects among the entries of the first dim.
@@ -79,8 +84,9 @@ class BranchWatch(TorchFunctionMode):
         uses_float32: Whether an operation returned a tensor of float32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, row_counts: RowCounts | None = None) -> None:
         super().__init__()
+        self._row_counts = row_counts
         self.has_read = self.selects_rows = self.uses_float32 = False
         self.way = 0
 
@@ -102,6 +108,8 @@ class BranchWatch(TorchFunctionMode):
             self.uses_float32 = True
         if not self.selects_rows:
             self.selects_rows = _selects_rows(name, args, kwargs)
+        if self._row_counts is not None:
+            return self._row_counts.replace_sizes(name, args, result)
         return result
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
