@@ -13,7 +13,7 @@ tensor with the batch's rows is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -464,20 +464,107 @@ def gather(
     # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
-    columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
+    columns: list[tuple[Any, ...]] = list(zip(*(leaves for leaves, _ in flat), strict=True))
     known_leaves = known_leaves or {}
+    views = {} if rows.dim else _find_output_views(columns, {*known_leaves, *known_dims})
     leaves: list[Any] = []
     joined: dict[tuple[int, ...], Any] = {}  # a tensor that a model returns twice stays one tensor
     for index, column in enumerate(columns):
         key = tuple(map(id, column))
         if index in known_leaves:
             leaves.append(known_leaves[index])
+        elif index in views:
+            leaves.append(None)
         elif key in joined and isinstance(joined[key], Tensor):
             leaves.append(joined[key])
         else:
             joined[key] = _join_outputs(column, rows, known_dims.get(index))
             leaves.append(joined[key])
+    for index, base in views.items():
+        key = tuple(map(id, columns[index]))
+        if key not in joined:
+            joined[key] = _build_output_view(columns[index], columns[base], leaves[base], rows)
+        leaves[index] = joined[key]
     return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+# A model may return a tensor and a view of it: `h, h[:, 0]`. What the caller changes in one of them
+# in place is seen in the other, so the joined outputs are a tensor and a view of it as well.
+
+
+def _find_output_views(
+    columns: Sequence[Sequence[Any]], excluded: Collection[int]
+) -> dict[int, int]:
+    """Return the index of the output that each output is a view of, for those that are one.
+
+    A column has an output of all micro-batches.
+    """
+    by_memory: dict[int, list[int]] = {}
+    for index, column in enumerate(columns):
+        if index not in excluded and all(_has_plain_memory(value) for value in column):
+            by_memory.setdefault(column[0].untyped_storage().data_ptr(), []).append(index)
+    views = {}
+    for indices in by_memory.values():
+        if len(indices) > 1:
+            base = max(indices, key=lambda index: _rate_as_base(columns[index][0]))
+            base_ids = list(map(id, columns[base]))
+            for index in indices:
+                is_same = list(map(id, columns[index])) == base_ids
+                if not is_same and _is_view_by_rows(columns[index], columns[base]):
+                    views[index] = base
+    return views
+
+
+def _rate_as_base(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that is largest for the tensor that others are views of."""
+    # A detached tensor has no gradient to give to its views.
+    return tensor.requires_grad, tensor.numel(), tensor.is_contiguous(), -len(tensor)
+
+
+def _has_plain_memory(value: Any) -> bool:
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    return (
+        is_plain
+        and value.dim() > 0
+        and value.numel() > 0
+        and not (value.is_meta or value.is_conj())
+    )
+
+
+def _is_view_by_rows(column: Sequence[Tensor], bases: Sequence[Tensor]) -> bool:
+    """Return whether each tensor has, in each of its rows, a part of the same row of its base."""
+    first_offset = column[0].storage_offset() - bases[0].storage_offset()
+    for tensor, base in zip(column, bases, strict=True):
+        offset, strides = tensor.storage_offset() - base.storage_offset(), tensor.stride()
+        times, rest = divmod(len(tensor), len(base))
+        sizes = times, *tensor.shape[1:]
+        extent = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        if (
+            tensor.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+            or (tensor.dtype, tensor.shape[1:]) != (base.dtype, column[0].shape[1:])
+            or (base.shape[1:], strides) != (bases[0].shape[1:], column[0].stride())
+            or not base.is_contiguous()
+            or rest
+            or times * strides[0] != base.stride(0)
+            or offset != first_offset
+            or offset < 0
+            or offset + extent >= base.stride(0)
+        ):
+            return False
+    return True
+
+
+def _build_output_view(
+    column: tuple[Tensor, ...], bases: tuple[Tensor, ...], joined: Any, rows: MicrobatchRows
+) -> Any:
+    """Return the view of a joined output that each tensor of a column is of its base."""
+    first, base = column[0], bases[0]
+    if not isinstance(joined, Tensor) or joined.stride() != base.stride():
+        return _join_outputs(column, rows, None)
+    whole = joined if first.requires_grad or not joined.requires_grad else joined.detach()
+    size = len(first) // len(base) * len(joined), *first.shape[1:]
+    offset = first.storage_offset() - base.storage_offset() + joined.storage_offset()
+    return whole.as_strided(size, first.stride(), offset)
 
 
 def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:
