@@ -119,12 +119,12 @@ def test_scatter_chunk_with_a_multiple_of_the_rows(
 
 
 @pytest.mark.parametrize(
-    ("shapes", "chunks"), [([(4, 2), (3,)], 4), ([(3,), (6,)], 3), ([(1, 5), (5,)], 1)]
+    ("shapes", "chunks"), [([(4, 2), (3,)], 4), ([(3,), (6,)], 3), ([(1, 5), (5,)], 2)]
 )
 def test_scatter_refuses_tensors_with_other_rows(
     shapes: list[tuple[int, ...]], chunks: int
 ) -> None:
-    """This holds even if the number of micro-batches would be the same, and for one micro-batch."""
+    """This holds even if the number of micro-batches would be the same, and for one row."""
     with pytest.raises(RuntimeError, match="micro-batches") as caught:
         scatter(tuple(map(torch.zeros, shapes)), chunks)
     for shape in shapes:
