@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional
 from penstock import AuditError, Pipe, Weighted
 from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
+from penstock.stage.row_statistics import RowStatistics
 from tests.support import same_gradients
 
 WIDTH, ROWS = 6, 16
@@ -118,6 +120,113 @@ def test_branch_on_a_sum_of_the_whole_batch() -> None:
     pipe, _ = build(Branching(lambda x, y: y * 2 if x.sum() > 300 else y))
     with pytest.raises(AuditError, match="depends on how it is split"):
         train(pipe, rows(9.0), "step")
+
+
+def by_sum(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if x.sum() > 300 else y
+
+
+def by_deviation(x: Tensor, y: Tensor) -> Tensor:
+    return y.sin() if 2 * x.std(0).max() - 1 > 15 else y
+
+
+def by_range(x: Tensor, y: Tensor) -> Tensor:
+    return y.sin() if bool(x.mean(1).max() - x.mean(1).min() > 15) else y
+
+
+def by_norm(x: Tensor, y: Tensor) -> Tensor:
+    return y.cos() if torch.linalg.vector_norm(x) > 80 else y
+
+
+def by_count(x: Tensor, y: Tensor) -> Tensor:
+    return y.cos() if torch.any((x > 5).sum((0, 1)) > 30) else y
+
+
+def by_sum_as_number(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if x.sum().item() > 300 else y
+
+
+# The rows of a micro-batch are alike, and those of the batch are not.
+STAIRS = 8.0 * torch.arange(ROWS, dtype=torch.float64).div(4).floor().sub(0.5)[:, None]
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+    ("function", "shift"),
+    [
+        *((by_sum, 9.0), (by_norm, 9.0), (by_count, 9.0), (by_sum_as_number, 9.0)),
+        *((by_deviation, STAIRS), (by_range, STAIRS)),
+    ],
+)
+def test_threshold_that_only_the_whole_batch_crosses_later(
+    function: Callable[[Tensor, Tensor], Tensor], shift: float | Tensor, is_traced: bool, door: str
+) -> None:
+    """The micro-batches all go one way, and the unsplit model the other."""
+    pipe, model = build(Branching(function), is_traced)
+    for _ in range(3):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    large, one = rows(shift), torch.ones(())
+    assert [function(part, one) == one for part in (*large.chunk(4), large)] == [1, 1, 1, 1, 0]
+    with pytest.raises(AuditError, match="another way than the batch"):
+        train(pipe, large, door)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_sum_that_is_read_in_inference_mode(is_traced: bool) -> None:
+    pipe, model = build(Branching(by_sum), is_traced)
+    with torch.inference_mode():
+        for _ in range(3):
+            x = rows()
+            assert torch.allclose(pipe(x), model(x), rtol=1e-12)
+        with pytest.raises(AuditError, match="another way than the batch"):
+            pipe(rows(9.0))
+
+
+def test_sum_of_rows_that_are_changed_in_place_afterwards() -> None:
+    """What the batch would have read is not known, so the whole batch is compared."""
+
+    def branch(x: Tensor, y: Tensor) -> Tensor:
+        is_large = y.sum() > 1e6
+        return y.mul_(2.0) if not is_large else y
+
+    pipe, model = build(Branching(branch))
+    for _ in range(4):
+        x = rows()
+        train(pipe, x, "step")
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+
+
+@each_door
+def test_numbers_that_lie_between_those_of_micro_batches_are_not_followed(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is all true, a mean below a threshold."""
+
+    def branch(x: Tensor, y: Tensor) -> Tensor:
+        if (x < 100).all() and x.max() < 100 and 2 * x.mean() < 50:
+            return y * 2
+        return y * y.sum().detach()  # a sum that is not read
+
+    followed = []
+    follow = RowStatistics.follow
+    monkeypatch.setattr(
+        RowStatistics, "follow", lambda *args: followed.append(args) or follow(*args)
+    )
+    pipe, model = build(Branching(branch))
+    counts = []
+    for _ in range(6):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+        counts.append(len(followed))
+    assert same_gradients(pipe, model)
+    # It looks for such numbers in the watched calls 1, 2 and 4, after the first call.
+    assert [later > earlier for earlier, later in pairwise(counts)] == [1, 1, 0, 1, 0]
 
 
 @each_door

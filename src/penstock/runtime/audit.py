@@ -847,7 +847,7 @@ class Audit:
             self._split_problem = (
                 f"the layers of {where} go by numbers that they read from their rows, as `if "
                 "x.mean() > 0` does. The unsplit model decides for the whole batch, and here the "
-                f"micro-batches went different ways: {problem}"
+                f"micro-batches went different ways, or all another way than the batch: {problem}"
             )
         self._finish()
 
