@@ -68,6 +68,19 @@ def train(pipe: Pipe, x: Tensor, door: str) -> None:
         functional.mse_loss(pipe(x), torch.zeros_like(x)).backward()
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
+    """Return a list that gets the arguments of each call of a method."""
+    calls: list[tuple[Any, ...]] = []
+    method = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
 def by_mean(x: Tensor, y: Tensor) -> Tensor:
     return y * 2 if x.mean() > 0 else y
 
@@ -212,11 +225,7 @@ def test_numbers_that_lie_between_those_of_micro_batches_are_not_followed(
             return y * 2
         return y * y.sum().detach()  # a sum that is not read
 
-    followed = []
-    follow = RowStatistics.follow
-    monkeypatch.setattr(
-        RowStatistics, "follow", lambda *args: followed.append(args) or follow(*args)
-    )
+    followed = count_calls(monkeypatch, RowStatistics, "follow")
     pipe, model = build(Branching(branch))
     counts = []
     for _ in range(6):
@@ -235,14 +244,7 @@ def test_branch_that_makes_no_difference_is_compared_seldom(
 ) -> None:
     """A mask is skipped where it masks nothing, as in many transformers."""
     pipe, model = build(Branching(lambda x, y: y.masked_fill(x < -5, 0.0) if (x < -5).any() else y))
-    compared = []
-    compare = RowsCheck.compare_all_microbatches
-
-    def count(check: RowsCheck) -> str | None:
-        compared.append(check)
-        return compare(check)
-
-    monkeypatch.setattr(RowsCheck, "compare_all_microbatches", count)
+    compared = count_calls(monkeypatch, RowsCheck, "compare_all_microbatches")
     for index in range(12):
         x = rows()
         x[index, 0] = -6.0
@@ -341,11 +343,7 @@ def test_number_of_rows_that_makes_no_difference(
         return y.view(count, 2, -1).flatten(1)[: x.size(0)] / count * x.shape[0]
 
     pipe, model = build(Branching(reshape))
-    compared = []
-    compare = RowsCheck.compare_all_microbatches
-    monkeypatch.setattr(
-        RowsCheck, "compare_all_microbatches", lambda check: compared.append(1) or compare(check)
-    )
+    compared = count_calls(monkeypatch, RowsCheck, "compare_all_microbatches")
     monkeypatch.setattr("penstock.stage.branches._selects_rows", lambda *_: False)
     for count in (ROWS, ROWS, 5):
         x = rows()[:count]
@@ -387,14 +385,7 @@ def test_loss_function_that_divides_by_the_number_of_rows_is_compared_once(
         loss = (output - target).square().sum() / len(output)
         return Weighted(loss, len(output)) if is_weighted else loss
 
-    compared = []
-    compute = Reference.compute_whole_loss
-
-    def count(reference: Reference, arguments: Any) -> Any:
-        compared.append(arguments)
-        return compute(reference, arguments)
-
-    monkeypatch.setattr(Reference, "compute_whole_loss", count)
+    compared = count_calls(monkeypatch, Reference, "compute_whole_loss")
     pipe, model = build(nn.Linear(WIDTH, WIDTH), loss_fn=loss_fn)
     for row_count in (16, 16, 16, 7, 16, 7):
         x, target = rows()[:row_count], rows()[:row_count]
@@ -402,7 +393,7 @@ def test_loss_function_that_divides_by_the_number_of_rows_is_compared_once(
         result = loss_fn(model(x), target)
         (result.loss if is_weighted else result).backward()
     assert same_gradients(pipe, model)
-    assert [len(output) for output, _ in compared] == [16, 7]
+    assert [len(output) for _, (output, _) in compared] == [16, 7]
 
 
 class LateHook(nn.Module):
@@ -487,6 +478,40 @@ def test_loss_that_reads_what_a_hook_has_kept(
         pipe.step(x, target=target)
         loss_fn(model(x), target).backward()
     assert same_gradients(pipe, model)
+
+
+class KeepsLoss(nn.Module):
+    """A layer that leaves an auxiliary loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.auxiliary_loss = nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.auxiliary_loss = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_auxiliary_losses_in_attributes_that_loss_fn_sums(is_traced: bool, schedule: str) -> None:
+    """Those of the first stage are of another micro-batch when the loss is computed."""
+    layers = [KeepsLoss().double() for _ in range(3)]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        losses = torch.stack([layer.auxiliary_loss for layer in layers])
+        return functional.mse_loss(output, target) + losses.sum()
+
+    model = Blocks(nn.Identity()) if is_traced else nn.Sequential(*layers)
+    if isinstance(model, Blocks):
+        model.blocks = nn.ModuleList(layers)
+    pipe = Pipe(
+        model, 4, stages=2, devices=["cpu"] * 2, loss_fn=loss_fn, schedule=schedule,
+        example=rows() if is_traced else None,
+    )  # fmt: skip
+    with pytest.raises(AuditError, match="loss_fn reads what layers of an earlier stage"):
+        pipe.step(rows(), target=rows())
 
 
 @each_door

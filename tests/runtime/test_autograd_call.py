@@ -294,5 +294,5 @@ def test_outputs_that_share_memory_are_changed_in_place(
         if trains:
             loss.backward()
         results.append(loss.detach())
-    assert torch.allclose(*results, rtol=1e-12)
+    assert torch.allclose(results[0], results[1], rtol=1e-12)
     assert not trains or same_gradients(pipe, model)

@@ -87,7 +87,7 @@ def test_size_of_a_buffer_does_not_depend_on_the_rows() -> None:
 
 def test_row_count_is_an_int() -> None:
     """Nothing of it is left in what is saved or copied."""
-    number = RowCount(2, [8], RowCounts(2, [8]))
+    number: Any = RowCount(2, [8], RowCounts(2, [8]))
     assert (number + 1, 3 * number, -number, f"{number}", hash(number)) == (3, 6, -2, "2", 2)
     assert [type(copy.deepcopy(number)), type(pickle.loads(pickle.dumps(number)))] == [int, int]
     assert torch.zeros(number, number * 2).shape == (2, 4)

@@ -327,7 +327,8 @@ class LossStageFunction:
         """Return the arguments of the loss function, if the loss of the batch is computed, too."""
         if self.comparison is None or not self.comparison.keeps_outputs:
             return None
-        return pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
+        values: tuple[Any, ...] = pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
+        return values
 
     def _build_prover(self, output: Any, targets: tuple[Any, ...]) -> RowMeanProver | None:
         """Return what follows the loss function on the first micro-batch of a step, if needed."""
