@@ -15,6 +15,7 @@ from torch.nn import functional
 from penstock import AuditError, Pipe, Weighted
 from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
+from penstock.stage.branches import BranchWatch
 from penstock.stage.row_statistics import RowStatistics
 from tests.support import same_gradients
 
@@ -159,6 +160,18 @@ def by_sum_as_number(x: Tensor, y: Tensor) -> Tensor:
     return y * 2 if x.sum().item() > 300 else y
 
 
+def by_tensor(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(x.sum() > 300, y * 2, y)
+
+
+def by_clamp(x: Tensor, y: Tensor) -> Tensor:
+    return y / torch.linalg.vector_norm(x).clamp(min=80.0) * 80.0
+
+
+def by_gate(x: Tensor, y: Tensor) -> Tensor:
+    return y * (1.0 + (x.std(0).max() > 8))
+
+
 # The rows of a micro-batch are alike, and those of the batch are not.
 STAIRS = 8.0 * torch.arange(ROWS, dtype=torch.float64).div(4).floor().sub(0.5)[:, None]
 
@@ -169,7 +182,8 @@ STAIRS = 8.0 * torch.arange(ROWS, dtype=torch.float64).div(4).floor().sub(0.5)[:
     ("function", "shift"),
     [
         *((by_sum, 9.0), (by_norm, 9.0), (by_count, 9.0), (by_sum_as_number, 9.0)),
-        *((by_deviation, STAIRS), (by_range, STAIRS)),
+        *((by_deviation, STAIRS), (by_range, STAIRS), (by_gate, STAIRS)),
+        *((by_tensor, 9.0), (by_clamp, 9.0)),
     ],
 )
 def test_threshold_that_only_the_whole_batch_crosses_later(
@@ -182,10 +196,39 @@ def test_threshold_that_only_the_whole_batch_crosses_later(
         train(pipe, x, door)
         functional.mse_loss(model(x), torch.zeros_like(x)).backward()
     assert same_gradients(pipe, model)
-    large, one = rows(shift), torch.ones(())
+    large, one = rows(shift), torch.ones((), dtype=torch.float64)
     assert [function(part, one) == one for part in (*large.chunk(4), large)] == [1, 1, 1, 1, 0]
     with pytest.raises(AuditError, match="another way than the batch"):
         train(pipe, large, door)
+
+
+@each_door
+@pytest.mark.parametrize("function", [by_tensor, by_clamp])
+def test_threshold_of_tensors_that_the_first_batch_crosses(
+    function: Callable[[Tensor, Tensor], Tensor], door: str
+) -> None:
+    pipe, _ = build(Branching(function))
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        train(pipe, rows(9.0), door)
+
+
+def test_number_of_parameters_that_meets_rows_is_not_followed() -> None:
+    """A weight that is divided by its norm is the same for all rows."""
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight * 2
+            return x @ (weight / weight.norm()) / weight.sum()
+
+    statistics = RowStatistics()
+    with BranchWatch(statistics=statistics):
+        Normalized()(torch.randn(ROWS, WIDTH))
+    assert not statistics.meets_rows
+    assert not statistics.reads
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

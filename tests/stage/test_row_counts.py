@@ -45,6 +45,15 @@ def watch(function: Callable[[Tensor], Any], *buffers: Tensor) -> RowCounts:
         lambda x: math.sqrt(x.shape[0]),
         lambda x: math.ceil(x.shape[0] / 4),
         lambda x: 1 // (x.shape[0] - 8),
+        lambda x: x * (1 + (x.shape[0] >> 3)),
+        lambda x: x * (1 + (x.shape[0] & 8)),
+        lambda x: divmod(x.shape[0], 8),
+        lambda x: -x.shape[0] < -4,
+        lambda x: {(8, 3): 2.0}.get(tuple(x.shape), 1.0),
+        lambda x: torch.tensor(x.shape[0]) // 8,
+        lambda x: x.new_full((), x.shape[0]) // 8,
+        lambda x: x.shape[0] in (1, 2, 4),
+        lambda x: list(x.shape) == [8, 3],
     ],
 )
 def test_branch_on_the_number_of_rows(function: Callable[[Tensor], Any]) -> None:
@@ -89,6 +98,7 @@ def test_row_count_is_an_int() -> None:
     """Nothing of it is left in what is saved or copied."""
     number: Any = RowCount(2, [8], RowCounts(2, [8]))
     assert (number + 1, 3 * number, -number, f"{number}", hash(number)) == (3, 6, -2, "2", 2)
+    assert {2: "two"}[number] == "two"
     assert [type(copy.deepcopy(number)), type(pickle.loads(pickle.dumps(number)))] == [int, int]
     assert torch.zeros(number, number * 2).shape == (2, 4)
     assert (number + 1).others == [9]

@@ -44,6 +44,7 @@ from penstock.stage.loss import LossReduction, LossStageFunction, find_loss_tens
 from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.row_counts import RowCounts
 from penstock.stage.row_means import RowMeanProver
+from penstock.stage.row_statistics import RowStatistics
 from penstock.stage.stage import OUTSIDE
 from penstock.state_copy import (
     MODULE_INTERNALS,
@@ -93,7 +94,8 @@ class ReferenceForward(NamedTuple):
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
-        has_branches: Whether Python read numbers of tensors, or operations selected among rows.
+        has_branches: Whether Python read numbers of tensors, or operations selected among rows, or
+            took numbers of several rows together with rows.
         compares_row_counts: Whether it compared the number of rows with another number.
         goes_by_row_count: Whether it may go another way for another number of rows.
         uses_float32: Whether an operation of the model returned a tensor of float32.
@@ -357,7 +359,8 @@ class Reference:
         attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
         start, stop = self.find_rows(microbatch)
         row_counts = self._build_row_counts(stop - start if records_state else 0)
-        gradient_watch, branch_watch = _GradientWatch(), BranchWatch(row_counts)
+        statistics = RowStatistics() if records_state else None
+        gradient_watch, branch_watch = _GradientWatch(), BranchWatch(row_counts, statistics)
         hooks = self._list_hooks() if records_state else {}
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
         is_watched = records_state or self._uses_float32 is None
@@ -382,7 +385,9 @@ class Reference:
             adds_losses=self._adds_losses,
             has_own_gradients=has_own_gradients,
             draws_in_loss=self._draws_in_loss,
-            has_branches=branch_watch.has_read or branch_watch.selects_rows,
+            has_branches=branch_watch.has_read
+            or branch_watch.selects_rows
+            or (statistics is not None and statistics.meets_rows),
             compares_row_counts=row_counts.is_compared,
             goes_by_row_count=row_counts.is_decisive,
             uses_float32=self._uses_float32,

@@ -182,6 +182,8 @@ class BranchStageFunction:
         self.ways.append(watch.way if watch.has_read else None)
         if statistics is not None and statistics.reads:
             self.reads.append(statistics.reads)
+            # A number that meets rows is as if Python had read it.
+            self.ways[-1] = watch.way
         return outputs
 
     def find_ways(self) -> set[int | None]:

@@ -12,7 +12,8 @@ of 8:
     y * (1 + n // 8)      y * 1, and for the whole batch y * 2: noted
 
 Python itself sees an int with the value of the micro-batch, and goes on with that. `len(x)`, and
-`int` and `float` of a size, must return plain numbers, so it is only noted that they were used.
+`int`, `float` and `hash` of a size, must return plain numbers, so it is only noted that they were
+used. Some functions of C return plain numbers and ask nothing: `0.5 * n`, `math.log(n)`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from torch import Tensor, nn
 
 # The names of functions that return the number of entries of a tensor.
 _NUMEL = frozenset(("numel", "nelement"))
+# Functions that make a tensor of a number.
+_FACTORIES = frozenset(
+    ("tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "fill_")
+)
 
 
 class RowCounts:
@@ -52,9 +57,9 @@ class RowCounts:
 
     def replace_sizes(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
         """Return what a function has returned, with sizes replaced that depend on the rows."""
-        for value in args[1:]:
+        for value in args:
             if isinstance(value, _RowNumber):
-                self._note_operand(value)
+                self._note_operand(value, name)
         kind = type(result)
         if (kind is not torch.Size and kind is not int) or not self._others or not args:
             return result  # most functions return tensors
@@ -74,11 +79,13 @@ class RowCounts:
             return self._build(result)
         return result
 
-    def _note_operand(self, number: _RowNumber) -> None:
+    def _note_operand(self, number: _RowNumber, name: str) -> None:
         """Note a number that a function computes with, unless it is a multiple of the rows.
 
         Two rows show what is multiplied by their number, and `1 + n // 16` is the same for them.
         """
+        if name in _FACTORIES:
+            self.note_plain()
         for rows, other in zip(self._others, number.others, strict=True):
             if other * self._rows != _to_plain(number) * rows:
                 self.note_plain()
@@ -146,8 +153,6 @@ class RowCount(_RowNumber, int):
         number.others, number.counts = others, counts
         return number
 
-    __hash__ = int.__hash__
-
 
 class RowFraction(_RowNumber, float):
     """A number that was computed from a size, and is not whole."""
@@ -157,8 +162,6 @@ class RowFraction(_RowNumber, float):
         number = float.__new__(cls, value)
         number.others, number.counts = others, counts
         return number
-
-    __hash__ = float.__hash__
 
 
 def _to_plain(number: Any) -> Any:
@@ -208,13 +211,20 @@ def _build_conversion(base: type, name: str) -> Callable[..., Any]:
     return convert
 
 
-for _name in ("__int__", "__float__", "__round__", "__trunc__", "__floor__", "__ceil__"):
+_CONVERSIONS = (
+    *("__int__", "__float__", "__round__", "__trunc__", "__floor__", "__ceil__", "__hash__"),
+    *("__divmod__", "__rdivmod__", "__neg__", "__abs__"),
+)
+for _name in _CONVERSIONS:
     for _class, _base in ((RowCount, int), (RowFraction, float)):
         setattr(_class, _name, _build_conversion(_base, _name))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     for _class in (RowCount, RowFraction):
         setattr(_class, f"__{_name}__", _build_comparison(_name))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    for _class in (RowCount, RowFraction):
-        setattr(_class, f"__{_name}__", _build_arithmetic(_name, False))
-        setattr(_class, f"__r{_name}__", _build_arithmetic(_name, True))
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_BITWISE = ("and_", "or_", "xor", "lshift", "rshift")
+for _class, _names in ((RowCount, (*_ARITHMETIC, *_BITWISE)), (RowFraction, _ARITHMETIC)):
+    for _name in _names:
+        _slot = _name.rstrip("_")
+        setattr(_class, f"__{_slot}__", _build_arithmetic(_name, False))
+        setattr(_class, f"__r{_slot}__", _build_arithmetic(_name, True))

@@ -10,11 +10,15 @@ noted, and repeated after the step on the rows of all micro-batches together:
 
 Many numbers need no such comparison, as that of the batch lies between those of its micro-batches:
 `mask.all()`, `x.max() > 3`, a mean. Only where a forward has others, its operations are followed.
+
+A number may also meet rows again without Python: `torch.where(x.sum() > 10, y, z)`,
+`x / x.norm().clamp(min=4)`. It must be the same for all micro-batches and for the batch then, or
+the whole batch is compared. (Where it never is the same, few rows show it.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +81,7 @@ class StatisticRead:
     """A number of several rows that Python has read.
 
     Attributes:
-        outcome: What was read.
+        outcome: What was read. A tensor: it met rows.
         operation: The operation that computed it.
         versions: The versions of the tensors that it was computed from.
     """
@@ -92,29 +96,32 @@ class RowStatistics:
 
     Attributes:
         reads: The numbers that were read, if that of the batch need not lie between those of its
-            micro-batches.
+            micro-batches, and those that met rows.
+        meets_rows: Whether one met rows.
     """
 
     def __init__(self) -> None:
         self._operations: dict[int, tuple[Tensor, _Operation]] = {}  # by id of the result
+        self._constants: dict[int, Tensor] = {}  # computed from parameters alone, by id
         self.reads: list[StatisticRead] = []
+        self.meets_rows = False
 
     def follow(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Note an operation that has returned numbers of several rows."""
         tensors = list(iter_tensors((args, kwargs)))
-        sources = [self._find(tensor) for tensor in tensors]
-        known = [source for source in sources if source is not None]
+        if tensors and all(map(self._is_constant, tensors)):
+            self._constants.update((id(tensor), tensor) for tensor in iter_tensors(out))
+            return
+        known = {id(t): source for t in tensors if (source := self._find(t)) is not None}
         if known:
-            are_constants = (
-                source is not None or isinstance(tensor, nn.Parameter) or not tensor.dim()
-                for source, tensor in zip(sources, tensors, strict=True)
-            )
-            if not all(are_constants):
+            others = (t for t in tensors if id(t) not in known and t.dim())
+            if not all(map(self._is_constant, others)):
+                self._note_meeting(t for t in tensors if id(t) in known)
                 return
             is_single = len(known) == 1 and name.strip("_") in _MONOTONE
-            is_between = is_single and known[0].is_between
+            is_between = is_single and next(iter(known.values())).is_between
         elif _reduces_rows(name, args, kwargs, out):
             is_between = name in _BETWEEN
         else:
@@ -141,8 +148,22 @@ class RowStatistics:
         """Note that Python has read a number, if it is one of several rows."""
         operation = self._find(args[0]) if args and isinstance(args[0], Tensor) else None
         if operation is not None and not operation.is_between:
-            versions = tuple([(leaf, _get_version(leaf)) for leaf in _list_leaves(operation)])
-            self.reads.append(StatisticRead(outcome, operation, versions))
+            self._add_read(outcome, operation)
+
+    def _note_meeting(self, tensors: Iterable[Tensor]) -> None:
+        """Note that an operation takes numbers of several rows together with rows."""
+        self.meets_rows = True
+        for tensor in tensors:
+            operation = self._find(tensor)
+            assert operation is not None
+            self._add_read(tensor.detach(), operation)
+
+    def _add_read(self, outcome: Any, operation: _Operation) -> None:
+        versions = tuple([(leaf, _get_version(leaf)) for leaf in _list_leaves(operation)])
+        self.reads.append(StatisticRead(outcome, operation, versions))
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or self._constants.get(id(tensor)) is tensor
 
     def _find(self, tensor: Tensor) -> _Operation | None:
         kept, operation = self._operations.get(id(tensor), (None, None))
@@ -197,6 +218,10 @@ def find_whole_outcomes(reads: Sequence[Sequence[StatisticRead]]) -> tuple[Any, 
             whole = _read_whole(column)
         except Exception:  # a function may not take so many rows
             return ("unknown",)
+        if isinstance(whole, Tensor):
+            outcomes.append(whole.tolist())
+            are_same &= all(torch.equal(value, whole) for value in values)
+            continue
         outcomes.append(whole)
         if all(type(value) is float for value in values):
             # What Python does with it is not known. It is another one in each call.
@@ -211,9 +236,9 @@ def _read_whole(column: Sequence[StatisticRead]) -> Any:
         raise _CannotJoinError  # an operation in place has changed it since
     number = _compute_whole([read.operation for read in column])
     outcome = column[0].outcome
-    if isinstance(outcome, bool):
-        return bool(number)
-    return number.tolist()
+    if isinstance(outcome, Tensor):
+        return number
+    return bool(number) if isinstance(outcome, bool) else number.tolist()
 
 
 def _compute_whole(operations: Sequence[_Operation]) -> Any:
