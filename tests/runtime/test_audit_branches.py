@@ -165,7 +165,8 @@ def by_tensor(x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_clamp(x: Tensor, y: Tensor) -> Tensor:
-    return y / torch.linalg.vector_norm(x).clamp(min=80.0) * 80.0
+    size: Tensor = torch.linalg.vector_norm(x).clamp(min=80.0)
+    return y / size * 80.0
 
 
 def by_gate(x: Tensor, y: Tensor) -> Tensor:
@@ -222,13 +223,25 @@ def test_number_of_parameters_that_meets_rows_is_not_followed() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             weight = self.weight * 2
-            return x @ (weight / weight.norm()) / weight.sum()
+            output: Tensor = x @ (weight / weight.norm()) / weight.sum()
+            return output
 
     statistics = RowStatistics()
     with BranchWatch(statistics=statistics):
         Normalized()(torch.randn(ROWS, WIDTH))
     assert not statistics.meets_rows
     assert not statistics.reads
+
+
+@each_door
+def test_watching_numbers_of_rows_adds_no_backwards_to_the_audit(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch detached tensors, which looked like a gradient of the forward's own."""
+    backwards = count_calls(monkeypatch, Reference, "run_backward")
+    pipe, _ = build(Branching(lambda x, y: y * (1 + (x.sum() > 1e6))))
+    train(pipe, rows(), door)
+    assert len(backwards) == 1
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

@@ -181,7 +181,7 @@ class BranchStageFunction:
             outputs = self.compute(inputs)
         self.ways.append(watch.way if watch.has_read else None)
         if statistics is not None and statistics.reads:
-            self.reads.append(statistics.reads)
+            self.reads.append(statistics.take_reads())
             # A number that meets rows is as if Python had read it.
             self.ways[-1] = watch.way
         return outputs

@@ -19,8 +19,8 @@ the whole batch is compared. (Where it never is the same, few rows show it.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +76,7 @@ class _CannotJoinError(Exception):
     """The rows of the micro-batches cannot be joined."""
 
 
-@dataclass(frozen=True, eq=False)
-class StatisticRead:
+class StatisticRead(NamedTuple):
     """A number of several rows that Python has read.
 
     Attributes:
@@ -88,7 +87,7 @@ class StatisticRead:
 
     outcome: Any
     operation: _Operation
-    versions: tuple[tuple[Tensor, int], ...]
+    versions: tuple[int, ...]
 
 
 class RowStatistics:
@@ -126,12 +125,8 @@ class RowStatistics:
             is_between = name in _BETWEEN
         else:
             return
-
-        def replace_known(tensor: Tensor) -> Any:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            return self._find(tensor) or (tensor if is_parameter else tensor.detach())
-
-        new_args, new_kwargs = map_tensors((args, dict(kwargs)), replace_known)
+        # Not detached here: another watch may look for calls of `detach` in the forward.
+        new_args, new_kwargs = map_tensors((args, dict(kwargs)), lambda t: self._find(t) or t)
         for index, tensor in enumerate([out] if isinstance(out, Tensor) else iter_tensors(out)):
             self._operations[id(tensor)] = (
                 tensor,
@@ -156,14 +151,21 @@ class RowStatistics:
         for tensor in tensors:
             operation = self._find(tensor)
             assert operation is not None
-            self._add_read(tensor.detach(), operation)
+            self._add_read(tensor, operation)
 
     def _add_read(self, outcome: Any, operation: _Operation) -> None:
-        versions = tuple([(leaf, _get_version(leaf)) for leaf in _list_leaves(operation)])
+        versions = tuple([_get_version(leaf) for leaf in _list_leaves(operation)])
         self.reads.append(StatisticRead(outcome, operation, versions))
 
     def _is_constant(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or self._constants.get(id(tensor)) is tensor
+
+    def take_reads(self) -> list[StatisticRead]:
+        """Return the numbers that were read, without the graphs of what they were computed from."""
+        return [
+            read._replace(outcome=_detach(read.outcome), operation=_detach(read.operation))
+            for read in self.reads
+        ]
 
     def _find(self, tensor: Tensor) -> _Operation | None:
         kept, operation = self._operations.get(id(tensor), (None, None))
@@ -175,7 +177,7 @@ def _reduces_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return False
     if isinstance(out, Tensor) and not out.dim():
-        return name not in _ENTRIES
+        return name not in _ENTRIES and not name.startswith("new_")
     position = _DIM_POSITIONS.get(name)
     if position is None:
         return False
@@ -183,6 +185,18 @@ def _reduces_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     dims = dims if isinstance(dims, tuple | list) else [dims]
     count = args[0].dim()
     return not dims or any(dim is None or (type(dim) is int and not dim % count) for dim in dims)
+
+
+def _detach(value: Any) -> Any:
+    """Return a value, or the arguments of an operation, with tensors that have no graph."""
+    if isinstance(value, _Operation):
+        args, kwargs = _detach(value.args), _detach(dict(value.kwargs))
+        return replace(value, args=args, kwargs=kwargs)
+    if isinstance(value, Tensor):
+        return value if isinstance(value, nn.Parameter) else value.detach()
+    if type(value) in (tuple, list):
+        return type(value)([_detach(item) for item in value])
+    return {k: _detach(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def _get_version(tensor: Tensor) -> int:
@@ -232,8 +246,10 @@ def find_whole_outcomes(reads: Sequence[Sequence[StatisticRead]]) -> tuple[Any, 
 
 
 def _read_whole(column: Sequence[StatisticRead]) -> Any:
-    if any(_get_version(leaf) != version for read in column for leaf, version in read.versions):
-        raise _CannotJoinError  # an operation in place has changed it since
+    for read in column:
+        # A detached tensor has the version of the one that it was made from.
+        if read.versions != tuple(map(_get_version, _list_leaves(read.operation))):
+            raise _CannotJoinError  # an operation in place has changed it since
     number = _compute_whole([read.operation for read in column])
     outcome = column[0].outcome
     if isinstance(outcome, Tensor):
