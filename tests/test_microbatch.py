@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
@@ -118,12 +119,12 @@ def test_scatter_chunk_with_a_multiple_of_the_rows(
 
 
 @pytest.mark.parametrize(
-    ("shapes", "chunks"), [([(4, 2), (3,)], 4), ([(3,), (6,)], 3), ([(1, 5), (5,)], 1)]
+    ("shapes", "chunks"), [([(4, 2), (3,)], 4), ([(3,), (6,)], 3), ([(1, 5), (5,)], 2)]
 )
 def test_scatter_refuses_tensors_with_other_rows(
     shapes: list[tuple[int, ...]], chunks: int
 ) -> None:
-    """This holds even if the number of micro-batches would be the same, and for one micro-batch."""
+    """This holds even if the number of micro-batches would be the same, and for one row."""
     with pytest.raises(RuntimeError, match="micro-batches") as caught:
         scatter(tuple(map(torch.zeros, shapes)), chunks)
     for shape in shapes:
@@ -362,3 +363,59 @@ def test_object_with_the_rows_of_the_batch_is_refused() -> None:
         scatter((x, Mask(4)), chunks=2)
     for mask, chunks in ((Mask(1), 2), (Mask(4), 1)):
         assert len(scatter((x, mask), chunks)[0]) == chunks
+
+
+@pytest.mark.parametrize(
+    "take_view",
+    [
+        lambda h: h[:, 1],
+        lambda h: h.view(-1, 2),
+        lambda h: h.unflatten(1, (2, 2)),
+        lambda h: h.unflatten(1, (2, 2)).transpose(1, 2),
+        lambda h: h[:, None, 1:3],
+        lambda h: h.detach(),
+        lambda h: h.detach()[:, ::2],
+    ],
+)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_gather_a_tensor_and_a_view_of_it(
+    take_view: Callable[[Tensor], Tensor], is_first: bool
+) -> None:
+    """What is changed in place in one of them is changed in the other, with its gradient."""
+    results = []
+    for counts in ((3, 3, 1), (7,)):
+        x = torch.arange(28.0).view(7, 4).requires_grad_()
+        pieces = [piece * 2 for piece in x.split(counts)]
+        pairs = [(take_view(h), h)[:: 1 if is_first else -1] for h in pieces]
+        outputs = gather(pairs, MicrobatchRows(counts)) if len(counts) > 1 else pairs[0]
+        view, base = outputs if is_first else outputs[::-1]
+        (view if view.requires_grad else base).mul_(3.0)
+        loss = (base * torch.arange(4.0)).sum() + (view * view.detach()).sum()
+        loss.backward()
+        results.append((view, base, loss, x.grad))
+    for joined, whole in zip(*results, strict=True):
+        assert torch.equal(joined, whole)
+        assert joined.requires_grad == whole.requires_grad
+
+
+@pytest.mark.parametrize(
+    "take_pair",
+    [
+        lambda h: h.chunk(2, 1),
+        lambda h: (h, h.t().contiguous().t()),
+        lambda h: (h, h.flip(0)),
+        lambda h: (h[:, :3], h[:, 1:]),
+        lambda h: (h, h.clone()),
+        lambda h: (h.to("meta"), (h + 1).to("meta")),
+    ],
+)
+def test_gather_tensors_that_are_no_views_of_each_other(
+    take_pair: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    x = torch.arange(28.0).view(7, 4)
+    pairs = [take_pair(piece) for piece in x.split([4, 3])]
+    one, other = gather(pairs, MicrobatchRows((4, 3)))
+    for index, joined in enumerate((one, other)):
+        expected = torch.cat([pair[index] for pair in pairs])
+        assert joined.is_meta or torch.equal(joined, expected)
+        assert joined._base is None

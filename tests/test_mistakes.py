@@ -75,6 +75,13 @@ TABLE: dict[str, list[Mistake]] = {
             "pipe.step(x, target=y.tolist())", VALUE, "a list of 8 plain values", "Pass a tensor"
         ),
         Mistake(
+            "pipe.step(torch.distributions.Normal(x, 1.0), target=y)",
+            TYPE,
+            "A Normal has tensors in its attributes",
+            "a dict or a dataclass",
+        ),
+        Mistake("pipe.step(x.to_sparse(), target=y)", VALUE, "a sparse_coo tensor", "x.to_dense()"),
+        Mistake(
             "pipe.step('some text', target=y)", TYPE, "but got str", "Pass the batch as tensors"
         ),
         Mistake("pipe.step(torch.tensor(1.0), target=y)", RUN, "No input has a dim", "x[None]"),

@@ -13,7 +13,7 @@ tensor with the batch's rows is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock.device.accelerator import has_streams
 from penstock.errors import ArgumentError, BatchShapeError, PenstockTypeError, RunError
-from penstock.nested_values import iter_hidden_tensors
+from penstock.nested_values import flatten, iter_hidden_tensors, unflatten
 from penstock.state_copy import is_of_numpy
 from penstock.torch_compat import pytree
 
@@ -123,12 +123,12 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
     # The common case, in front because this runs in every step.
     if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].device == device:
         return
-    tensors = list_tensors(list(inputs))
+    tensors = [t for t in map(unwrap_chunk, flatten(list(inputs))[0]) if isinstance(t, Tensor)]
     if not tensors and not list_tensors(list(side)):
         kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
         raise PenstockTypeError(
             f"a pipe needs a tensor among its inputs, but got {kinds}. Pass the batch as tensors, "
-            "whose rows are split into micro-batches."
+            f"whose rows are split into micro-batches.{explain_objects((*inputs, *side))}"
         )
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong and device is not None:
@@ -136,6 +136,21 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
             f"an input is on {', '.join(wrong)}, but the first stage is on {device}. "
             f"Move it there with x.to('{device}')."
         )
+
+
+def explain_objects(values: Iterable[Any]) -> str:
+    """Return a sentence about the first value that hides tensors in its attributes, or ""."""
+    for value in values:
+        # A loader has tensors in its dataset.
+        if isinstance(value, Iterable | type):
+            continue
+        if next(iter_hidden_tensors(value), None) is not None:
+            kind = type(value).__name__
+            return (
+                f" A {kind} has tensors in its attributes, where they are not split: pass them in "
+                f"a tuple, a dict or a dataclass, and make the {kind} in the forward."
+            )
+    return ""
 
 
 def move_to_device(value: Any, device: torch.device | None) -> Any:
@@ -217,10 +232,12 @@ def scatter(
     # Flattening a tree costs more than splitting a few tensors, and most batches are a few tensors.
     if have_equal_rows(values):
         return _split_equal_rows(values, chunks)
-    leaves, spec = pytree.tree_flatten(values)
+    leaves, spec = flatten(values)
+    for leaf in leaves:
+        _check_layout(leaf, chunks)
     row_leaf = next((i for i, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
-    if row_leaf is None:
-        return [pytree.tree_unflatten(map(unwrap_chunk, leaves), spec)], MicrobatchRows()
+    if row_leaf is None or (chunks == 1 and not _have_common_rows(leaves, row_leaf)):
+        return [unflatten(list(map(unwrap_chunk, leaves)), spec)], MicrobatchRows()
     dim = _row_dim(leaves[row_leaf])
     assert dim is not None
     counts = [piece.size(dim) for piece in torch.chunk(unwrap_chunk(leaves[row_leaf]), chunks, dim)]
@@ -299,7 +316,8 @@ def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:
                 raise ArgumentError(
                     f"an input is a {kind}, which cannot be split into micro-batches, but it holds "
                     f"a tensor of shape {tuple(tensor.shape)} with the batch's {row_count} rows. "
-                    f"Pass tensors and make the {kind} in the forward, or use chunks=1."
+                    f"Pass its tensors, in a dict or a dataclass, say, and make the {kind} in the "
+                    "forward, or use chunks=1."
                 )
 
 
@@ -329,9 +347,46 @@ def _check_no_row_lists(values: Any, row_count: int) -> None:
 
 
 def have_equal_rows(values: tuple[Any, ...]) -> bool:
-    """Return whether all values are tensors with the same number of rows on dim 0."""
-    plain = all(isinstance(value, Tensor) and value.dim() for value in values)
+    """Return whether all values are plain tensors with the same number of rows on dim 0."""
+    plain = all(isinstance(v, Tensor) and has_split_rows(v) for v in values)
     return plain and len({len(value) for value in values}) == 1
+
+
+def has_split_rows(tensor: Tensor) -> bool:
+    """Return whether a tensor has a dim 0 that `torch.chunk` splits: not if it is sparse, say."""
+    if tensor.is_nested:
+        return tensor.layout is torch.jagged
+    return tensor.layout is torch.strided and tensor.dim() > 0
+
+
+def _have_common_rows(leaves: Sequence[Any], row_leaf: int) -> bool:
+    """Return whether all tensors have the rows of one of them, and could be split."""
+    tensors = [unwrap_chunk(leaf) for leaf in leaves if _row_dim(leaf) is not None]
+    if not all(map(has_split_rows, tensors)):
+        return False
+    dim = _row_dim(leaves[row_leaf])
+    assert dim is not None
+    rows = MicrobatchRows((unwrap_chunk(leaves[row_leaf]).size(dim),), dim)
+    return all(_is_splittable(leaf, rows) for leaf in leaves)
+
+
+def _check_layout(leaf: Any, chunks: int) -> None:
+    """Raise if a tensor is of a kind that cannot be split."""
+    tensor = unwrap_chunk(leaf)
+    if _row_dim(leaf) is None or has_split_rows(tensor):
+        return
+    if tensor.is_nested:
+        raise ArgumentError(
+            "an input is a nested tensor without layout=torch.jagged, which cannot be split into "
+            "micro-batches. Make it with that layout, or pad it, "
+            "torch.nested.to_padded_tensor(x, 0.0), and pass a mask."
+        )
+    if chunks > 1:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ArgumentError(
+            f"an input is a {layout} tensor, whose rows cannot be split into micro-batches. Pass "
+            "x.to_dense(); or NoChunk(x), if every micro-batch needs all of it; or use chunks=1."
+        )
 
 
 def _split_equal_rows(
@@ -401,12 +456,26 @@ def _build_shape_error(
     ]
     name, leaf = named_leaves[first]
     shape = tuple(unwrap_chunk(leaf).shape)
+    for index, value in enumerate(values):
+        if not isinstance(value, list) or not all(map(_is_row_leaf, value)):
+            continue
+        if len({len(item) for item in value}) > 1:
+            problems.append(
+                f"{names[index]} is a list of {len(value)} tensors, each of which is split on its "
+                "dim 0. If it has a tensor for each row, pad them to one tensor, "
+                "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), and pass a mask; or use "
+                "chunks=1."
+            )
     return BatchShapeError(
         "the inputs would give different numbers of micro-batches, or micro-batches of different "
         f"sizes: the batch has {sum(rows.counts)} rows (dim {rows.dim} of {name}, which has shape "
         f"{shape}), and is split into {', '.join(map(str, rows.counts))}",
         list(dict.fromkeys(problems)),
     )
+
+
+def _is_row_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _describe_mismatch(name: str, leaf: Any, rows: MicrobatchRows) -> str:
@@ -464,20 +533,107 @@ def gather(
     # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
-    columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
+    columns: list[tuple[Any, ...]] = list(zip(*(leaves for leaves, _ in flat), strict=True))
     known_leaves = known_leaves or {}
+    views = {} if rows.dim else _find_output_views(columns, {*known_leaves, *known_dims})
     leaves: list[Any] = []
     joined: dict[tuple[int, ...], Any] = {}  # a tensor that a model returns twice stays one tensor
     for index, column in enumerate(columns):
         key = tuple(map(id, column))
         if index in known_leaves:
             leaves.append(known_leaves[index])
+        elif index in views:
+            leaves.append(None)
         elif key in joined and isinstance(joined[key], Tensor):
             leaves.append(joined[key])
         else:
             joined[key] = _join_outputs(column, rows, known_dims.get(index))
             leaves.append(joined[key])
+    for index, base in views.items():
+        key = tuple(map(id, columns[index]))
+        if key not in joined:
+            joined[key] = _build_output_view(columns[index], columns[base], leaves[base], rows)
+        leaves[index] = joined[key]
     return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+# A model may return a tensor and a view of it: `h, h[:, 0]`. What the caller changes in one of them
+# in place is seen in the other, so the joined outputs are a tensor and a view of it as well.
+
+
+def _find_output_views(
+    columns: Sequence[Sequence[Any]], excluded: Collection[int]
+) -> dict[int, int]:
+    """Return the index of the output that each output is a view of, for those that are one.
+
+    A column has an output of all micro-batches.
+    """
+    by_memory: dict[int, list[int]] = {}
+    for index, column in enumerate(columns):
+        if index not in excluded and all(_has_plain_memory(value) for value in column):
+            by_memory.setdefault(column[0].untyped_storage().data_ptr(), []).append(index)
+    views = {}
+    for indices in by_memory.values():
+        if len(indices) > 1:
+            base = max(indices, key=lambda index: _rate_as_base(columns[index][0]))
+            base_ids = list(map(id, columns[base]))
+            for index in indices:
+                is_same = list(map(id, columns[index])) == base_ids
+                if not is_same and _is_view_by_rows(columns[index], columns[base]):
+                    views[index] = base
+    return views
+
+
+def _rate_as_base(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that is largest for the tensor that others are views of."""
+    # A detached tensor has no gradient to give to its views.
+    return tensor.requires_grad, tensor.numel(), tensor.is_contiguous(), -len(tensor)
+
+
+def _has_plain_memory(value: Any) -> bool:
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    return (
+        is_plain
+        and value.dim() > 0
+        and value.numel() > 0
+        and not (value.is_meta or value.is_conj())
+    )
+
+
+def _is_view_by_rows(column: Sequence[Tensor], bases: Sequence[Tensor]) -> bool:
+    """Return whether each tensor has, in each of its rows, a part of the same row of its base."""
+    first_offset = column[0].storage_offset() - bases[0].storage_offset()
+    for tensor, base in zip(column, bases, strict=True):
+        offset, strides = tensor.storage_offset() - base.storage_offset(), tensor.stride()
+        times, rest = divmod(len(tensor), len(base))
+        sizes = times, *tensor.shape[1:]
+        extent = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        if (
+            tensor.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+            or (tensor.dtype, tensor.shape[1:]) != (base.dtype, column[0].shape[1:])
+            or (base.shape[1:], strides) != (bases[0].shape[1:], column[0].stride())
+            or not base.is_contiguous()
+            or rest
+            or times * strides[0] != base.stride(0)
+            or offset != first_offset
+            or offset < 0
+            or offset + extent >= base.stride(0)
+        ):
+            return False
+    return True
+
+
+def _build_output_view(
+    column: tuple[Tensor, ...], bases: tuple[Tensor, ...], joined: Any, rows: MicrobatchRows
+) -> Any:
+    """Return the view of a joined output that each tensor of a column is of its base."""
+    first, base = column[0], bases[0]
+    if not isinstance(joined, Tensor) or joined.stride() != base.stride():
+        return _join_outputs(column, rows, None)
+    whole = joined if first.requires_grad or not joined.requires_grad else joined.detach()
+    size = len(first) // len(base) * len(joined), *first.shape[1:]
+    offset = first.storage_offset() - base.storage_offset() + joined.storage_offset()
+    return whole.as_strided(size, first.stride(), offset)
 
 
 def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import AuditError, Pipe
+from penstock import AuditError, Pipe, Weighted
+from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
+from penstock.stage.branches import BranchWatch
+from penstock.stage.row_statistics import RowStatistics
 from tests.support import same_gradients
 
 WIDTH, ROWS = 6, 16
@@ -63,6 +67,19 @@ def train(pipe: Pipe, x: Tensor, door: str) -> None:
         pipe.step(x, target=torch.zeros_like(x))
     else:
         functional.mse_loss(pipe(x), torch.zeros_like(x)).backward()
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
+    """Return a list that gets the arguments of each call of a method."""
+    calls: list[tuple[Any, ...]] = []
+    method = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
 
 
 def by_mean(x: Tensor, y: Tensor) -> Tensor:
@@ -119,20 +136,171 @@ def test_branch_on_a_sum_of_the_whole_batch() -> None:
         train(pipe, rows(9.0), "step")
 
 
+def by_sum(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if x.sum() > 300 else y
+
+
+def by_deviation(x: Tensor, y: Tensor) -> Tensor:
+    return y.sin() if 2 * x.std(0).max() - 1 > 15 else y
+
+
+def by_range(x: Tensor, y: Tensor) -> Tensor:
+    return y.sin() if bool(x.mean(1).max() - x.mean(1).min() > 15) else y
+
+
+def by_norm(x: Tensor, y: Tensor) -> Tensor:
+    return y.cos() if torch.linalg.vector_norm(x) > 80 else y
+
+
+def by_count(x: Tensor, y: Tensor) -> Tensor:
+    return y.cos() if torch.any((x > 5).sum((0, 1)) > 30) else y
+
+
+def by_sum_as_number(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if x.sum().item() > 300 else y
+
+
+def by_tensor(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(x.sum() > 300, y * 2, y)
+
+
+def by_clamp(x: Tensor, y: Tensor) -> Tensor:
+    size: Tensor = torch.linalg.vector_norm(x).clamp(min=80.0)
+    return y / size * 80.0
+
+
+def by_gate(x: Tensor, y: Tensor) -> Tensor:
+    return y * (1.0 + (x.std(0).max() > 8))
+
+
+# The rows of a micro-batch are alike, and those of the batch are not.
+STAIRS = 8.0 * torch.arange(ROWS, dtype=torch.float64).div(4).floor().sub(0.5)[:, None]
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+    ("function", "shift"),
+    [
+        *((by_sum, 9.0), (by_norm, 9.0), (by_count, 9.0), (by_sum_as_number, 9.0)),
+        *((by_deviation, STAIRS), (by_range, STAIRS), (by_gate, STAIRS)),
+        *((by_tensor, 9.0), (by_clamp, 9.0)),
+    ],
+)
+def test_threshold_that_only_the_whole_batch_crosses_later(
+    function: Callable[[Tensor, Tensor], Tensor], shift: float | Tensor, is_traced: bool, door: str
+) -> None:
+    """The micro-batches all go one way, and the unsplit model the other."""
+    pipe, model = build(Branching(function), is_traced)
+    for _ in range(3):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    large, one = rows(shift), torch.ones((), dtype=torch.float64)
+    assert [function(part, one) == one for part in (*large.chunk(4), large)] == [1, 1, 1, 1, 0]
+    with pytest.raises(AuditError, match="another way than the batch"):
+        train(pipe, large, door)
+
+
+@each_door
+@pytest.mark.parametrize("function", [by_tensor, by_clamp])
+def test_threshold_of_tensors_that_the_first_batch_crosses(
+    function: Callable[[Tensor, Tensor], Tensor], door: str
+) -> None:
+    pipe, _ = build(Branching(function))
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        train(pipe, rows(9.0), door)
+
+
+def test_number_of_parameters_that_meets_rows_is_not_followed() -> None:
+    """A weight that is divided by its norm is the same for all rows."""
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight * 2
+            output: Tensor = x @ (weight / weight.norm()) / weight.sum()
+            return output
+
+    statistics = RowStatistics()
+    with BranchWatch(statistics=statistics):
+        Normalized()(torch.randn(ROWS, WIDTH))
+    assert not statistics.meets_rows
+    assert not statistics.reads
+
+
+@each_door
+def test_watching_numbers_of_rows_adds_no_backwards_to_the_audit(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch detached tensors, which looked like a gradient of the forward's own."""
+    backwards = count_calls(monkeypatch, Reference, "run_backward")
+    pipe, _ = build(Branching(lambda x, y: y * (1 + (x.sum() > 1e6))))
+    train(pipe, rows(), door)
+    assert len(backwards) == 1
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_sum_that_is_read_in_inference_mode(is_traced: bool) -> None:
+    pipe, model = build(Branching(by_sum), is_traced)
+    with torch.inference_mode():
+        for _ in range(3):
+            x = rows()
+            assert torch.allclose(pipe(x), model(x), rtol=1e-12)
+        with pytest.raises(AuditError, match="another way than the batch"):
+            pipe(rows(9.0))
+
+
+def test_sum_of_rows_that_are_changed_in_place_afterwards() -> None:
+    """What the batch would have read is not known, so the whole batch is compared."""
+
+    def branch(x: Tensor, y: Tensor) -> Tensor:
+        is_large = y.sum() > 1e6
+        return y.mul_(2.0) if not is_large else y
+
+    pipe, model = build(Branching(branch))
+    for _ in range(4):
+        x = rows()
+        train(pipe, x, "step")
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+
+
+@each_door
+def test_numbers_that_lie_between_those_of_micro_batches_are_not_followed(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is all true, a mean below a threshold."""
+
+    def branch(x: Tensor, y: Tensor) -> Tensor:
+        if (x < 100).all() and x.max() < 100 and 2 * x.mean() < 50:
+            return y * 2
+        return y * y.sum().detach()  # a sum that is not read
+
+    followed = count_calls(monkeypatch, RowStatistics, "follow")
+    pipe, model = build(Branching(branch))
+    counts = []
+    for _ in range(6):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+        counts.append(len(followed))
+    assert same_gradients(pipe, model)
+    # It looks for such numbers in the watched calls 1, 2 and 4, after the first call.
+    assert [later > earlier for earlier, later in pairwise(counts)] == [1, 1, 0, 1, 0]
+
+
 @each_door
 def test_branch_that_makes_no_difference_is_compared_seldom(
     door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask is skipped where it masks nothing, as in many transformers."""
     pipe, model = build(Branching(lambda x, y: y.masked_fill(x < -5, 0.0) if (x < -5).any() else y))
-    compared = []
-    compare = RowsCheck.compare_all_microbatches
-
-    def count(check: RowsCheck) -> str | None:
-        compared.append(check)
-        return compare(check)
-
-    monkeypatch.setattr(RowsCheck, "compare_all_microbatches", count)
+    compared = count_calls(monkeypatch, RowsCheck, "compare_all_microbatches")
     for index in range(12):
         x = rows()
         x[index, 0] = -6.0
@@ -180,18 +348,108 @@ def test_own_loss_that_selects_rows(function: Callable[[Tensor], Tensor], door: 
 
 
 @each_door
-def test_own_loss_that_depends_on_more_rows_than_two_micro_batches_have(door: str) -> None:
-    """Later audits compare the whole batch."""
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda losses: losses if len(losses) <= 4 else 2 * losses,
+        lambda losses: losses * max(3, min(4, losses.shape[0])),
+        lambda losses: losses * (2 if losses.size(0) / 2 > 2 else 1),
+        lambda losses: losses * max(1, losses.numel() - 8),
+        lambda losses: losses * (1 + int(losses.shape[0]) // 8),
+        lambda losses: losses * (1 + losses.shape[0] // 8),
+    ],
+)
+def test_own_loss_that_depends_on_more_rows_than_two_micro_batches_have(
+    function: Callable[[Tensor], Tensor], door: str
+) -> None:
     torch.manual_seed(0)
-    model = OwnLoss(lambda losses: losses if len(losses) <= 4 else 2 * losses).double()
-    pipe = Pipe(model, chunks=8, stages=2, devices=["cpu"] * 2, example=rows(), audit=2)
+    model = OwnLoss(function).double()
+    pipe = Pipe(model, chunks=8, stages=2, devices=["cpu"] * 2, example=rows())
+    for _ in range(2):  # not only once
+        with pytest.raises(AuditError, match=r"goes by the number of its rows.* depends on how"):
+            pipe.step(rows()) if door == "step" else pipe(rows()).backward()
 
-    def train_own_loss() -> None:
-        pipe.step(rows()) if door == "step" else pipe(rows()).backward()
 
-    train_own_loss()
-    with pytest.raises(AuditError, match="depends on how"):
-        train_own_loss()
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_layer_that_goes_by_the_number_of_rows_of_a_later_batch(is_traced: bool, door: str) -> None:
+    """The batches of the first steps were too small for the branch."""
+    pipe, model = build(Branching(lambda x, y: y * 2 if x.shape[0] > 8 else y), is_traced)
+    for _ in range(2):
+        x = rows()[:8]
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    for _ in range(2):
+        with pytest.raises(AuditError, match="goes by the number of its rows"):
+            train(pipe, rows(), door)
+
+
+@each_door
+def test_number_of_rows_that_makes_no_difference(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are compared with each other, and with limits that no batch reaches."""
+
+    def reshape(x: Tensor, y: Tensor) -> Tensor:
+        count, width = x.shape
+        assert (y.shape[0], 2 * count % 2) == (count, 0)
+        if count > 1000 or count * width < 1:
+            return y * 0
+        return y.view(count, 2, -1).flatten(1)[: x.size(0)] / count * x.shape[0]
+
+    pipe, model = build(Branching(reshape))
+    compared = count_calls(monkeypatch, RowsCheck, "compare_all_microbatches")
+    monkeypatch.setattr("penstock.stage.branches._selects_rows", lambda *_: False)
+    for count in (ROWS, ROWS, 5):
+        x = rows()[:count]
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    assert not compared
+
+
+def double_many(losses: Tensor) -> Tensor:
+    return losses.mean() * (2 if len(losses) > 4 else 1)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda y, t: double_many((y - t).square().mean(1)),
+        lambda y, t: {"loss": double_many((y - t).square().mean(1)), "accuracy": y.mean()},
+        lambda y, t: (y - t).square().mean() * (1 + y.shape[0] // 8),
+        lambda y, t: Weighted(double_many((y - t).square().mean(1)), len(y)),
+    ],
+)
+@pytest.mark.parametrize("count", [16, 15])
+def test_loss_function_that_goes_by_the_number_of_rows(
+    loss_fn: Callable[..., Any], count: int
+) -> None:
+    pipe, _ = build(nn.Linear(WIDTH, WIDTH), loss_fn=loss_fn, chunks=8)
+    pipe.step(rows()[:4], target=rows()[:4])
+    for _ in range(2):
+        with pytest.raises(AuditError, match="the loss of the whole batch is"):
+            pipe.step(rows()[:count], target=rows()[:count])
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_loss_function_that_divides_by_the_number_of_rows_is_compared_once(
+    is_weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        loss = (output - target).square().sum() / len(output)
+        return Weighted(loss, len(output)) if is_weighted else loss
+
+    compared = count_calls(monkeypatch, Reference, "compute_whole_loss")
+    pipe, model = build(nn.Linear(WIDTH, WIDTH), loss_fn=loss_fn)
+    for row_count in (16, 16, 16, 7, 16, 7):
+        x, target = rows()[:row_count], rows()[:row_count]
+        pipe.step(x, target=target)
+        result = loss_fn(model(x), target)
+        (result.loss if is_weighted else result).backward()
+    assert same_gradients(pipe, model)
+    assert [len(output) for _, (output, _) in compared] == [16, 7]
 
 
 class LateHook(nn.Module):
@@ -276,6 +534,40 @@ def test_loss_that_reads_what_a_hook_has_kept(
         pipe.step(x, target=target)
         loss_fn(model(x), target).backward()
     assert same_gradients(pipe, model)
+
+
+class KeepsLoss(nn.Module):
+    """A layer that leaves an auxiliary loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.auxiliary_loss = nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.auxiliary_loss = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_auxiliary_losses_in_attributes_that_loss_fn_sums(is_traced: bool, schedule: str) -> None:
+    """Those of the first stage are of another micro-batch when the loss is computed."""
+    layers = [KeepsLoss().double() for _ in range(3)]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        losses = torch.stack([layer.auxiliary_loss for layer in layers])
+        return functional.mse_loss(output, target) + losses.sum()
+
+    model = Blocks(nn.Identity()) if is_traced else nn.Sequential(*layers)
+    if isinstance(model, Blocks):
+        model.blocks = nn.ModuleList(layers)
+    pipe = Pipe(
+        model, 4, stages=2, devices=["cpu"] * 2, loss_fn=loss_fn, schedule=schedule,
+        example=rows() if is_traced else None,
+    )  # fmt: skip
+    with pytest.raises(AuditError, match="loss_fn reads what layers of an earlier stage"):
+        pipe.step(rows(), target=rows())
 
 
 @each_door

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -159,7 +160,8 @@ def test_rows_that_are_sorted_are_found_in_groups(door: str, audit: Any) -> None
 
 def test_layer_that_mixes_more_rows_than_a_micro_batch_has_is_found_every_n_steps() -> None:
     def center_many(x: Tensor) -> Tensor:
-        return x - x.mean(0) if len(x) > 4 else x
+        # The number of rows is not seen here: the function takes its value in C.
+        return x - x.mean(0) if math.log2(x.shape[0]) > 2 else x
 
     pipe = made(layers(Layer(center_many)), audit=3)
     for _ in range(2):

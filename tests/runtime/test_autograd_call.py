@@ -266,3 +266,33 @@ def test_retain_graph_keeps_saved_tensors_until_the_last_backward() -> None:
         assert [mark() is None for mark in marks] == [False, False]
         loss.backward()
         assert [mark() is None for mark in marks] == [True, True]
+
+
+class WithView(nn.Module):
+    """A layer that returns a tensor, a part of its rows, and the same without a gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * 2
+        return y, y[:, :2], y.detach()
+
+
+@each_runtime
+@each_checkpoint
+@pytest.mark.parametrize("trains", [False, True])
+def test_outputs_that_share_memory_are_changed_in_place(
+    trains: bool, checkpoint: str, runtime: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), WithView()).double()
+    pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=2, devices=["cpu"] * 2, runtime=runtime)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    results = []
+    for module in (model, pipe):
+        with torch.set_grad_enabled(trains):
+            whole, part, constant = module(x)
+            whole.mul_(3.0)
+            loss = part.square().sum() + (whole * constant).sum()
+        if trains:
+            loss.backward()
+        results.append(loss.detach())
+    assert torch.allclose(results[0], results[1], rtol=1e-12)
+    assert not trains or same_gradients(pipe, model)

@@ -329,7 +329,8 @@ def check_children(module: nn.Module) -> None:
     if duplicates:
         raise ArgumentError(
             f"the same layer is in several places, {', '.join(duplicates)}: duplicate children are "
-            "not supported. Make a layer for each place."
+            "not supported. Make a layer for each place. If the places share parameters, write "
+            "nn.Sequential(layer) in all but the first: tied parameters are found."
         )
 
 

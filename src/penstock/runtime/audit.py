@@ -108,6 +108,9 @@ class Auditor:
     _told: set[str] = field(default_factory=set)
     kept_places: list[KeptPlace] = field(default_factory=list)
     _branches: dict[Any, BranchRecord] = field(default_factory=dict)  # by kind of call
+    # By kind of call, if its forward goes by numbers of rows: those of the audited calls.
+    _row_counts: dict[Any, set[tuple[int, ...]]] = field(default_factory=dict)
+    _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
@@ -121,7 +124,9 @@ class Auditor:
         self._call_count += 1
         kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        if kind in self._audited_kinds and not is_due:
+        audited_counts = self._row_counts.get(kind)
+        has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
+        if kind in self._audited_kinds and not has_new_counts and not is_due:
             return None
         return AuditChoice(kind, compares_groups=is_due)
 
@@ -170,6 +175,26 @@ class Auditor:
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
+
+    def note_row_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
+        """Remember that a call was audited whose forward goes by its number of rows.
+
+        Calls of this kind with other numbers of rows are audited, too.
+        """
+        self._row_counts.setdefault(kind, set()).add(counts)
+
+    def note_loss_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
+        """Remember that a loss function calls the same functions for micro-batches and batch.
+
+        It may go by their numbers of rows.
+        """
+        self._loss_counts.add((kind, counts))
+
+    def knows_loss_counts(self, request: Request, inputs: StageInputs) -> bool:
+        """Return whether these numbers of rows were noted for the loss of this kind of call."""
+        if not self._loss_counts:
+            return False
+        return (self.identify(request, inputs), inputs.rows.counts) in self._loss_counts
 
     def _add_age(self, sizes: TermSizes) -> None:
         if OTHER_TERMS in sizes:
@@ -313,6 +338,7 @@ class Audit:
         self._state_problem: str | None = None  # one micro-batch depends on another's state
         self._failure: Exception | None = None  # an error of the unsplit model
         self._term_sizes: TermSizes = {}
+        self._compares_row_counts = False
 
     # ---- before the call -----------------------------------------------------------------------
 
@@ -359,11 +385,8 @@ class Audit:
                 self._auditor.tell_once(obstacle)
                 return
             self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
-            if forward.has_branches and self._inputs.chunks > 1:
-                self._auditor.note_branches(self._kind)
-                self._split_problem = (
-                    self._split_problem or self._rows_check.compare_all_microbatches()
-                )
+            if self._inputs.chunks > 1:
+                self._split_problem = self._split_problem or self._compare_ways(forward)
             if keeps_state:
                 self._compare_loss_orders()
             if forward.changed_hooks is not None:
@@ -377,6 +400,18 @@ class Audit:
             self._failure = error
         if self._state_problem is not None and self._forward is None:
             self._fail(self._state_problem)
+
+    def _compare_ways(self, forward: ReferenceForward) -> str | None:
+        """Compare the whole batch if its forward may go another way than that of micro-batches."""
+        self._compares_row_counts = forward.compares_row_counts
+        if forward.has_branches:
+            self._auditor.note_branches(self._kind)
+        elif not forward.goes_by_row_count:
+            return None
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None and forward.goes_by_row_count:
+            return f"the forward goes by the number of its rows, as `if len(x) > 4` does: {problem}"
+        return problem
 
     def _compare_states(self, changes: Sequence[str], microbatch: int) -> None:
         """Find out whether a later micro-batch computes with the state that this one changes.
@@ -812,7 +847,7 @@ class Audit:
             self._split_problem = (
                 f"the layers of {where} go by numbers that they read from their rows, as `if "
                 "x.mean() > 0` does. The unsplit model decides for the whole batch, and here the "
-                f"micro-batches went different ways: {problem}"
+                f"micro-batches went different ways, or all another way than the batch: {problem}"
             )
         self._finish()
 
@@ -821,26 +856,27 @@ class Audit:
         self._term_sizes = sizes
         self._auditor.note_audited(self._kind, sizes)
 
-    def check_whole_loss(
-        self, outputs: Mapping[int, tuple[Any, ...]], losses: LossAccumulator
-    ) -> None:
+    def check_whole_loss(self, comparison: TermComparison, losses: LossAccumulator) -> None:
         """Compare the loss of a step with that of all outputs together.
 
         Args:
-            outputs: The arguments of `loss_fn` for each micro-batch.
+            comparison: Has the arguments of `loss_fn` for each micro-batch.
             losses: The losses of the micro-batches.
         """
+        outputs = comparison.kept_outputs
         arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
         joined = tuple(gather(column, self._inputs.rows) for column in zip(*arguments, strict=True))
         computed = self._reference.compute_whole_loss(joined)
         if computed is None:
             return
-        whole, uses_float32 = computed
+        whole, uses_float32, function_names = computed
         total = losses.compute_loss()
         numbers = [float(item.loss) for item in losses.microbatch_losses]
         size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
         distance = abs(float(total) - float(whole))
         if distance <= find_split_tolerance(total.dtype, uses_float32, self._rounding) * size:
+            if function_names == comparison.function_names:
+                self._auditor.note_loss_counts(self._kind, self._inputs.rows.counts)
             return
         # A micro-batch without targets that count has a mean of nan.
         if not math.isfinite(distance) and not math.isfinite(whole):
@@ -860,6 +896,8 @@ class Audit:
         if problem is not None:
             self._fail(problem)
         self._auditor.note_audited(self._kind, self._term_sizes)
+        if self._compares_row_counts:
+            self._auditor.note_row_counts(self._kind, self._inputs.rows.counts)
 
 
 def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
@@ -1030,7 +1068,7 @@ def check_whole_loss(
     audit = _build_audit(pipe, call, execution, program, reduction, kind)
     losses = execution.cell_io.loss
     if audit is not None and isinstance(losses, LossAccumulator):
-        audit.check_whole_loss(comparison.kept_outputs, losses)
+        audit.check_whole_loss(comparison, losses)
 
 
 def _build_audit(

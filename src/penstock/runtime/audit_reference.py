@@ -40,8 +40,11 @@ from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.host_rng import HostRngState
-from penstock.stage.loss import LossReduction, LossStageFunction
+from penstock.stage.loss import LossReduction, LossStageFunction, find_loss_tensor
 from penstock.stage.recompute import has_write_only_buffers
+from penstock.stage.row_counts import RowCounts
+from penstock.stage.row_means import RowMeanProver
+from penstock.stage.row_statistics import RowStatistics
 from penstock.stage.stage import OUTSIDE
 from penstock.state_copy import (
     MODULE_INTERNALS,
@@ -91,7 +94,10 @@ class ReferenceForward(NamedTuple):
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
-        has_branches: Whether Python read numbers of tensors, or operations selected among rows.
+        has_branches: Whether Python read numbers of tensors, or operations selected among rows, or
+            took numbers of several rows together with rows.
+        compares_row_counts: Whether it compared the number of rows with another number.
+        goes_by_row_count: Whether it may go another way for another number of rows.
         uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
     """
@@ -106,6 +112,8 @@ class ReferenceForward(NamedTuple):
     has_own_gradients: bool
     draws_in_loss: bool
     has_branches: bool
+    compares_row_counts: bool
+    goes_by_row_count: bool
     uses_float32: bool
     changed_hooks: str | None
 
@@ -113,6 +121,20 @@ class ReferenceForward(NamedTuple):
     def changed_state(self) -> bool:
         """Whether it changed a buffer."""
         return bool(self.changed_buffers)
+
+
+class WholeLoss(NamedTuple):
+    """The loss of a whole batch.
+
+    Attributes:
+        loss: The loss.
+        uses_float32: Whether it uses float32 inside.
+        function_names: The functions that `loss_fn` has called.
+    """
+
+    loss: Tensor
+    uses_float32: bool
+    function_names: Sequence[str]
 
 
 class Reference:
@@ -335,7 +357,10 @@ class Reference:
         cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
         before = self._digest_buffers() if records_state else {}
         attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
-        gradient_watch, branch_watch = _GradientWatch(), BranchWatch()
+        start, stop = self.find_rows(microbatch)
+        row_counts = self._build_row_counts(stop - start if records_state else 0)
+        statistics = RowStatistics() if records_state else None
+        gradient_watch, branch_watch = _GradientWatch(), BranchWatch(row_counts, statistics)
         hooks = self._list_hooks() if records_state else {}
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
         is_watched = records_state or self._uses_float32 is None
@@ -360,10 +385,20 @@ class Reference:
             adds_losses=self._adds_losses,
             has_own_gradients=has_own_gradients,
             draws_in_loss=self._draws_in_loss,
-            has_branches=branch_watch.has_read or branch_watch.selects_rows,
+            has_branches=branch_watch.has_read
+            or branch_watch.selects_rows
+            or (statistics is not None and statistics.meets_rows),
+            compares_row_counts=row_counts.is_compared,
+            goes_by_row_count=row_counts.is_decisive,
             uses_float32=self._uses_float32,
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
         )
+
+    def _build_row_counts(self, rows: int) -> RowCounts:
+        """Return what watches the sizes that a forward of some rows reads."""
+        counts = self._rows.counts
+        buffers = {id(t) for m in self.modules for t in m._buffers.values()} if rows else ()
+        return RowCounts(rows, {*counts, sum(counts)}, buffers)
 
     def _list_hooks(self) -> dict[tuple[nn.Module, str], list[int]]:
         """Return the ids of the hooks of each module, and of each parameter."""
@@ -437,27 +472,28 @@ class Reference:
         return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
 
     @torch.no_grad()
-    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor, bool] | None:
-        """Return the loss of the outputs of a whole batch, and whether it uses float32 inside.
+    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> WholeLoss | None:
+        """Return the loss of the outputs of a whole batch.
 
         None: it cannot be compared with the losses of micro-batches. It fails, draws random
         numbers, or keeps state.
         """
         assert self._request.loss_fn is not None
         cells, watch = UnsplitCells(self._seed, 1, (), {}), BranchWatch()
+        prover = RowMeanProver(*arguments)
         with self.isolate():
             state = self.digest_loss_state()
             try:
-                with cells.emulate(0), watch:
+                with cells.emulate(0), watch, prover:
                     result = self._request.loss_fn(*arguments)
             except Exception:  # outputs without rows are a list, which the loss may not take
                 return None
             has_changed = state != self.digest_loss_state()
-        value = result.get("loss") if isinstance(result, Mapping) else result
+        value = find_loss_tensor(result)
         has_drawn = cells.has_drawn or bool(self._write_log.generators)
         if not isinstance(value, Tensor) or has_drawn or has_changed:
             return None
-        return value, watch.uses_float32
+        return WholeLoss(value, watch.uses_float32, prover.function_names)
 
     @torch.no_grad()
     def reads_earlier_stages(self, microbatch: int, other: int) -> bool:

@@ -12,9 +12,10 @@ combine to those of both together. Three tests have different powers:
                      value that is detached.
     two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
                      rows of a micro-batch.
-    all              with the groups, and in the first step if the forward has branches or selects
-    micro-batches    among rows (branches.py). They show what needs more rows than a micro-batch
-                     has, such as a term for batches of more than four rows. No backward.
+    all              with the groups, and in the first step if the forward has branches, selects
+    micro-batches    among rows (branches.py) or goes by their number (row_counts.py). They show
+                     what needs more rows than a micro-batch has, such as a term for batches of
+                     more than four rows. No backward.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that

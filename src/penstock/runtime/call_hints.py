@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockTypeError
 from penstock.microbatch import list_tensors
-from penstock.model.example_hints import list_positional_names
+from penstock.model.example_hints import explain_split_input, list_positional_names
 from penstock.model.framework_attributes import find_base_model
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import Batch
+from penstock.torch_compat import pytree
 from penstock.tracebacks import add_hint
 from penstock.vocabulary import RESULT_ATTRIBUTES, STEP_ARGUMENTS, suggest
 
@@ -33,6 +34,7 @@ def add_call_hint(error: Exception, placed: PlacedPartition, batch: Batch) -> No
     model = placed.partition.model
     if location is not None and location.stage > 0:  # the first stage has taken the inputs
         hint = _explain_labels(model, batch) if batch.uses_model_loss else ""
+        hint = hint or _explain_split_input(batch)
         if hint:
             add_hint(error, hint)
         return
@@ -46,9 +48,16 @@ def add_call_hint(error: Exception, placed: PlacedPartition, batch: Batch) -> No
         or _explain_target_rows(batch)
         or _explain_moved_model(placed)
         or _explain_dtype(placed, batch)
+        or _explain_split_input(batch)
     )
     if hint:
         add_hint(error, hint)
+
+
+def _list_inputs(batch: Batch) -> list[Tensor]:
+    """Return the tensors among the inputs. Nested ones are left out: they have no shape."""
+    values = [*batch.inputs, *batch.keyword_inputs.values()]
+    return [tensor for tensor in list_tensors(values) if not tensor.is_nested]
 
 
 def _find_forward(model: nn.Module | None, placed: PlacedPartition) -> Callable[..., Any] | None:
@@ -164,7 +173,7 @@ def _explain_names(model: nn.Module | None, batch: Batch) -> str:
 
 def _explain_rows(batch: Batch) -> str:
     """Explain a batch without rows, or without a dim that could have them."""
-    tensors = list_tensors([*batch.inputs, *batch.keyword_inputs.values()])
+    tensors = _list_inputs(batch)
     if tensors and not any(tensor.dim() for tensor in tensors):
         return (
             "No input has a dim for the rows of a batch. Pass a tensor with the rows on dim 0, "
@@ -177,7 +186,7 @@ def _explain_rows(batch: Batch) -> str:
 
 def _explain_target_rows(batch: Batch) -> str:
     """Explain a target with another number of rows than the batch."""
-    inputs = list_tensors([*batch.inputs, *batch.keyword_inputs.values()])
+    inputs = _list_inputs(batch)
     targets = list_tensors(list(batch.target))
     if not inputs or not targets or not inputs[0].dim() or not targets[0].dim():
         return ""
@@ -188,6 +197,15 @@ def _explain_target_rows(batch: Batch) -> str:
         f"The batch has {rows} rows, and the target {target_rows}. Pass a target for each row of "
         "the batch."
     )
+
+
+def _explain_split_input(batch: Batch) -> str:
+    """Explain an input that was split and may have no rows."""
+    if batch.chunks == 1:
+        return ""
+    # A `NoChunk` is not split, and a `Chunk` is meant.
+    leaves = pytree.tree_leaves([*batch.inputs, *batch.keyword_inputs.values()])
+    return explain_split_input([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 def _explain_moved_model(placed: PlacedPartition) -> str:
@@ -214,7 +232,7 @@ def _explain_dtype(placed: PlacedPartition, batch: Batch) -> str:
         return ""
     parameters = (p for stage in placed.local_stages for m in stage.layers for p in m.parameters())
     expected = next((p.dtype for p in parameters if p.is_floating_point()), None)
-    tensors = list_tensors([*batch.inputs, *batch.keyword_inputs.values()])
+    tensors = _list_inputs(batch)
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if isinstance(layer, nn.Linear):
         dtypes = {tensor.dtype for tensor in tensors}

@@ -424,7 +424,10 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         call.has_target,
         request.return_outputs,
         comparison := TermComparison(
-            inputs.rows.fractions(), can_check_whole_loss(pipe, call, reduction)
+            inputs.rows.fractions(),
+            can_check_whole_loss(pipe, call, reduction),
+            inputs.rows.counts,
+            pipe.auditor.knows_loss_counts(request, inputs),
         ),
     )
     execution = call.build_execution(program, stages, None, False)

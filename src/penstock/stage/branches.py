@@ -4,14 +4,16 @@ A layer may read a number of a tensor in Python and go by it: `if x.mean() > 0`.
 decides once for all rows, and a pipe once for each micro-batch. Rows that are tried together and
 apart show a difference only if they happen to go different ways. So the stages of such a model are
 watched in each call (`BranchStageFunction`), and where micro-batches go different ways, the whole
-batch is compared with them (`runtime/audit.py`). Often the way makes no difference: a mask that is
-skipped because it masks nothing, an expert without tokens.
+batch is compared with them (`runtime/audit.py`). So it is where the batch goes another way than all
+of its micro-batches, by a sum or a deviation, say (row_statistics.py). Often the way makes no
+difference: a mask that is skipped because it masks nothing, an expert without tokens.
 
 The way of a micro-batch is a digest of the operations that follow the first number that was read,
 with their plain arguments, and of the truth values and whole numbers that were read.
 
 Operations that select among rows, such as `losses.topk(min(4, n))`, depend on the number of rows in
-a way that few rows do not show. They are noted, too.
+a way that few rows do not show. They are noted, too, and so are comparisons of the number of rows
+itself (row_counts.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.recompute import is_recomputing
+from penstock.stage.row_counts import RowCounts
+from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
 
 # The names of functions that return a number of a tensor to Python.
@@ -72,6 +76,10 @@ _ARITHMETIC = frozenset(
 class BranchWatch(TorchFunctionMode):
     """Notes whether a forward reads numbers of tensors, and which way it goes after that.
 
+    Args:
+        row_counts: Watches what the forward does with the number of rows, if it should be watched.
+        statistics: Follows the numbers that are computed from several rows, if it should.
+
     Attributes:
         has_read: Whether it has read a number.
         selects_rows: Whether an operation selects among the entries of the first dim.
@@ -79,8 +87,11 @@ class BranchWatch(TorchFunctionMode):
         uses_float32: Whether an operation returned a tensor of float32.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, row_counts: RowCounts | None = None, statistics: RowStatistics | None = None
+    ) -> None:
         super().__init__()
+        self._row_counts, self._statistics = row_counts, statistics
         self.has_read = self.selects_rows = self.uses_float32 = False
         self.way = 0
 
@@ -91,6 +102,11 @@ class BranchWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if self._statistics is not None:
+            if name in _READS:
+                self._statistics.note_read(args, result)
+            else:
+                self._statistics.follow(func, name, args, kwargs, result)
         if name in _READS:
             self.has_read = True
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
@@ -102,6 +118,8 @@ class BranchWatch(TorchFunctionMode):
             self.uses_float32 = True
         if not self.selects_rows:
             self.selects_rows = _selects_rows(name, args, kwargs)
+        if self._row_counts is not None:
+            return self._row_counts.replace_sizes(name, args, result)
         return result
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -143,21 +161,39 @@ class BranchStageFunction:
     Attributes:
         compute: The computation of the stage.
         stage: The stage, for messages.
+        follows_statistics: Whether numbers of several rows are followed.
         ways: The way of each micro-batch. None: it has read no number.
+        reads: The numbers of several rows that each micro-batch has read.
     """
 
     compute: StageFunction
     stage: Stage
+    follows_statistics: bool = False
     ways: list[int | None] = field(default_factory=list)
+    reads: list[list[StatisticRead]] = field(default_factory=list)
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage, and note the way of the micro-batch in its first forward."""
         if is_recomputing():
             return self.compute(inputs)
-        with BranchWatch() as watch:
+        statistics = RowStatistics() if self.follows_statistics else None
+        with BranchWatch(statistics=statistics) as watch:
             outputs = self.compute(inputs)
         self.ways.append(watch.way if watch.has_read else None)
+        if statistics is not None and statistics.reads:
+            self.reads.append(statistics.take_reads())
+            # A number that meets rows is as if Python had read it.
+            self.ways[-1] = watch.way
         return outputs
+
+    def find_ways(self) -> set[int | None]:
+        """Return the ways of the micro-batches, and that of the batch if it is another one."""
+        ways = set(self.ways)
+        if len(ways) == 1 and len(self.reads) == len(self.ways):
+            outcomes = find_whole_outcomes(self.reads)
+            if outcomes is not None:
+                ways.add(hash(("the batch", outcomes)))
+        return ways
 
 
 @dataclass
@@ -168,16 +204,25 @@ class BranchRecord:
         stages: The indices of the stages that read numbers. None: no call has been watched yet.
         equal_ways: Ways, with their stage, that were found to lead to the same results.
         difference_count: In how many calls micro-batches have gone new ways.
+        statistic_stages: The indices of the stages that read numbers of several rows.
+        call_count: How many calls were watched.
     """
 
     stages: set[int] | None = None
     equal_ways: list[frozenset[tuple[int, int | None]]] = field(default_factory=list)
     difference_count: int = 0
+    statistic_stages: set[int] = field(default_factory=set)
+    call_count: int = 0
 
     def watch(self, stages: Sequence[Stage]) -> tuple[list[Stage], list[BranchStageFunction]]:
         """Return the stages with those that may read numbers watched, and the functions that do."""
+        self.call_count += 1
+        # Following them takes time in each operation, and most branches have none.
+        looks_for_statistics = _is_power_of_two(self.call_count)
         functions = [
-            BranchStageFunction(stage.compute, stage)
+            BranchStageFunction(
+                stage.compute, stage, looks_for_statistics or stage.index in self.statistic_stages
+            )
             for stage in stages
             # The compiler would compile a layer under a mode once more.
             if (self.stages is None or stage.index in self.stages)
@@ -195,17 +240,22 @@ class BranchRecord:
     ) -> tuple[Collection[Stage], frozenset[tuple[int, int | None]]]:
         """Return the stages whose micro-batches went different ways that were not compared yet.
 
-        The comparison takes the time of a step. So where the micro-batches go new ways in many
-        calls, it is made each time that the number of these calls has doubled.
+        So they do if the batch goes another way than all of them. The comparison takes the time of
+        a step. So where the micro-batches go new ways in many calls, it is made each time that the
+        number of these calls has doubled.
         """
         self.stages = {f.stage.index for f in functions if any(way is not None for way in f.ways)}
-        different = [function for function in functions if len(set(function.ways)) > 1]
-        ways = frozenset((f.stage.index, way) for f in different for way in f.ways)
+        self.statistic_stages |= {f.stage.index for f in functions if f.reads}
+        ways_by_function = [(function, function.find_ways()) for function in functions]
+        different = [function for function, ways in ways_by_function if len(ways) > 1]
+        ways = frozenset(
+            (f.stage.index, way) for f, ways in ways_by_function if len(ways) > 1 for way in ways
+        )
         if not ways or any(ways <= equal for equal in self.equal_ways):
             return (), ways
         self.difference_count += 1
-        is_power_of_two = not self.difference_count & (self.difference_count - 1)
-        return [f.stage for f in different] if is_power_of_two else (), ways
+        is_compared = _is_power_of_two(self.difference_count)
+        return [f.stage for f in different] if is_compared else (), ways
 
     def note_compared(self, ways: frozenset[tuple[int, int | None]], are_equal: bool) -> None:
         """Remember whether these ways lead to the same results. If not, look at the next call."""
@@ -216,3 +266,7 @@ class BranchRecord:
 
 
 _MAX_WAYS = 64
+
+
+def _is_power_of_two(count: int) -> bool:
+    return not count & (count - 1)

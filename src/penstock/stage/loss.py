@@ -293,12 +293,16 @@ class LossStageFunction:
                 value = result.get("loss") if isinstance(result, Mapping) else result
                 # Without a graph, nothing else shows that a number is a mean, and not a count.
                 is_mean = torch.is_grad_enabled() and prover.proves(value)
-                self.comparison.keeps_outputs = not is_mean
+                self.comparison.note_functions(prover.function_names, prover.goes_by_row_count)
+                has_new_counts = self.comparison.has_new_row_counts
+                self.comparison.keeps_outputs = has_new_counts or not is_mean
         loss, extras = parse_loss(result, self.origin)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:
             if self.comparison is not None:
-                self.comparison.keeps_outputs = False
+                # A mean by weights is compared only if it goes by the number of rows.
+                self.comparison.keeps_outputs &= self.comparison.has_new_row_counts
+                self.comparison.note(None, self._list_kept_values(output, targets))
             _zero_grad_if_weightless(output, extras.weight)
             if isinstance(aux_losses, CollectedLosses) and aux_losses:
                 loss = loss + sum_losses(aux_losses).to(loss.device)
@@ -314,20 +318,24 @@ class LossStageFunction:
             terms = None
             if not self.reduction.is_sum:
                 terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
-            loss_inputs = None
-            if self.comparison.keeps_outputs:
-                loss_inputs = pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
-            self.comparison.note(terms, loss_inputs)
+            self.comparison.note(terms, self._list_kept_values(output, targets))
         if self.return_outputs:
             extras = extras._replace(output=(output,))
         return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
+
+    def _list_kept_values(self, output: Any, targets: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the arguments of the loss function, if the loss of the batch is computed, too."""
+        if self.comparison is None or not self.comparison.keeps_outputs:
+            return None
+        values: tuple[Any, ...] = pytree.tree_map_only(Tensor, Tensor.detach, (output, *targets))
+        return values
 
     def _build_prover(self, output: Any, targets: tuple[Any, ...]) -> RowMeanProver | None:
         """Return what follows the loss function on the first micro-batch of a step, if needed."""
         comparison = self.comparison
         if comparison is None or not comparison.keeps_outputs or comparison.kept_outputs:
             return None
-        return RowMeanProver(output, targets)
+        return RowMeanProver(output, targets, row_counts=comparison.row_counts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -238,8 +238,18 @@ class TermComparison:
     Numbers on a GPU are read once, at the end of the step.
     """
 
-    def __init__(self, row_shares: Sequence[float], keeps_outputs: bool = False) -> None:
-        self._row_shares = row_shares
+    def __init__(
+        self,
+        row_shares: Sequence[float],
+        keeps_outputs: bool = False,
+        row_counts: Sequence[int] = (),
+        knows_row_counts: bool = False,
+    ) -> None:
+        self._row_shares, self.row_counts = row_shares, row_counts
+        # Whether a loss that goes by the number of its rows was compared for these numbers.
+        self._knows_row_counts = knows_row_counts
+        self.has_new_row_counts = False
+        self.function_names: Sequence[str] = ()  # the functions that the loss function has called
         # Whether outputs and targets are kept, so that the loss of the whole batch can be computed.
         # A proof that the loss is a mean over rows sets it to False.
         self.keeps_outputs = keeps_outputs
@@ -258,6 +268,11 @@ class TermComparison:
         `output` are the arguments of its loss function, if they are kept.
         """
         self._latest, self._latest_output = terms, output
+
+    def note_functions(self, names: Sequence[str], goes_by_row_count: bool) -> None:
+        """Note the functions that the loss function calls for one micro-batch."""
+        self.function_names = names
+        self.has_new_row_counts = goes_by_row_count and not self._knows_row_counts
 
     def add(self, microbatch: int) -> None:
         """Compare the terms of a micro-batch with those of others, at once if that is possible."""

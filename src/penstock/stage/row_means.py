@@ -14,6 +14,9 @@ mean, and a branch may be taken later. So the operations of a micro-batch are fo
 A loss that is a TOTAL is a mean, or a sum, over rows. (`loss_terms.py` compares what these count.)
 Of any other loss nothing is known, and it is compared with the loss of the whole batch in each
 step (`Audit.check_whole_loss`). So it is enough to know the operations of common losses.
+
+The operations are those of a micro-batch. A loss that goes by the number of its rows may run others
+for the whole batch (row_counts.py).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from penstock.stage.row_counts import RowCounts
 from penstock.torch_compat import pytree
 
 
@@ -109,10 +113,16 @@ class RowMeanProver(TorchFunctionMode):
 
     Args:
         batch: The values that have rows: the outputs of the model, and the targets.
+        row_counts: The numbers of rows of all micro-batches.
+
+    Attributes:
+        goes_by_row_count: Whether it may run other operations for another number of rows.
+        function_names: The names of the functions that it has called on the batch.
     """
 
-    def __init__(self, *batch: Any) -> None:
+    def __init__(self, *batch: Any, row_counts: Sequence[int] = ()) -> None:
         super().__init__()
+        self.function_names: list[str] = []
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}  # by id of a tensor
         # Whether Python has read a number, and may go by it, or an operation in place has changed
         # other tensors with the same memory. What follows is not known.
@@ -121,6 +131,12 @@ class RowMeanProver(TorchFunctionMode):
         for tensor in tensors:
             self._mark(tensor, Kind.ROWS if tensor.dim() else Kind.OTHER)
         self._row_count = math.gcd(*(len(t) for t in tensors if t.dim()))
+        rows = next((rows for rows in row_counts if rows and not self._row_count % rows), 0)
+        self._row_counts = RowCounts(rows, {*row_counts, sum(row_counts)})
+
+    @property
+    def goes_by_row_count(self) -> bool:  # noqa: D102 (see the class)
+        return self._row_counts.is_decisive
 
     def proves(self, loss: Any) -> bool:
         """Return whether a tensor is a mean, or a sum, over rows."""
@@ -137,15 +153,17 @@ class RowMeanProver(TorchFunctionMode):
         kinds = {self._find_kind(tensor) for tensor in tensors} - {Kind.CONSTANT}
         outputs = _list_tensors((result,))
         kind = Kind.OTHER if kinds else Kind.CONSTANT
+        name = getattr(func, "__name__", "")
         if kinds:
-            name = getattr(func, "__name__", "")
+            if outputs:
+                self.function_names.append(name)
             self._is_lost |= not outputs and name.strip("_") not in _METADATA
             self._is_lost |= _works_in_place(name) or "out" in kwargs
             if outputs and not self._is_lost and len(kinds) == 1:
                 kind = self._derive(name.strip("_"), kinds.pop(), tensors, args, kwargs, outputs)
         for output in outputs:
             self._mark(output, kind)
-        return result
+        return self._row_counts.replace_sizes(name, args, result)
 
     def _mark(self, tensor: Tensor, kind: Kind) -> None:
         self._kinds[id(tensor)] = weakref.ref(tensor), kind

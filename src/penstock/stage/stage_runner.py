@@ -393,16 +393,13 @@ class StageRunner:
         A forward without a graph cannot tell them apart. If there are several outputs, a frozen
         stage that may need no backward at all, or a layer with backward hooks, which are not called
         without gradients, the first forward of each kind is followed by a recomputation whose graph
-        is dropped at once.
+        is dropped at once. So it is for outputs of the pipe that share memory: `h, h[:, 0]` and
+        `h, h.detach()` are joined to a tensor and a view of it.
         """
-        if not (self._has_frozen_peer or self._has_peer_with_hooks):
-            count = 0
-            for dst, payload in payloads.items():
-                if dst != OUTSIDE:
-                    count += sum(payload.needs_grad)
-            if count < 2:
-                return
-        sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE}
+        sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE or p.shared}
+        is_always_asked = self._has_frozen_peer or self._has_peer_with_hooks
+        if not is_always_asked and sum(map(sum, sent.values())) < 2:
+            return
         saved = self._recompute_inputs[microbatch]
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
         key = received, tuple(sent.items()), self._trainable_ids
