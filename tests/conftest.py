@@ -64,6 +64,7 @@ AUDITED = tuple(
         "integrations/",
         "runtime/test_audit.py",
         "runtime/test_audit_branches.py",
+        "runtime/test_audit_hidden.py",
         "gpu/test_audit_on_gpu.py",
         "test_docs.py",
         "test_public_surface.py",

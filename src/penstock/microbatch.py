@@ -275,7 +275,8 @@ def find_unlike_rows(values: Any, row_count: int) -> tuple[int, int] | None:
     pairs = []
     for tensor in list_tensors(values):
         if tensor.dim() and len(tensor) == row_count and tensor.numel():
-            is_empty = tensor == 0 if tensor.is_floating_point() else tensor <= 0
+            has_order = not (tensor.is_floating_point() or tensor.is_complex())
+            is_empty = tensor <= 0 if has_order else tensor == 0
             counts = is_empty.reshape(row_count, -1).sum(1, dtype=torch.float64)
             spread = float(counts.max() - counts.min()) / is_empty.numel()
             pairs.append((spread, int(counts.argmin()), int(counts.argmax())))

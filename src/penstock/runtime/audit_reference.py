@@ -737,7 +737,7 @@ def _is_counter(value: Any) -> bool:
     """Return whether a tensor is a whole number."""
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
         return False
-    return value.dtype is not torch.bool and float(value) == int(float(value))
+    return value.dtype is not torch.bool and float(value).is_integer()  # no infinite number is
 
 
 _UNNAMED = "a variable outside of the modules"

@@ -94,6 +94,9 @@ class BranchWatch(TorchFunctionMode):
         if name in _READS:
             self.has_read = True
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
+        elif name == "__getitem__" and (bounds := _list_tensor_bounds(args[1])):
+            self.has_read = True
+            self.way = hash((self.way, *map(int, bounds)))
         elif self.has_read:
             self._follow(name, args, kwargs)
         elif name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1])):
@@ -118,6 +121,13 @@ class BranchWatch(TorchFunctionMode):
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype is torch.bool
+
+
+def _list_tensor_bounds(index: Any) -> list[Tensor]:
+    """Return the tensors at which the slices of an index begin or end, as in `x[:, :n.max()]`."""
+    slices = [s for s in (index if isinstance(index, tuple) else (index,)) if isinstance(s, slice)]
+    bounds = (bound for s in slices for bound in (s.start, s.stop, s.step))
+    return [bound for bound in bounds if isinstance(bound, Tensor)]
 
 
 def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
