@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from torch.nn import functional
 
 from penstock import AuditError, Pipe, PipeSequential
 from tests.support import same_gradients
@@ -144,4 +145,58 @@ def test_slice_that_ends_at_a_number_and_makes_no_difference_is_equal() -> None:
         x = rows()
         pipe.step(x, lengths)
         loss_fn(model(x, lengths)).backward()
+    assert same_gradients(pipe, model)
+
+
+def add_group(y: Tensor, group: Tensor) -> Tensor:
+    is_beside = group[:, None] == group[None]
+    return y + is_beside.to(y.dtype) @ y
+
+
+def add_group_by_index(y: Tensor, group: Tensor) -> Tensor:
+    return y + torch.zeros(9, WIDTH, dtype=y.dtype).index_add(0, group, y)[group]
+
+
+def scale_by_longest(y: Tensor, length: Tensor) -> Tensor:
+    return y / length.max()
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+    ("function", "ids"),
+    [
+        (add_group, [0, 1, 2, 3, 0, 1, 2, 3]),
+        (add_group, [0, 1, 2, 3, 4, 5, 6, 0]),
+        (add_group_by_index, [1, 2, 3, 4, 5, 6, 7, 1]),
+        (scale_by_longest, [3, 3, 3, 3, 3, 3, 3, 5]),
+    ],
+)
+def test_rows_that_an_id_relates_are_found(
+    function: Function, ids: list[int], is_traced: bool, door: str
+) -> None:
+    """The related rows are in different micro-batches, and far from the first ones."""
+    pipe, _ = build(Applies(function), rows(), torch.tensor(ids), is_traced=is_traced)
+    with pytest.raises(AuditError, match="depends on how"):
+        train(pipe, door, rows(), torch.tensor(ids))
+
+
+@each_door
+def test_rows_of_a_group_that_the_model_computes_are_found(door: str) -> None:
+    def add_cluster(y: Tensor, cluster: Tensor) -> Tensor:
+        return add_group_by_index(y, cluster.argmax(1))
+
+    pipe, _ = build(Applies(add_cluster))
+    clusters = functional.one_hot(torch.tensor([1, 2, 3, 4, 5, 6, 7, 1]), 9).double()
+    with pytest.raises(AuditError, match="depends on how"):
+        train(pipe, door, rows(), clusters)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4, 5, 6, 0], [2] * 8, list(range(8))])
+def test_ids_that_relate_no_rows_are_equal(ids: list[int]) -> None:
+    table = torch.randn(9, WIDTH, dtype=torch.float64)
+    pipe, model = build(Applies(lambda y, index: y * table[index]))
+    x = rows()
+    pipe.step(x, torch.tensor(ids))
+    loss_fn(model(x, torch.tensor(ids))).backward()
     assert same_gradients(pipe, model)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.microbatch import find_unlike_rows, list_tensors, take_rows
+from penstock.microbatch import find_related_rows, find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
     isolated,
@@ -197,6 +197,15 @@ class Reference:
         request = self._request
         batch = request.target, request.inputs, dict(request.keyword_inputs)
         return find_unlike_rows(batch, sum(self._rows.counts))
+
+    def find_related_rows(self) -> list[tuple[int, int, int]]:
+        """Return rows that the model may relate by a number that an input has for each row.
+
+        The target is left out: each step compares a loss function with the whole batch if it has
+        to.
+        """
+        inputs = self._request.inputs, dict(self._request.keyword_inputs)
+        return find_related_rows(inputs, sum(self._rows.counts))
 
     def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""

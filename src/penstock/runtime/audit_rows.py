@@ -5,6 +5,7 @@ combine to those of both together. Three tests have different powers:
 
     a few rows       in the first step. Two rows show what depends on the number of rows (a mean
                      over rows, a sum over a given number) and what counts unlike rows differently.
+                     Rows with the same id show what depends on the other rows of a group.
                      If micro-batches are large, an eighth of one, twice, shows what two rows do
                      not: a row that is the largest of many, an expert that is full, rows that are
                      sorted. Gradients are compared as well if the forward has its own: a backward
@@ -65,6 +66,7 @@ _MAX_GRADIENT_ROUNDING = 0.2
 # Some layers compute in float32 whatever the dtype of the model is, such as the recurrences of
 # transformers. A backward that mixes rows makes a difference far above their rounding.
 _MIN_GRADIENT_ROUNDING = 1e-5
+_MAX_RELATED = 2  # inputs with an id for each row
 
 
 class _NotFiniteError(Exception):
@@ -136,6 +138,8 @@ class RowsCheck:
             pair = pair or (0, 1)
         if pair is not None:
             yield [(row, row + 1) for row in pair], None
+        for related in self.reference.find_related_rows()[:_MAX_RELATED]:
+            yield [(row, row + 1) for row in related], None
         size = (stop - start) // 8
         if pair is None and stop - start < 8 and self._can_reuse(whole):
             middle = (start + stop) // 2

@@ -10,8 +10,8 @@ skipped because it masks nothing, an expert without tokens.
 The way of a micro-batch is a digest of the operations that follow the first number that was read,
 with their plain arguments, and of the truth values and whole numbers that were read.
 
-Operations that select among rows, such as `losses.topk(min(4, n))`, depend on the number of rows in
-a way that few rows do not show. They are noted, too.
+Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group, such
+as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
     "unbind": (1, 0),
     "__iter__": (1, 0),
 }
+# The names of functions that add up the entries of a dim by an index, such as rows of one group.
+_GROUPINGS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_reduce"))
 _PLAIN_TYPES = (bool, float, str)
 # Functions whose whole numbers are not sizes.
 _ARITHMETIC = frozenset(
@@ -134,6 +136,9 @@ def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Return whether a function selects some of the first dim of a tensor."""
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return False
+    if name.rstrip("_") in _GROUPINGS:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return type(dim) is int and dim % args[0].dim() == 0
     if args[0].is_leaf and torch.is_grad_enabled():
         return False  # an input, or a table of positions
     if name == "__getitem__":
