@@ -200,3 +200,96 @@ def test_ids_that_relate_no_rows_are_equal(ids: list[int]) -> None:
     pipe.step(x, torch.tensor(ids))
     loss_fn(model(x, torch.tensor(ids))).backward()
     assert same_gradients(pipe, model)
+
+
+# ---- weights that are 0 at first ------------------------------------------------------------
+
+
+class ZeroGate(nn.Module):
+    """A branch that mixes rows, behind a gate that opens in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.linear(x).mean(0)
+
+
+class ZeroBranch(nn.Module):
+    """The same with a last layer that is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x - x.mean(0))
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("layer", [ZeroGate, ZeroBranch])
+def test_weight_of_zero_does_not_hide_mixed_rows(
+    layer: Callable[[], nn.Module], is_traced: bool, door: str
+) -> None:
+    """The results are right in the first step. The gradient of the gate is not."""
+    pipe, _ = build(layer(), rows(), is_traced=is_traced)
+    with pytest.raises(AuditError, match="a weight that is 0 so far hides"):
+        train(pipe, door, rows())
+
+
+@each_door
+def test_head_of_zeros_does_not_hide_mixed_rows(door: str) -> None:
+    pipe, _ = build(Applies(lambda y: y - y.mean(0)))
+    nn.init.zeros_(pipe[1].weight)
+    with pytest.raises(AuditError, match="a weight that is 0 so far hides"):
+        if door == "step":
+            pipe.step(rows(), target=rows(), loss_fn=functional.mse_loss)
+        else:
+            pipe(rows())
+
+
+def test_weight_of_zero_in_a_loss_does_not_hide_mixed_rows() -> None:
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def forward(self, output: Tensor) -> Tensor:
+            return output.square().mean() + self.factor * output.var(0).sum()
+
+    pipe, _ = build(Applies(torch.tanh))
+    with pytest.raises(AuditError, match=r"Balanced\.factor"):
+        pipe.step(rows(), loss_fn=Balanced())
+
+
+@each_door
+def test_two_weights_of_zero_are_looked_at_when_they_have_moved(door: str) -> None:
+    """The gradient of the gate is 0 as long as the head is."""
+    pipe, _ = build(ZeroGate())
+    nn.init.zeros_(pipe[1].weight)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    train(pipe, door, rows())
+    with pytest.raises(AuditError):
+        for _ in range(4):
+            optimizer.step()
+            train(pipe, door, rows())
+
+
+def test_weights_of_zero_without_mixed_rows_are_equal() -> None:
+    pipe, model = build(Applies(torch.tanh))
+    for head in (pipe[1], model[1]):  # type: ignore[index]
+        nn.init.zeros_(head.weight)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pipe, model)]
+    for _ in range(6):
+        x = rows()
+        pipe.zero_grad()
+        model.zero_grad()
+        pipe.step(x)
+        loss_fn(model(x)).backward()
+        assert same_gradients(pipe, model)
+        for optimizer in optimizers:
+            optimizer.step()

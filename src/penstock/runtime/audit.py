@@ -86,6 +86,9 @@ _log = logging.getLogger("penstock")
 # ---- which calls are audited ---------------------------------------------------------------------
 
 
+_CALLS_TO_MOVE = 4
+
+
 class AuditChoice(NamedTuple):
     """The choice of what is audited in a call.
 
@@ -108,6 +111,8 @@ class Auditor:
     _told: set[str] = field(default_factory=set)
     kept_places: list[KeptPlace] = field(default_factory=list)
     _branches: dict[Any, BranchRecord] = field(default_factory=dict)  # by kind of call
+    # By kind, the call in which weights that were 0 have moved. None: it was audited.
+    _repeats: dict[Any, int | None] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
@@ -121,9 +126,20 @@ class Auditor:
         self._call_count += 1
         kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        if kind in self._audited_kinds and not is_due:
+        repeat = self._repeats.get(kind)
+        is_repeated = repeat is not None and self._call_count >= repeat
+        if is_repeated:
+            self._repeats[kind] = None
+        if kind in self._audited_kinds and not is_due and not is_repeated:
             return None
         return AuditChoice(kind, compares_groups=is_due)
+
+    def note_zero_weights(self, kind: Any) -> None:
+        """Let a call of this kind be audited once more when weights that are 0 have moved.
+
+        Gradients show what is multiplied with one such weight, and not what is with two.
+        """
+        self._repeats.setdefault(kind, self._call_count + _CALLS_TO_MOVE)
 
     def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
@@ -296,7 +312,7 @@ class Audit:
             reduction,
             self.microbatch,
             self._rounding,
-            self._name_parameters(),
+            {**self._reference.name_outside_parameters(), **self._name_parameters()},
         )
         self._forward: ReferenceForward | None = None
         self._reference_grads: dict[int, Digest] = {}
@@ -364,6 +380,8 @@ class Audit:
                 self._split_problem = (
                     self._split_problem or self._rows_check.compare_all_microbatches()
                 )
+            if self._reference.has_zero_weights:
+                self._auditor.note_zero_weights(self._kind)
             if keeps_state:
                 self._compare_loss_orders()
             if forward.changed_hooks is not None:

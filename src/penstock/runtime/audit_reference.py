@@ -546,6 +546,46 @@ class Reference:
         """Return whether a BatchNorm computes with the statistics of its rows."""
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
 
+    @cached_property
+    def has_zero_weights(self) -> bool:
+        """Whether a parameter that is all 0 may hide that rows depend on each other.
+
+        What it is multiplied with does not show in the results, only in its gradient: the last
+        layer of a new head, a gate that opens in training, the second matrix of LoRA. A bias is
+        added, so it hides nothing.
+        """
+        parameters = [
+            parameter
+            for module in (*self.modules, *self._outside_state[1])
+            for name, parameter in module._parameters.items()
+            if type(parameter) is nn.Parameter and parameter.requires_grad and name != "bias"
+        ]
+        dense = [p for p in parameters if p.layout is torch.strided and p.numel()]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in dense:
+            by_device.setdefault(parameter.device, []).append(parameter.detach())
+        # The first numbers of most are not 0, so that the rest is not read.
+        suspects = [
+            tensor
+            for tensors in by_device.values()
+            for tensor, is_other in zip(
+                tensors,
+                torch.stack([tensor.reshape(-1)[:8].any() for tensor in tensors]).tolist(),
+                strict=True,
+            )
+            if not is_other
+        ]
+        return any(not bool(tensor.any()) for tensor in suspects)
+
+    def name_outside_parameters(self) -> dict[int, str]:
+        """Return the names of the parameters of a loss, by their ids."""
+        return {
+            id(parameter): f"{type(module).__name__}.{name}"
+            for module in self._outside_state[1]
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
     def run_backward(
         self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
     ) -> dict[int, Digest]:

@@ -10,7 +10,8 @@ combine to those of both together. Three tests have different powers:
                      not: a row that is the largest of many, an expert that is full, rows that are
                      sorted. Gradients are compared as well if the forward has its own: a backward
                      may depend on more rows than the forward, by a hook, a custom backward, or a
-                     value that is detached.
+                     value that is detached; and if a weight is 0, which hides in the results what
+                     it is multiplied with.
     two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
                      rows of a micro-batch.
     all              with the groups, and in the first step if the forward has branches or selects
@@ -117,7 +118,11 @@ class RowsCheck:
         """
         if not self._has_parts():
             return None
-        with_gradients = whole is not None and whole.has_own_gradients and torch.is_grad_enabled()
+        with_gradients = (
+            whole is not None
+            and torch.is_grad_enabled()
+            and (whole.has_own_gradients or self.reference.has_zero_weights)
+        )
         for ranges, together in self._choose_rows(None if with_gradients else whole):
             problem = self._try_modes(ranges, together, with_gradients)
             if problem is not None:
@@ -406,8 +411,9 @@ def _describe_gradient(what: str) -> str:
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
         "in a hook of a tensor or a parameter, in the backward of an autograd.Function, or by a "
-        "value that is detached. Let each row have its own gradient, change the gradients after "
-        "the step, or use chunks=1."
+        "value that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
+        "it in the results. Let each row have its own gradient, change the gradients after the "
+        "step, or use chunks=1."
     )
 
 

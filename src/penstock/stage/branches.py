@@ -10,8 +10,8 @@ skipped because it masks nothing, an expert without tokens.
 The way of a micro-batch is a digest of the operations that follow the first number that was read,
 with their plain arguments, and of the truth values and whole numbers that were read.
 
-Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group, such
-as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too.
+Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group,
+such as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too.
 """
 
 from __future__ import annotations
