@@ -296,3 +296,54 @@ def test_weights_of_zero_without_mixed_rows_are_equal() -> None:
         assert same_gradients(pipe, model)
         for optimizer in optimizers:
             optimizer.step()
+
+
+# ---- outputs --------------------------------------------------------------------------------
+
+
+class WithTable(nn.Module):
+    """A model that returns one of its weights with its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.last = nn.Linear(WIDTH, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.first(x)), self.last.weight
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_table_that_would_be_joined_as_rows_is_found(is_traced: bool) -> None:
+    """Each micro-batch has three rows, and so has the weight."""
+    model = WithTable() if is_traced else nn.Sequential(nn.Identity(), WithTable())
+    example = {"example": torch.ones(9, WIDTH).double(), "balance": "parameters"}
+    pipe = Pipe(model, 3, stages=2, devices=["cpu"] * 2, **(example if is_traced else {}))
+    with pytest.raises(AuditError, match=r"the output\[1\] of shape \(3, 4\) has no rows"):
+        pipe(torch.randn(9, WIDTH).double())
+    output, weights = pipe(torch.randn(8, WIDTH).double())
+    assert output.shape == (8, 3)
+    assert [weight.shape for weight in weights] == [(3, WIDTH)] * 3
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_loss_of_outputs_whose_rows_are_on_another_dim(count: int) -> None:
+    """The target has its rows on dim 0 all the same."""
+
+    class Transposed(WithTable):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[0].t()
+
+    def compute_loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output.t(), target)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(count, WIDTH).double(), torch.randn(count, 3).double()
+    model = Transposed()
+    pipe = Pipe(
+        copy.deepcopy(model), 3, stages=2, devices=["cpu"] * 2, example=x, balance="parameters"
+    )
+    result = pipe.step(x, target=y, loss_fn=compute_loss, outputs=True)
+    compute_loss(model(x), y).backward()
+    assert same_gradients(pipe, model)
+    assert torch.allclose(result.outputs, model(x))

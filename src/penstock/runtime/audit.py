@@ -887,7 +887,12 @@ class Audit:
             losses: The losses of the micro-batches.
         """
         arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
-        joined = tuple(gather(column, self._inputs.rows) for column in zip(*arguments, strict=True))
+        rows = self._inputs.rows
+        target_rows = rows._replace(output_dims=())  # those are dims of the output
+        joined = tuple(
+            gather(column, target_rows if index else rows)
+            for index, column in enumerate(zip(*arguments, strict=True))
+        )
         computed = self._reference.compute_whole_loss(joined)
         if computed is None:
             return

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.microbatch import MicrobatchRows, list_tensors
+from penstock.microbatch import MicrobatchRows, gather, list_tensors
 from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit_reference import Reference, ReferenceForward
 from penstock.runtime.digest import Digest
@@ -310,6 +310,14 @@ class RowsCheck:
             [part.values[0] for part in parts]
         )
         expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
+        path = self._find_joined_table([part.values[0] for part in parts], whole.values[0])
+        if path is not None:
+            return (
+                f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has no "
+                "rows: it is the same size for any number of them. Here it has as many entries on "
+                "dim 0 as each micro-batch has rows, so that the pipe would join it as if they "
+                "were rows. Return only what has rows, or use another number of chunks."
+            )
         for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
@@ -326,6 +334,24 @@ class RowsCheck:
                 "it has no rows on dim 0, is a number other than a mean over rows, or mixes rows. "
                 "Return what has rows, or use chunks=1."
             )
+        return None
+
+    def _find_joined_table(self, parts: Sequence[Any], whole: Any) -> Any:
+        """Return where an output has a tensor without rows that `pipe(x)` joins by rows, or None.
+
+        Such a tensor, as a table or a weight, has the same shape for every number of rows, and by
+        chance the number of rows of each micro-batch.
+        """
+        joined = dict(
+            pytree.tree_flatten_with_path(gather([whole] * self.inputs.chunks, self.inputs.rows))[0]
+        )
+        leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
+        for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or path not in joined:
+                continue
+            others = [leaves.get(path) for leaves in leaves_by_part]
+            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
+                return path
         return None
 
     def _adds_losses(self) -> bool:
