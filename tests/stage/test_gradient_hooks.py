@@ -123,3 +123,15 @@ def test_hook_of_a_sparse_gradient_may_read_it() -> None:
     functional.mse_loss(model(words), y).backward()
     weights = [m.get_parameter("0.weight").grad for m in (pipe, model)]
     torch.testing.assert_close(*[weight.to_dense() for weight in weights if weight is not None])
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_hook_of_a_tied_parameter_is_refused_with_one_micro_batch(devices: list[str]) -> None:
+    """Two stages add to the gradient, one after the other."""
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    layers[0].weight.register_post_accumulate_grad_hook(clip)
+    pipe = Pipe(nn.Sequential(*layers), stages=2, devices=devices, loss_fn=functional.mse_loss)
+    x, y = batch()
+    with pytest.raises(RunError, match="each stage that uses the parameter"):
+        pipe.step(x, target=y)

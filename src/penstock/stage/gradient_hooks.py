@@ -11,7 +11,7 @@ An optimizer that steps in such a hook changes the parameter itself, which other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -58,8 +58,12 @@ class GradientHookWatch:
             )
 
     @contextmanager
-    def watch_backward(self) -> Iterator[None]:
-        """Look at the gradients before and after the hooks, in the backward of a micro-batch."""
+    def watch_backward(self, is_shared: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Look at the gradients before and after the hooks, in the backward of a micro-batch.
+
+        `is_shared` tells whether several stages use a parameter. Each of them adds to its gradient,
+        also if there is one micro-batch.
+        """
         handles = []
         # A captured backward cannot read numbers. The step before it has been looked at.
         watched = [p for p in self._parameters if not is_captured(p.device)]
@@ -72,7 +76,9 @@ class GradientHookWatch:
             handles.append(parameter.register_post_accumulate_grad_hook(partial(_note, before)))
             hooks.update(own_hooks)
             handles.append(
-                parameter.register_post_accumulate_grad_hook(partial(self._compare, before))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._compare, before, is_shared)
+                )
             )
         try:
             yield
@@ -80,20 +86,22 @@ class GradientHookWatch:
             for handle in handles:
                 handle.remove()
 
-    def _compare(self, before: list[_Gradient], parameter: Tensor) -> None:
+    def _compare(
+        self, before: list[_Gradient], is_shared: Callable[[Tensor], bool], parameter: Tensor
+    ) -> None:
         """Compare the gradient that the hooks have left with the one that they got."""
         count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
         gradient, version, copy = before.pop()
         is_same = parameter.grad is gradient and gradient._version == version
         if not is_same and not self._is_mask(parameter, copy):
             self._rewritten.add(parameter)
-        if parameter in self._rewritten and count > 1:
+        if parameter in self._rewritten and (count > 1 or is_shared(parameter)):
             raise RunError(
                 "a hook on an accumulated gradient (register_post_accumulate_grad_hook) changes "
                 f"the .grad of a parameter of {self._stage}, of shape {tuple(parameter.shape)}. In "
-                "pipe.step it runs after each micro-batch, and the next one is added to what it "
-                "has left. Change the gradients after pipe.step, use chunks=1, or call pipe(x), "
-                "whose backward runs such hooks once."
+                "pipe.step it runs after each micro-batch of each stage that uses the parameter, "
+                "and the next one is added to what it has left. Change the gradients after "
+                "pipe.step, or call pipe(x), whose backward runs such hooks once."
             )
 
     @torch.no_grad()

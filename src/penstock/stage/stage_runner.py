@@ -804,7 +804,7 @@ class StageRunner:
             if self.collected_grads is None:
                 self._check_loss_requires_grad(graph, gradients)
                 hooks = self._gradient_hooks
-                with hooks.watch_backward() if hooks else nullcontext():
+                with hooks.watch_backward(self._is_shared) if hooks else nullcontext():
                     return graph.backward_accumulate(gradients, retain_graph)
             input_grads, parameter_grads = graph.backward_collect(
                 gradients,
@@ -823,6 +823,18 @@ class StageRunner:
             ) from error
         self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
+
+    def _is_shared(self, parameter: Tensor) -> bool:
+        """Return whether another stage adds to the gradient of a parameter as well."""
+        if self._proxies is not None and id(parameter) in self._proxies.shared_ids:
+            return True
+        peers = (reference() for reference in self.peers)
+        return any(
+            own is parameter
+            for peer in peers
+            if peer is not None and peer is not self
+            for own in peer.parameters
+        )
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
