@@ -292,12 +292,41 @@ def find_unlike_rows(values: Any, row_count: int) -> tuple[int, int] | None:
     pairs = []
     for tensor in list_tensors(values):
         if tensor.dim() and len(tensor) == row_count and tensor.numel():
-            is_empty = tensor == 0 if tensor.is_floating_point() else tensor <= 0
+            has_order = not (tensor.is_floating_point() or tensor.is_complex())
+            is_empty = tensor <= 0 if has_order else tensor == 0
             counts = is_empty.reshape(row_count, -1).sum(1, dtype=torch.float64)
             spread = float(counts.max() - counts.min()) / is_empty.numel()
             pairs.append((spread, int(counts.argmin()), int(counts.argmax())))
     spread, *row_pair = max(pairs, default=(0.0, 0, 0))
     return (row_pair[0], row_pair[1]) if spread else None
+
+
+def find_related_rows(values: Any, row_count: int) -> list[tuple[int, int, int]]:
+    """Return rows that a model may relate to each other: two with the same id, and another one.
+
+    An id is the only number that a tensor has for each row: a group, a class, a length. Rows of
+    one group may be far apart, and the first rows of a batch may all have the same length.
+
+    >>> find_related_rows(torch.tensor([3, 4, 5, 3]), 4)
+    [(0, 3, 1)]
+    """
+    related = []
+    for tensor in list_tensors(values):
+        if not tensor.dim() or len(tensor) != row_count or tensor.numel() != row_count:
+            continue
+        ids = tensor.detach().reshape(-1).tolist()
+        first_rows: dict[Any, int] = {}
+        # A zero or a number below it may stand for no group.
+        repeated = sorted(
+            (not (isinstance(number, int | float) and number > 0), first_rows[number], row)
+            for row, number in enumerate(ids)
+            if first_rows.setdefault(number, row) != row
+        )
+        if repeated and len(first_rows) > 1:
+            _, first, second = repeated[0]
+            other = next(row for number, row in first_rows.items() if number != ids[first])
+            related.append((first, second, other))
+    return related
 
 
 def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:

@@ -745,6 +745,18 @@ _peek_transforms: Callable[[], Any] = _probe(
 )
 
 
+_is_legacy_batched: Callable[[Tensor], bool] = _probe(
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "Refusing batched gradients",
+    fallback=lambda _: False,
+)
+
+
+def is_batched_gradient(tensor: Tensor | None) -> bool:
+    """Return whether a tensor is many gradients at once, as with `is_grads_batched=True`."""
+    return tensor is not None and _is_legacy_batched(tensor)
+
+
 def is_inside_transform() -> bool:
     """Return whether the caller is in a transform of `torch.func`, such as `vmap` or `grad`.
 

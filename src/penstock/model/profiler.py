@@ -349,10 +349,16 @@ def count_training_bytes(module: nn.Module, optimizer_state_scale: float = 2) ->
     """
     return int(
         sum(
-            t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
+            _count_bytes(t) * (2 + optimizer_state_scale if t.requires_grad else 1)
             for t in iter_module_tensors(module)
         )
     )
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return tensor.nbytes
 
 
 def _measure_layers(
@@ -497,7 +503,15 @@ class _CallProfiler(Skips):
 
         args, kwargs = self._start_graph(self._arguments)
         begin = perf_counter()
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        try:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = self._run_module(args, kwargs)
+        except RuntimeError:
+            # `torch.func.grad` refuses to run under such hooks. Without them, what it saves is not
+            # counted. An error of the module itself comes again.
+            saved.clear()
+            args, kwargs = self._start_graph(self._arguments)
+            begin = perf_counter()
             output = self._run_module(args, kwargs)
         self._host_seconds["F"] = perf_counter() - begin
         self.output = _detach(output)

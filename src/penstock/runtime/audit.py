@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -40,6 +40,7 @@ from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
 from penstock.microbatch import gather, list_tensors
 from penstock.model.isolation import StateSnapshot
+from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.nested_values import iter_hidden_tensors
@@ -56,6 +57,7 @@ from penstock.runtime.audit_rows import SPLIT_CURE, Rows, RowsCheck, find_split_
 from penstock.runtime.digest import Digest, Digester, find_rounding
 from penstock.runtime.execution import Execution
 from penstock.runtime.kept_tensors import KeptPlace
+from penstock.runtime.layer_settings import SettingsWatch
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
@@ -86,6 +88,9 @@ _log = logging.getLogger("penstock")
 # ---- which calls are audited ---------------------------------------------------------------------
 
 
+_CALLS_TO_MOVE = 4
+
+
 class AuditChoice(NamedTuple):
     """The choice of what is audited in a call.
 
@@ -111,6 +116,10 @@ class Auditor:
     # By kind of call, if its forward goes by numbers of rows: those of the audited calls.
     _row_counts: dict[Any, set[tuple[int, ...]]] = field(default_factory=dict)
     _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
+    # By kind, the call in which weights that were 0 have moved. None: it was audited.
+    _repeats: dict[Any, int | None] = field(default_factory=dict)
+    _settings: SettingsWatch | None = None
+    _has_other_numbers: bool = False  # among the settings
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
         return Auditor, ()
@@ -124,11 +133,24 @@ class Auditor:
         self._call_count += 1
         kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
+        repeat = self._repeats.get(kind)
+        if repeat is not None and self._call_count >= repeat:
+            self._repeats[kind] = None
+            self.forget(kind)
+        if self._has_other_numbers:
+            self.forget(kind)
         audited_counts = self._row_counts.get(kind)
         has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
         if kind in self._audited_kinds and not has_new_counts and not is_due:
             return None
         return AuditChoice(kind, compares_groups=is_due)
+
+    def note_zero_weights(self, kind: Any) -> None:
+        """Let a call of this kind be audited once more when weights that are 0 have moved.
+
+        Gradients show what is multiplied with one such weight, and not what is with two.
+        """
+        self._repeats.setdefault(kind, self._call_count + _CALLS_TO_MOVE)
 
     def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
@@ -150,6 +172,19 @@ class Auditor:
                 return kind
         return None
 
+    def read_settings(self, request: Request, partition: Partition) -> None:
+        """Look whether users have changed something in the layers since the last call."""
+        if request.audit == "off" or running.is_running:
+            return
+        if self._settings is None:
+            self._settings = SettingsWatch(partition.names)
+        self._has_other_numbers = self._settings.read()
+
+    def note_changed_attributes(self, attributes: Iterable[AttributeKey]) -> None:
+        """Remember the attributes that forwards change. They are no settings."""
+        if self._settings is not None:
+            self._settings.ignore(attributes)
+
     def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
         batch = *request.inputs, *request.keyword_inputs.values(), *request.target
@@ -163,15 +198,20 @@ class Auditor:
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
             # takes another path for a shape, or whose units do, has another digest.
-            tuple([(type(v), getattr(v, "dtype", None), getattr(v, "ndim", 0)) for v in batch]),
+            tuple([_identify_input(value) for value in batch]),
             inputs.kind_digest,
             # A pipe does not call the containers of its layers, so hooks do not see them.
             tuple(get_global_hook_ids()),
+            self._settings and self._settings.key,
         )
 
     def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
         """Remember that a call of this kind was audited, and the terms of its loss."""
         audited = self._audited_kinds.setdefault(kind, {})
+        if self._settings is not None and isinstance(kind, tuple):
+            # A forward may have filled a cache, or set a flag.
+            self._settings.read()
+            self._audited_kinds.setdefault((*kind[:-1], self._settings.key), audited)
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
@@ -230,6 +270,19 @@ class Auditor:
                     "this note.)",
                     reason,
                 )
+
+
+def _identify_input(value: Any) -> Any:
+    """Return what tells kinds of calls apart by an input: not its numbers, but a flag.
+
+    A layer may multiply by a number, so that 0 hides what it computes.
+    """
+    if isinstance(value, Tensor):
+        is_flag = not value.ndim and value.device.type == "cpu" and not value.is_meta
+        return type(value), value.dtype, value.ndim, is_flag and bool(value)
+    if isinstance(value, int | float):
+        return type(value), value if type(value) is bool else value == 0
+    return type(value), getattr(value, "dtype", None), getattr(value, "ndim", 0)
 
 
 def find_obstacle(
@@ -321,7 +374,7 @@ class Audit:
             reduction,
             self.microbatch,
             self._rounding,
-            self._name_parameters(),
+            {**self._reference.name_outside_parameters(), **self._name_parameters()},
         )
         self._forward: ReferenceForward | None = None
         self._reference_grads: dict[int, Digest] = {}
@@ -365,6 +418,7 @@ class Audit:
                 self._reference.is_stateless = not (
                     changes or forward.uses_own_generator or watch.has_host_draws()
                 )
+                self._auditor.note_changed_attributes(forward.changed_attributes)
                 self._auditor.note_kept(self._reference.find_kept_places())
                 keeps_state = bool(state) and state != self._reference.digest_loss_state()
                 self._note_outputs(forward.values, loss)
@@ -387,6 +441,8 @@ class Audit:
             self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
             if self._inputs.chunks > 1:
                 self._split_problem = self._split_problem or self._compare_ways(forward)
+            if self._reference.has_zero_weights:
+                self._auditor.note_zero_weights(self._kind)
             if keeps_state:
                 self._compare_loss_orders()
             if forward.changed_hooks is not None:
@@ -865,7 +921,12 @@ class Audit:
         """
         outputs = comparison.kept_outputs
         arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
-        joined = tuple(gather(column, self._inputs.rows) for column in zip(*arguments, strict=True))
+        rows = self._inputs.rows
+        target_rows = rows._replace(output_dims=())  # those are dims of the output
+        joined = tuple(
+            gather(column, target_rows if index else rows)
+            for index, column in enumerate(zip(*arguments, strict=True))
+        )
         computed = self._reference.compute_whole_loss(joined)
         if computed is None:
             return

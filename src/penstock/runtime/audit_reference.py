@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.microbatch import find_unlike_rows, list_tensors, take_rows
+from penstock.microbatch import find_related_rows, find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
     StateSnapshot,
     isolated,
@@ -219,6 +219,15 @@ class Reference:
         request = self._request
         batch = request.target, request.inputs, dict(request.keyword_inputs)
         return find_unlike_rows(batch, sum(self._rows.counts))
+
+    def find_related_rows(self) -> list[tuple[int, int, int]]:
+        """Return rows that the model may relate by a number that an input has for each row.
+
+        The target is left out: each step compares a loss function with the whole batch if it has
+        to.
+        """
+        inputs = self._request.inputs, dict(self._request.keyword_inputs)
+        return find_related_rows(inputs, sum(self._rows.counts))
 
     def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
@@ -573,6 +582,46 @@ class Reference:
         """Return whether a BatchNorm computes with the statistics of its rows."""
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
 
+    @cached_property
+    def has_zero_weights(self) -> bool:
+        """Whether a parameter that is all 0 may hide that rows depend on each other.
+
+        What it is multiplied with does not show in the results, only in its gradient: the last
+        layer of a new head, a gate that opens in training, the second matrix of LoRA. A bias is
+        added, so it hides nothing.
+        """
+        parameters = [
+            parameter
+            for module in (*self.modules, *self._outside_state[1])
+            for name, parameter in module._parameters.items()
+            if type(parameter) is nn.Parameter and parameter.requires_grad and name != "bias"
+        ]
+        dense = [p for p in parameters if p.layout is torch.strided and p.numel()]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in dense:
+            by_device.setdefault(parameter.device, []).append(parameter.detach())
+        # The first numbers of most are not 0, so that the rest is not read.
+        suspects = [
+            tensor
+            for tensors in by_device.values()
+            for tensor, is_other in zip(
+                tensors,
+                torch.stack([tensor.reshape(-1)[:8].any() for tensor in tensors]).tolist(),
+                strict=True,
+            )
+            if not is_other
+        ]
+        return any(not bool(tensor.any()) for tensor in suspects)
+
+    def name_outside_parameters(self) -> dict[int, str]:
+        """Return the names of the parameters of a loss, by their ids."""
+        return {
+            id(parameter): f"{type(module).__name__}.{name}"
+            for module in self._outside_state[1]
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
     def run_backward(
         self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
     ) -> dict[int, Digest]:
@@ -773,7 +822,7 @@ def _is_counter(value: Any) -> bool:
     """Return whether a tensor is a whole number."""
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
         return False
-    return value.dtype is not torch.bool and float(value) == int(float(value))
+    return value.dtype is not torch.bool and float(value).is_integer()  # no infinite number is
 
 
 _UNNAMED = "a variable outside of the modules"

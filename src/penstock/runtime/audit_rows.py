@@ -5,11 +5,13 @@ combine to those of both together. Three tests have different powers:
 
     a few rows       in the first step. Two rows show what depends on the number of rows (a mean
                      over rows, a sum over a given number) and what counts unlike rows differently.
+                     Rows with the same id show what depends on the other rows of a group.
                      If micro-batches are large, an eighth of one, twice, shows what two rows do
                      not: a row that is the largest of many, an expert that is full, rows that are
                      sorted. Gradients are compared as well if the forward has its own: a backward
                      may depend on more rows than the forward, by a hook, a custom backward, or a
-                     value that is detached.
+                     value that is detached; and if a weight is 0, which hides in the results what
+                     it is multiplied with.
     two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
                      rows of a micro-batch.
     all              with the groups, and in the first step if the forward has branches, selects
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.microbatch import MicrobatchRows, list_tensors
+from penstock.microbatch import MicrobatchRows, gather, list_tensors
 from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit_reference import Reference, ReferenceForward
 from penstock.runtime.digest import Digest
@@ -66,6 +68,7 @@ _MAX_GRADIENT_ROUNDING = 0.2
 # Some layers compute in float32 whatever the dtype of the model is, such as the recurrences of
 # transformers. A backward that mixes rows makes a difference far above their rounding.
 _MIN_GRADIENT_ROUNDING = 1e-5
+_MAX_RELATED = 2  # inputs with an id for each row
 
 
 class _NotFiniteError(Exception):
@@ -116,7 +119,11 @@ class RowsCheck:
         """
         if not self._has_parts():
             return None
-        with_gradients = whole is not None and whole.has_own_gradients and torch.is_grad_enabled()
+        with_gradients = (
+            whole is not None
+            and torch.is_grad_enabled()
+            and (whole.has_own_gradients or self.reference.has_zero_weights)
+        )
         for ranges, together in self._choose_rows(None if with_gradients else whole):
             problem = self._try_modes(ranges, together, with_gradients)
             if problem is not None:
@@ -137,6 +144,8 @@ class RowsCheck:
             pair = pair or (0, 1)
         if pair is not None:
             yield [(row, row + 1) for row in pair], None
+        for related in self.reference.find_related_rows()[:_MAX_RELATED]:
+            yield [(row, row + 1) for row in related], None
         size = (stop - start) // 8
         if pair is None and stop - start < 8 and self._can_reuse(whole):
             middle = (start + stop) // 2
@@ -302,6 +311,14 @@ class RowsCheck:
             [part.values[0] for part in parts]
         )
         expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
+        path = self._find_joined_table([part.values[0] for part in parts], whole.values[0])
+        if path is not None:
+            return (
+                f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has no "
+                "rows: it is the same size for any number of them. Here it has as many entries on "
+                "dim 0 as each micro-batch has rows, so that the pipe would join it as if they "
+                "were rows. Return only what has rows, or use another number of chunks."
+            )
         for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
             other = expected.get(path)
             if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
@@ -318,6 +335,24 @@ class RowsCheck:
                 "it has no rows on dim 0, is a number other than a mean over rows, or mixes rows. "
                 "Return what has rows, or use chunks=1."
             )
+        return None
+
+    def _find_joined_table(self, parts: Sequence[Any], whole: Any) -> Any:
+        """Return where an output has a tensor without rows that `pipe(x)` joins by rows, or None.
+
+        Such a tensor, as a table or a weight, has the same shape for every number of rows, and by
+        chance the number of rows of each micro-batch.
+        """
+        joined = dict(
+            pytree.tree_flatten_with_path(gather([whole] * self.inputs.chunks, self.inputs.rows))[0]
+        )
+        leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
+        for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or path not in joined:
+                continue
+            others = [leaves.get(path) for leaves in leaves_by_part]
+            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
+                return path
         return None
 
     def _adds_losses(self) -> bool:
@@ -403,8 +438,9 @@ def _describe_gradient(what: str) -> str:
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
         "in a hook of a tensor or a parameter, in the backward of an autograd.Function, or by a "
-        "value that is detached. Let each row have its own gradient, change the gradients after "
-        "the step, or use chunks=1."
+        "value that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
+        "it in the results. Let each row have its own gradient, change the gradients after the "
+        "step, or use chunks=1."
     )
 
 
@@ -507,7 +543,7 @@ def find_split_tolerance(dtype: torch.dtype, uses_float32: bool, rounding: float
 
 
 def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
-    if not expected.is_floating_point():
+    if not (expected.is_floating_point() or expected.is_complex()):
         return True  # an index of a maximum may differ by rounding
     actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
     size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0

@@ -34,7 +34,7 @@ from penstock.stage.payload import (
     tensor_versions,
     unflatten_values,
 )
-from penstock.torch_compat import keeps_graph
+from penstock.torch_compat import is_batched_gradient, keeps_graph
 from penstock.tracebacks import fold_frames
 
 
@@ -102,6 +102,12 @@ class AutogradCall:
                 "trying to backward through a pipe a second time. The first backward freed the "
                 "saved tensors, as it does even if it fails. Use loss.backward(retain_graph=True) "
                 "for every backward but the last."
+            )
+        if any(map(is_batched_gradient, output_gradients)):
+            raise RunError(
+                "a backward through a pipe got many gradients at once, as with "
+                "is_grads_batched=True or jacobian(vectorize=True). The stages cannot compute with "
+                "these. Leave the option out: the results are the same."
             )
         if self._input_versions != tensor_versions(self.inputs):
             raise RunError(

@@ -11,9 +11,9 @@ difference: a mask that is skipped because it masks nothing, an expert without t
 The way of a micro-batch is a digest of the operations that follow the first number that was read,
 with their plain arguments, and of the truth values and whole numbers that were read.
 
-Operations that select among rows, such as `losses.topk(min(4, n))`, depend on the number of rows in
-a way that few rows do not show. They are noted, too, and so are comparisons of the number of rows
-itself (row_counts.py).
+Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group,
+such as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too, and
+so are comparisons of the number of rows itself (row_counts.py).
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
     "unbind": (1, 0),
     "__iter__": (1, 0),
 }
+# The names of functions that add up the entries of a dim by an index, such as rows of one group.
+_GROUPINGS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_reduce"))
 _PLAIN_TYPES = (bool, float, str)
 # Functions whose whole numbers are not sizes.
 _ARITHMETIC = frozenset(
@@ -110,6 +112,9 @@ class BranchWatch(TorchFunctionMode):
         if name in _READS:
             self.has_read = True
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
+        elif name == "__getitem__" and (bounds := _list_tensor_bounds(args[1])):
+            self.has_read = True
+            self.way = hash((self.way, *map(int, bounds)))
         elif self.has_read:
             self._follow(name, args, kwargs)
         elif name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1])):
@@ -138,10 +143,20 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype is torch.bool
 
 
+def _list_tensor_bounds(index: Any) -> list[Tensor]:
+    """Return the tensors at which the slices of an index begin or end, as in `x[:, :n.max()]`."""
+    slices = [s for s in (index if isinstance(index, tuple) else (index,)) if isinstance(s, slice)]
+    bounds = (bound for s in slices for bound in (s.start, s.stop, s.step))
+    return [bound for bound in bounds if isinstance(bound, Tensor)]
+
+
 def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function selects some of the first dim of a tensor."""
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return False
+    if name.rstrip("_") in _GROUPINGS:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return type(dim) is int and dim % args[0].dim() == 0
     if args[0].is_leaf and torch.is_grad_enabled():
         return False  # an input, or a table of positions
     if name == "__getitem__":

@@ -133,6 +133,7 @@ class StageProxies:
 
     Attributes:
         modules: The modules that the stage computes with while the proxies are active.
+        shared_ids: As given.
 
     Args:
         modules: The modules of the stage.
@@ -147,7 +148,7 @@ class StageProxies:
         pool: ProxyPool = NO_PROXIES,
         shared_ids: Collection[int] = (),
     ) -> None:
-        self._pool = pool
+        self._pool, self.shared_ids = pool, shared_ids
         self.modules: list[nn.Module] = list(modules)
         self._swaps: list[_ProxySwap] = []
         self._shared_entries: list[tuple[dict[str, Any], str]] = []

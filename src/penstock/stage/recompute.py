@@ -177,7 +177,9 @@ def find_written(
         if id(snapshot) not in changed_ids and (
             key not in silent_writes or snapshot.buffer.device.type == "cpu"
         ):
-            differs = not torch.equal(snapshot.buffer, snapshot.value)
+            # PyTorch does not compare sparse tensors. Their version counters must do.
+            is_dense = snapshot.buffer.layout is torch.strided
+            differs = is_dense and not torch.equal(snapshot.buffer, snapshot.value)
             silent_writes[key] = differs or silent_writes.get(key, False)
     writers = {
         snapshot.module

@@ -48,6 +48,7 @@ from penstock.stage.cell_graph import (
     find_gradient_edge,
 )
 from penstock.stage.compile_support import has_compiled_module
+from penstock.stage.gradient_hooks import GradientHookWatch
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
@@ -194,9 +195,7 @@ class StageRunner:
         self._modules, self._training_flags = modules, [module.training for module in modules]
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
-        # Parameters with a hook on their accumulated gradient, which may be an optimizer's step.
-        self._hooked_parameters = [p for p in self.parameters if p._post_accumulate_grad_hooks]
-        self._hooked_versions: list[int] | None = None
+        self._gradient_hooks = GradientHookWatch(stage, self.parameters)
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -244,8 +243,8 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
-        if self._hooked_parameters:
-            self._check_not_stepped()
+        if self._gradient_hooks:
+            self._gradient_hooks.check_not_stepped()
         # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
         read_only = []
         for payload in input_payloads.values():
@@ -329,8 +328,8 @@ class StageRunner:
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
             return {}
-        if self._hooked_parameters:
-            self._check_not_stepped()
+        if self._gradient_hooks:
+            self._gradient_hooks.check_not_stepped()
         self.has_recomputed = True
         self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
         for dst, excluded in saved.detached.items():
@@ -791,8 +790,8 @@ class StageRunner:
         backward of the cell can run again: from the same graph, or, if the graph was recomputed,
         after another recomputation.
         """
-        if self._hooked_parameters:
-            self._check_not_stepped()
+        if self._gradient_hooks:
+            self._gradient_hooks.check_not_stepped()
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
             self._recompute_inputs.pop(microbatch, None)
@@ -801,7 +800,9 @@ class StageRunner:
         try:
             if self.collected_grads is None:
                 self._check_loss_requires_grad(graph, gradients)
-                return graph.backward_accumulate(gradients, retain_graph)
+                hooks = self._gradient_hooks
+                with hooks.watch_backward(self._is_shared) if hooks else nullcontext():
+                    return graph.backward_accumulate(gradients, retain_graph)
             input_grads, parameter_grads = graph.backward_collect(
                 gradients,
                 self._used_parameters(),
@@ -820,18 +821,17 @@ class StageRunner:
         self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
 
-    def _check_not_stepped(self) -> None:
-        """Raise if a hook has changed a parameter that another micro-batch still needs."""
-        versions = [parameter._version for parameter in self._hooked_parameters]
-        if self._hooked_versions is None:
-            self._hooked_versions = versions
-        if versions != self._hooked_versions:
-            raise RunError(
-                f"a parameter of {self.stage} was changed in the backward of one micro-batch, and "
-                "other micro-batches still need it. It has a hook on its accumulated gradient "
-                "(register_post_accumulate_grad_hook), such as an optimizer that steps in the "
-                "backward. Call optimizer.step() after pipe.step, or use chunks=1."
-            )
+    def _is_shared(self, parameter: Tensor) -> bool:
+        """Return whether another stage adds to the gradient of a parameter as well."""
+        if self._proxies is not None and id(parameter) in self._proxies.shared_ids:
+            return True
+        peers = (reference() for reference in self.peers)
+        return any(
+            own is parameter
+            for peer in peers
+            if peer is not None and peer is not self
+            for own in peer.parameters
+        )
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
