@@ -305,7 +305,7 @@ _PLAIN_NAMESPACES = ("aten", "prims", "higher_order")
 
 
 class CellRngMode(CompileFriendlyDispatchMode):
-    """A dispatch mode that redirects random operations to a source, or to a seed.
+    """A dispatch mode that redirects random operations to a source, a seed or a `DrawRedirect`.
 
     With `detect_seeding` it raises if a layer seeds the default generator, from which it would then
     not draw. With `fill_empty`, the contents of `torch.empty` are zeros, so that two runs can be
@@ -321,11 +321,15 @@ class CellRngMode(CompileFriendlyDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, source: RngSource | int, detect_seeding: bool = False, fill_empty: bool = False
+        self,
+        source: RngSource | DrawRedirect | int,
+        detect_seeding: bool = False,
+        fill_empty: bool = False,
     ) -> None:
         super().__init__()
         self._fill_empty = fill_empty
-        self.redirect = DrawRedirect(source, detect_seeding)
+        is_redirect = isinstance(source, DrawRedirect)
+        self.redirect = source if is_redirect else DrawRedirect(source, detect_seeding)
         self.used_empty = False
         self._had_key = False
 
@@ -413,6 +417,11 @@ class CellRngKernels:
             del _redirects[self._thread]
         else:
             _redirects[self._thread] = self._outer
+
+
+def redirect_draws(redirect: DrawRedirect) -> CellRngKernels | CellRngMode:
+    """Return a context that redirects random operations, at the least cost that PyTorch allows."""
+    return CellRngKernels(redirect) if CellRngKernels.are_available() else CellRngMode(redirect)
 
 
 # The innermost redirection of each thread that is in a `CellRngKernels`, by the thread's id.
