@@ -48,6 +48,8 @@ class UnsplitCells:
             `random` and `numpy.random` are left as they are.
         separates_host_streams: Whether draws from `random` and `numpy.random` are those of the
             pipe, too. If not, `draws_host_random` tells that there were some.
+        own_states: A dict that gets the states of the model's own generators before their first
+            draws.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class UnsplitCells:
         devices: Sequence[torch.device] = (),
         fixes_draws: bool = False,
         separates_host_streams: bool = True,
+        own_states: dict[torch.Generator, Tensor] | None = None,
     ) -> None:
         self._seed, self._num_stages = seed, num_stages
         self._unit_stages, self._function_stages = unit_stages, function_stages
         self._devices = devices if len(set(devices)) > 1 else ()
         self._fixes_draws = fixes_draws
-        self._separates_host_streams = separates_host_streams
+        self._separates_host_streams, self._own_states = separates_host_streams, own_states
         self.has_drawn = False  # whether any cell has drawn random numbers
         self.uses_own_generator = False  # whether one has drawn from a generator of the model's
         self.draws_host_random = False  # whether one has drawn from `random` or `numpy.random`
@@ -74,7 +77,9 @@ class UnsplitCells:
         """Run the unsplit model on a micro-batch in this context."""
         build_redirect = FixedDraws if self._fixes_draws else DrawRedirect
         redirects = [
-            build_redirect(derive_cell_seed(self._seed, stage, microbatch))
+            build_redirect(
+                derive_cell_seed(self._seed, stage, microbatch), own_states=self._own_states
+            )
             for stage in range(self._num_stages)
         ]
         host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())

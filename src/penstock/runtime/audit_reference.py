@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.microbatch import find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
@@ -30,7 +31,7 @@ from penstock.model.isolation import (
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
-from penstock.runtime.digest import Digest, Digester
+from penstock.runtime.digest import Digest, Digester, is_small
 from penstock.runtime.kept_tensors import KeptPlace, find_kept_places
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
@@ -377,9 +378,14 @@ class Reference:
 
     def _build_cells(self, fixes_draws: bool = False) -> UnsplitCells:
         assert self._stage_map is not None
-        num_stages, streams = len(self._partition.stages), self._separates_host_streams
         return UnsplitCells(
-            self._seed, num_stages, *self._stage_map, self._devices, fixes_draws, streams
+            self._seed,
+            len(self._partition.stages),
+            *self._stage_map,
+            self._devices,
+            fixes_draws,
+            self._separates_host_streams,
+            self._write_log.generators,
         )
 
     @torch.no_grad()
@@ -478,8 +484,9 @@ class Reference:
         numbers, or keeps state.
         """
         assert self._request.loss_fn is not None
-        cells, watch = UnsplitCells(self._seed, 1, (), {}), RowWatch()
+        watch = RowWatch()
         with self.isolate():
+            cells = UnsplitCells(self._seed, 1, (), {}, own_states=self._write_log.generators)
             state = self.digest_loss_state()
             try:
                 with cells.emulate(0), watch:
@@ -528,13 +535,15 @@ class Reference:
                     finally:
                         for hook in hooks:
                             hook.remove()
-                results = list_tensors(loss_fn(output, *target))
+                with self._write_log.watch():
+                    results = list_tensors(loss_fn(output, *target))
                 digests.append(self._digester.digest_all(dict(enumerate(results))))
         # A loss that differs from call to call has state, or draws.
         return digests[0] == digests[1] != digests[2]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
-        return self._digester.digest_all(collect_buffers(self._model_modules))
+        with self._write_log.suspend():
+            return self._digester.digest_all(collect_buffers(self._model_modules))
 
     def digest_loss_state(self) -> dict[Any, Digest]:
         """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
@@ -581,13 +590,17 @@ class Reference:
         """
         tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
+        small: dict[tuple[int, int], Tensor] = {}
 
         def note_gradient(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            key = id(self._aliases.get(leaf, leaf)), len(sums)
-            with self._write_log.suspend():
-                sums[key] = self._digester.compute_sums(leaf.grad)
-            leaf.grad = None  # one gradient at a time is in memory
+            key = id(self._aliases.get(leaf, leaf)), len(sums) + len(small)
+            if is_small(leaf.grad):
+                small[key] = leaf.grad
+            else:
+                with self._write_log.suspend():
+                    sums[key] = self._digester.compute_sums(leaf.grad)
+            leaf.grad = None  # one large gradient at a time is in memory
 
         # A reentrant `torch.utils.checkpoint` hides its parameters from the graph.
         leaves = dict.fromkeys(leaf for leaf in self._aliases if leaf.requires_grad)
@@ -604,10 +617,13 @@ class Reference:
             # Only Python code can write to a parameter: hooks, and the backward of a function. What
             # `torch.utils.checkpoint` repeats has been logged in the forward.
             is_logged = self._has_own_gradients is not False
-            with no_autocast(), nullcontext() if is_logged else self._write_log.suspend():
+            log = self._write_log.watch() if is_logged else self._write_log.suspend()
+            with no_autocast(), log:
                 torch.autograd.backward(list(tensors), list(gradients))
         digests: dict[int, Digest] = {}
-        for (key, _), digest in self._digester.read(sums).items():
+        with self._write_log.suspend():
+            parts = {**self._digester.read(sums), **self._digester.digest_all(small)}
+        for (key, _), digest in parts.items():
             digests[key] = digest.plus(digests.get(key))
         return digests
 
@@ -825,7 +841,11 @@ _GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.deta
 class _WriteLog(CompileFriendlyDispatchMode):
     """Restores parameters that an operation writes to, and generators that it draws from.
 
-    A copy is made at the first write, so a model that writes to none costs no memory.
+    A copy is made at the first write, so a model that writes to none costs no memory. Small
+    parameters are copied before: that takes less time than to look at each operation.
+
+    Attributes:
+        generators: The generators that the model has drawn from, and their states before.
     """
 
     supports_higher_order_operators = True
@@ -835,6 +855,10 @@ class _WriteLog(CompileFriendlyDispatchMode):
         self._by_storage = {_get_storage_address(p): p for p in parameters}
         self._copies: dict[int, Tensor] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
+        tensors = self._by_storage.values()
+        self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
+            sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -857,6 +881,21 @@ class _WriteLog(CompileFriendlyDispatchMode):
         with without_innermost_dispatch_mode() if is_innermost else nullcontext():
             yield
 
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at each operation, also if the parameters have been copied before.
+
+        For code that may draw from generators of its own, and is not in a cell, which logs them.
+        """
+        if not self._copies_before:
+            yield
+            return
+        push_dispatch_mode(self)
+        try:
+            yield
+        finally:
+            pop_dispatch_mode()
+
     def _copy_before_write(self, tensor: Any) -> None:
         # A micro-batch of another shape is traced inside the reference, with fake tensors.
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
@@ -870,24 +909,47 @@ class _WriteLog(CompileFriendlyDispatchMode):
         return {
             address
             for address, copy in self._copies.items()
-            if not torch.equal(self._by_storage[address], copy)
+            if not _is_equal(self._by_storage[address], copy)
         }
 
     # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
     # threads share.
     def __enter__(self) -> _WriteLog:
-        """Watch the operations of this thread."""
-        push_dispatch_mode(self)
+        """Watch the operations of this thread, or copy the parameters."""
+        if not self._copies_before:
+            push_dispatch_mode(self)
+            return self
+        self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Restore the parameters and generators."""
-        pop_dispatch_mode()
+        if not self._copies_before:
+            pop_dispatch_mode()
         for generator, state in self.generators.items():
             generator.set_state(state)
+        written = self.find_written()
         with torch.no_grad():
-            for address, copy in self._copies.items():
-                self._by_storage[address].copy_(copy)
+            for address in written:
+                self._by_storage[address].copy_(self._copies[address])
+
+
+_SMALL_BYTES = 2 << 20
+
+
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers. A nan equals a nan."""
+    if torch.equal(tensor, other):
+        return True
+    is_same_shape = tensor.shape == other.shape and tensor.dtype == other.dtype
+    return is_same_shape and bool(
+        ((tensor == other) | ((tensor != tensor) & (other != other))).all()
+    )
+
+
+def _is_plain_on_cpu(tensor: Tensor) -> bool:
+    is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
+    return is_plain and tensor.is_cpu and not is_lazy(tensor)
 
 
 @lru_cache(1024)

@@ -230,12 +230,20 @@ class DrawRedirect:
         source: The source, or a seed.
         detect_seeding: Whether to raise if a layer seeds the default generator, from which it would
             then not draw.
+        own_states: A dict that gets the states of the layers' own generators before their first
+            draws.
 
     Attributes:
         used_own_generator: Whether a layer has drawn from a generator of its own.
     """
 
-    def __init__(self, source: RngSource | int, detect_seeding: bool = False) -> None:
+    def __init__(
+        self,
+        source: RngSource | int,
+        detect_seeding: bool = False,
+        own_states: dict[torch.Generator, torch.Tensor] | None = None,
+    ) -> None:
+        self._own_states = own_states
         self._source = SeededRng(source) if isinstance(source, int) else source
         self._shared_state = read_shared_cpu_state() if detect_seeding else None
         self.used_own_generator = False
@@ -247,8 +255,11 @@ class DrawRedirect:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that draws. Neither the key nor a mode of a cell sees it."""
-        if kwargs.get("generator") is not None:
+        generator = kwargs.get("generator")
+        if generator is not None:
             self.used_own_generator = True
+            if self._own_states is not None:
+                self._own_states.setdefault(generator, generator.get_state())
             if is_checkpointing():
                 raise RunError(
                     "this layer draws random numbers from its own generator, which the "
