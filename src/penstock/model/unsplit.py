@@ -7,7 +7,8 @@ code of another stage, it switches to the generators and the device of that stag
 
     in a unit        a forward pre-hook switches to the stage of this call of the unit, and moves
                      the arguments
-    between units    a function mode switches to the stage that the trace gives the operation
+    between units    a function mode switches to the stage that the trace gives the operation, if
+                     some draw random numbers or there are several devices
     anywhere         if operands are on several devices, the function mode moves them
 """
 

@@ -3,7 +3,7 @@
 The forward runs on the modules of the pipe themselves, without a copy of their parameters. What it
 could change is put aside first: attributes, buffers, and variables in closures, classes and globals
 are exchanged for copies, gradients and hooks on them are taken away, and a parameter is copied when
-something is about to write to it.
+something is about to write to it. (Parameters of a small model are copied before.)
 """
 
 from __future__ import annotations
@@ -377,6 +377,7 @@ class Reference:
         )
 
     def _build_cells(self, fixes_draws: bool = False) -> UnsplitCells:
+        """Return the cells of a forward in the running isolation, which restores generators."""
         assert self._stage_map is not None
         return UnsplitCells(
             self._seed,
@@ -511,7 +512,6 @@ class Reference:
         if loss_fn is None or not last_stage or self._reduction is None:
             return False
         args, kwargs, target = self.take_batch(self.find_rows(microbatch))
-        cells = self._build_cells()
         assert self._stage_map is not None  # a forward has run
         last_units = [unit for unit, stages in self._stage_map[0] if set(stages) == {last_stage}]
         digests = []
@@ -520,6 +520,7 @@ class Reference:
             raise _LastStageReached
 
         with self.isolate():
+            cells = self._build_cells()
             with cells.emulate(microbatch):
                 output = self._partition.run_unsplit(args, kwargs)
             for is_beside in (False, False, True):

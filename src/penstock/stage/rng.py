@@ -339,8 +339,9 @@ class CellRngMode(CompileFriendlyDispatchMode):
     ) -> None:
         super().__init__()
         self._fill_empty = fill_empty
-        is_redirect = isinstance(source, DrawRedirect)
-        self.redirect = source if is_redirect else DrawRedirect(source, detect_seeding)
+        if not isinstance(source, DrawRedirect):
+            source = DrawRedirect(source, detect_seeding)
+        self.redirect = source
         self.used_empty = False
         self._had_key = False
 
