@@ -8,8 +8,11 @@ Every round builds a pipe with the audit and one without, makes the first step o
 some steps in turns, so that both see the same noise. Times are processor time of all threads on a
 CPU, and wall time on a GPU; ratios are medians over the rounds. "With the pipe" also counts the
 making of the pipe, which traces the model. The promise is a first step of at most 1 + 1.5 / chunks
-of one without the audit, one and a half micro-batches more, and at most 1.01 for the sum of the
-steps after it.
+of one without the audit, one and a half micro-batches more, and at most 1.01 for the steps after
+it: "later steps" is the median of the ratios of neighbouring steps, in all rounds. "Later calls" is
+the ratio of the calls of functions that Python makes in such a step, its own and those of PyTorch:
+it has no noise, and shows all that the audit could add. "Beyond one micro-batch" is what the audit
+takes beyond the unsplit micro-batch itself, with the time of one of a later step, in milliseconds.
 
 The runtime is "inline", where a step takes as long as its micro-batches together, as in that
 formula. On p parallel ranks it takes (chunks + p - 1) / p micro-batches, but the unsplit model
@@ -224,30 +227,61 @@ class Trainer:
         self._case.model.zero_grad()
         return seconds
 
+    def count_calls(self, door: str) -> int:
+        """Return how many functions Python calls in one step, in this thread."""
+        count = 0
+
+        def note_call(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note_call)
+        try:
+            self.time_step(door)
+        finally:
+            sys.setprofile(None)
+        return count
+
 
 class Measurement(NamedTuple):
-    """The ratios of one round, with the audit over without it."""
+    """The results of one round, with the audit and without it.
+
+    Attributes:
+        first: The ratio of the first steps.
+        with_pipe: The same with the making of the pipes.
+        microbatches: How many micro-batches of a later step the audit takes.
+        beyond: The milliseconds that it takes beyond one micro-batch.
+        later: The ratios of neighbouring later steps.
+        calls: The ratio of the calls that Python makes in a later step.
+    """
 
     first: float
     with_pipe: float
     microbatches: float
-    later: float
+    beyond: float
+    later: list[float]
+    calls: float
 
 
 def measure(args: argparse.Namespace, name: str, door: str, chunks: int) -> Measurement:
     gc.collect()
     on, off = (Trainer(args, name, chunks, audit) for audit in ("first", "off"))
     without, audited = off.time_step(door), on.time_step(door)
-    totals = [0.0, 0.0]
+    steps: list[tuple[float, float]] = []
     for step in range(args.later):
-        pair = [(0, on), (1, off)]
-        for index, trainer in pair if step % 2 else reversed(pair):
-            totals[index] += trainer.time_step(door)
+        if step % 2:
+            seconds, other = on.time_step(door), off.time_step(door)
+        else:
+            other, seconds = off.time_step(door), on.time_step(door)
+        steps.append((seconds, other))
+    microbatch = statistics.median(other for _, other in steps) / chunks
     return Measurement(
         audited / without,
         (on.seconds + audited) / (off.seconds + without),
-        (audited - without) / (totals[1] / args.later / chunks),
-        totals[0] / totals[1],
+        (audited - without) / microbatch,
+        (audited - without - microbatch) * 1e3,
+        [seconds / other for seconds, other in steps],
+        on.count_calls(door) / off.count_calls(door),
     )
 
 
@@ -274,7 +308,8 @@ def main() -> None:
     clock = Clock(args.read_time) if args.parts else None
     parts: Sequence[str] = tuple(PARTS) if clock is not None else ()
     columns = ["model", "door", "chunks", "first step", "promised", "with the pipe"]
-    columns += ["micro-batches more", "later steps", *parts]
+    columns += ["micro-batches more", "beyond one micro-batch", "later steps", "later calls"]
+    columns += parts
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in args.model or MODELS:
         Trainer(args, name, 2, "first").time_step("step")  # warm-up
@@ -283,9 +318,15 @@ def main() -> None:
                 if clock is not None:
                     clock.seconds.clear()
                 rounds = [measure(args, name, door, chunks) for _ in range(args.rounds)]
-                first, with_pipe, more, later = map(statistics.median, zip(*rounds, strict=True))
+                first = statistics.median(r.first for r in rounds)
+                with_pipe = statistics.median(r.with_pipe for r in rounds)
+                more = statistics.median(r.microbatches for r in rounds)
+                beyond = statistics.median(r.beyond for r in rounds)
+                later = statistics.median(ratio for r in rounds for ratio in r.later)
+                calls = statistics.median(r.calls for r in rounds)
                 cells = [name, door, str(chunks), f"{first:.2f}", f"{1 + 1.5 / chunks:.2f}"]
-                cells += [f"{with_pipe:.2f}", f"{more:.2f}", f"{later:.3f}"]
+                cells += [f"{with_pipe:.2f}", f"{more:.2f}", f"{beyond:.1f}"]
+                cells += [f"{later:.3f}", f"{calls:.4f}"]
                 if clock is not None:
                     cells += [f"{clock.seconds[part] / args.rounds * 1e3:.0f}" for part in parts]
                 print(f"| {' | '.join(cells)} |", flush=True)

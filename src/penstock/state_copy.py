@@ -340,12 +340,15 @@ class ReachedState:
         return None
 
 
-def find_reachable(roots: Iterable[Any]) -> ReachedState:
+def find_reachable(roots: Iterable[Any], known: ReachedState | None = None) -> ReachedState:
     """Follow modules, functions and objects to all state that their code can change.
 
-    Code of libraries is not followed. Neither are long lists.
+    Code of libraries is not followed. Neither are long lists. The state that is `known` is part of
+    the result, and is not followed again.
     """
     reached = ReachedState()
+    if known is not None:
+        reached = ReachedState(list(known.variables), dict(known.objects))
     todo = list(roots)
     while todo and len(reached.objects) < _MAX_REACHED:
         value = todo.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import random
 import threading
 import warnings
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import ArgumentError, AuditError, NoChunk, Pipe, RunError
-from penstock.runtime import digest
+from penstock.runtime import audit_reference, digest
 from penstock.runtime.audit import Audit
 from penstock.runtime.digest import Digester
 from penstock.stage.stage_runner import StageRunner
@@ -731,6 +732,11 @@ def draws_alone(layer: nn.Module, x: Tensor) -> Tensor:
     return x + torch.rand(x.shape, generator=GENERATOR, dtype=x.dtype)
 
 
+def draws_on_host(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("door", ["step", "call"])
 @pytest.mark.parametrize(
     "layer",
@@ -740,14 +746,20 @@ def draws_alone(layer: nn.Module, x: Tensor) -> Tensor:
         Does(writes),
         Does(remembers),
         Does(draws_alone),
+        Does(draws_on_host),
         nn.BatchNorm1d(WIDTH, dtype=torch.float64),
         Blocks(draws),
     ],
     ids=lambda layer: getattr(getattr(layer, "function", layer), "__name__", "norm"),
 )
-def test_audit_leaves_no_trace(layer: nn.Module, door: str) -> None:
+def test_audit_leaves_no_trace(
+    layer: nn.Module, door: str, small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small parameters are copied before the audit, and others when something writes to them."""
+    monkeypatch.setattr(audit_reference, "_SMALL_BYTES", small_bytes)
     found = []
     for audit in ("off", "first"):
+        random.seed(3)
         pipe = piped(copy.deepcopy(layer), checkpoint="never", runtime="inline", audit=audit)
         x, parameters = rows().requires_grad_(), list(pipe.parameters())
         parameters[0].grad = torch.ones_like(parameters[0])
@@ -759,12 +771,35 @@ def test_audit_leaves_no_trace(layer: nn.Module, door: str) -> None:
             loss.backward()
         assert x.grad is not None
         state = [loss.detach(), x.grad, torch.get_rng_state(), GENERATOR.get_state()]
+        state.append(torch.tensor(random.random()))
         gradients = [p.grad for p in parameters if p.grad is not None]
         attributes = [vars(module).get("calls") for module in pipe.modules()]
         found.append(([*state, *gradients, *pipe.state_dict().values()], attributes))
     (plain, plain_attributes), (audited, audited_attributes) = found
     assert all(map(torch.equal, plain, audited))
     assert plain_attributes == audited_attributes
+
+
+def test_parameters_that_are_nan_are_not_written() -> None:
+    """A write would raise the version of the parameter, and graphs of the caller would be void."""
+    pipe = piped(linear(), checkpoint="never")
+    parameter = next(pipe.parameters())
+    with torch.no_grad():
+        parameter.fill_(math.nan)
+    version = parameter._version
+    pipe.step(rows())
+    assert parameter._version == version
+
+
+def test_digest_does_not_depend_on_the_tensors_beside() -> None:
+    """Small tensors of one size are digested together."""
+    tensors = {n: torch.randn(5, n % 2 + 2, dtype=torch.float64) for n in range(7)}
+    tensors[7], tensors[8] = torch.randn(0), torch.randn(99, 99)
+    together = Digester().digest_all(tensors)
+    for key, tensor in tensors.items():
+        assert Digester().digest_all({key: tensor}) == {key: together[key]}
+        product, norm = Digester().compute_sums(tensor).tolist()
+        assert together[key] == pytest.approx((product, norm**0.5), rel=1e-5)
 
 
 def test_state_and_hooks_outside_of_the_model_see_the_step_once() -> None:

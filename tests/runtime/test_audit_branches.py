@@ -15,7 +15,7 @@ from torch.nn import functional
 from penstock import AuditError, Pipe, Weighted
 from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
-from penstock.stage.branches import BranchWatch
+from penstock.stage.branches import BranchWatch, RowWatch
 from penstock.stage.row_statistics import RowStatistics
 from tests.support import same_gradients
 
@@ -300,7 +300,7 @@ def test_branch_that_makes_no_difference_is_compared_seldom(
 ) -> None:
     """A mask is skipped where it masks nothing, as in many transformers."""
     pipe, model = build(Branching(lambda x, y: y.masked_fill(x < -5, 0.0) if (x < -5).any() else y))
-    compared = count_calls(monkeypatch, RowsCheck, "compare_all_microbatches")
+    compared = count_whole_batches(monkeypatch)
     for index in range(12):
         x = rows()
         x[index, 0] = -6.0
@@ -308,6 +308,94 @@ def test_branch_that_makes_no_difference_is_compared_seldom(
         functional.mse_loss(model(x), torch.zeros_like(x)).backward()
     assert same_gradients(pipe, model)
     assert len(compared) == 2  # in the first step, and when the ways first differed
+
+
+def by_packed_positions(x: Tensor, y: Tensor) -> Tensor:
+    """Read a number that is not computed from the rows, as the masks of transformers do."""
+    positions = torch.arange(WIDTH).unsqueeze(0).expand(len(x), -1)
+    return y if (positions.diff() == 1).all() else y * 2
+
+
+def by_heads(x: Tensor, y: Tensor) -> Tensor:
+    """Select from a dim that is not that of the rows, as attention does."""
+    query, key = torch.stack([y, x]).unbind(0)
+    table = torch.arange(2.0 * ROWS, dtype=x.dtype)[:WIDTH]
+    return query * key.tanh() + table
+
+
+def count_whole_batches(monkeypatch: pytest.MonkeyPatch) -> list[RowsCheck]:
+    compared, compare = list[RowsCheck](), RowsCheck.compare_all_microbatches
+
+    def count(check: RowsCheck) -> str | None:
+        compared.append(check)
+        return compare(check)
+
+    monkeypatch.setattr(RowsCheck, "compare_all_microbatches", count)
+    return compared
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("function", [by_packed_positions, by_heads])
+def test_numbers_and_dims_that_are_not_of_the_rows_cost_no_forward_of_the_batch(
+    function: Callable[[Tensor, Tensor], Tensor],
+    is_traced: bool,
+    door: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, model = build(Branching(function), is_traced)
+    compared = count_whole_batches(monkeypatch)
+    for _ in range(2):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    assert not compared
+
+
+def by_arange(x: Tensor) -> bool:
+    return bool(torch.arange(len(x)).sum() > 50)
+
+
+def by_written_zeros(x: Tensor) -> bool:
+    total = torch.zeros(2, dtype=x.dtype)
+    total[:1][0] = x.sum()
+    return bool(total.sum() > 300)
+
+
+def by_data_of_zeros(x: Tensor) -> bool:
+    total = torch.zeros((), dtype=x.dtype)
+    total.data.add_(x.sum())
+    return bool(total > 300)
+
+
+def by_batch_norm(x: Tensor) -> bool:
+    mean = torch.zeros(WIDTH, dtype=x.dtype)
+    functional.batch_norm(x * len(x), mean, torch.ones_like(mean), training=True, momentum=1.0)
+    return bool(mean.sum() > 300)
+
+
+@each_door
+@pytest.mark.parametrize("decide", [by_arange, by_written_zeros, by_data_of_zeros, by_batch_norm])
+def test_number_that_the_rows_reach_in_other_ways(
+    decide: Callable[[Tensor], bool], door: str
+) -> None:
+    """It is the same for a micro-batch and for two rows, and another one for the whole batch."""
+    pipe, _ = build(Branching(lambda x, y: y * 2 if decide(x) else y))
+    with pytest.raises(AuditError, match="depends on how"):
+        train(pipe, rows(9.0), door)
+
+
+def test_numbers_that_are_drawn_are_not_constant() -> None:
+    """The watch calls a number constant only if it is the same in every forward."""
+    for draw in (torch.bernoulli, torch.rand_like, functional.dropout, torch.empty_like):
+        with RowWatch() as watch:
+            bool((draw(torch.full((4,), 0.5)) > 0).any())
+        assert watch.reads_rows, draw
+    with RowWatch() as watch:
+        bool((torch.full((4,), 0.5) > 0).any())
+    assert not watch.reads_rows
+    assert watch.reads == [("__bool__", True)]
 
 
 class OwnLoss(nn.Module):
@@ -400,7 +488,7 @@ def test_number_of_rows_that_makes_no_difference(
 
     pipe, model = build(Branching(reshape))
     compared = count_calls(monkeypatch, RowsCheck, "compare_all_microbatches")
-    monkeypatch.setattr("penstock.stage.branches._selects_rows", lambda *_: False)
+    monkeypatch.setattr("penstock.stage.branches._find_selection", lambda *_: None)
     for count in (ROWS, ROWS, 5):
         x = rows()[:count]
         train(pipe, x, door)

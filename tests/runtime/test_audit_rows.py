@@ -210,7 +210,7 @@ def test_forwards_without_state_share_an_isolation(monkeypatch: pytest.MonkeyPat
         calls.clear()
         run(made(layers(middle)), "step")
         counts.append(len(calls))
-    assert counts[:2] == [2, 2]  # the unsplit micro-batch, and the rows
+    assert counts[:2] == [1, 1]  # for the unsplit micro-batch and the rows together
     assert counts[2] > 4
 
 

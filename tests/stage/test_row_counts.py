@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.branches import BranchWatch
+from penstock.stage.branches import RowWatch
 from penstock.stage.row_counts import RowCount, RowCounts
 
 ROWS, WHOLE, WIDTH = 2, 8, 3
@@ -21,7 +21,7 @@ ROWS, WHOLE, WIDTH = 2, 8, 3
 def watch(function: Callable[[Tensor], Any], *buffers: Tensor) -> RowCounts:
     """Run a function on a micro-batch of two rows of a batch of eight."""
     counts = RowCounts(ROWS, [ROWS, WHOLE], {id(buffer) for buffer in buffers})
-    with BranchWatch(counts):
+    with RowWatch(row_counts=counts):
         function(torch.randn(ROWS, WIDTH))
     return counts
 

@@ -217,7 +217,8 @@ class Partition(ABC):
     def find_function_stages(self) -> Mapping[Any, Sequence[int | None]]:
         """Return the stages of the operations between units, by function in the order of calls.
 
-        None stands for an operation that every stage runs.
+        None stands for an operation that every stage runs. Functions whose results are the same on
+        every stage may be left out.
         """
 
     @abstractmethod

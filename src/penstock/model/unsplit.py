@@ -7,7 +7,8 @@ code of another stage, it switches to the generators and the device of that stag
 
     in a unit        a forward pre-hook switches to the stage of this call of the unit, and moves
                      the arguments
-    between units    a function mode switches to the stage that the trace gives the operation
+    between units    a function mode switches to the stage that the trace gives the operation, if
+                     some draw random numbers or there are several devices
     anywhere         if operands are on several devices, the function mode moves them
 """
 
@@ -25,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.microbatch import move_to_device
 from penstock.model.traced.torch_functions import is_metadata_only
-from penstock.stage.fixed_draws import FixedDrawMode
+from penstock.stage.fixed_draws import FixedDraws
 from penstock.stage.host_rng import HostRngCell
-from penstock.stage.rng import CellRngMode, derive_cell_seed
+from penstock.stage.rng import DrawRedirect, derive_cell_seed, redirect_draws
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import pytree
 
@@ -44,7 +45,12 @@ class UnsplitCells:
         unit_stages: The units, each with the stages of its calls in order.
         function_stages: The stages of the operations between units.
         devices: The devices of the stages; empty if everything is on one device.
-        fixes_draws: Whether random operations return fixed numbers: see `FixedDrawMode`.
+        fixes_draws: Whether random operations return fixed numbers: see `FixedDraws`. Draws from
+            `random` and `numpy.random` are left as they are.
+        separates_host_streams: Whether draws from `random` and `numpy.random` are those of the
+            pipe, too. If not, `draws_host_random` tells that there were some.
+        own_states: A dict that gets the states of the model's own generators before their first
+            draws.
     """
 
     def __init__(
@@ -55,30 +61,59 @@ class UnsplitCells:
         function_stages: FunctionStages,
         devices: Sequence[torch.device] = (),
         fixes_draws: bool = False,
+        separates_host_streams: bool = True,
+        own_states: dict[torch.Generator, Tensor] | None = None,
     ) -> None:
         self._seed, self._num_stages = seed, num_stages
         self._unit_stages, self._function_stages = unit_stages, function_stages
         self._devices = devices if len(set(devices)) > 1 else ()
         self._fixes_draws = fixes_draws
+        self._separates_host_streams, self._own_states = separates_host_streams, own_states
         self.has_drawn = False  # whether any cell has drawn random numbers
         self.uses_own_generator = False  # whether one has drawn from a generator of the model's
+        self.draws_host_random = False  # whether one has drawn from `random` or `numpy.random`
 
     @contextmanager
     def emulate(self, microbatch: int) -> Iterator[None]:
         """Run the unsplit model on a micro-batch in this context."""
-        build_rng = FixedDrawMode if self._fixes_draws else CellRngMode
-        cells = [
-            build_rng(derive_cell_seed(self._seed, stage, microbatch))
+        build_redirect = FixedDraws if self._fixes_draws else DrawRedirect
+        redirects = [
+            build_redirect(
+                derive_cell_seed(self._seed, stage, microbatch), own_states=self._own_states
+            )
             for stage in range(self._num_stages)
         ]
         host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())
+        if self._fixes_draws and not self._devices:
+            # The numbers are the same on every stage, so none is entered.
+            with redirect_draws(redirects[0]):
+                yield
+        elif self._fixes_draws:
+            with self._follow_stages(redirects, None):
+                yield
+        else:
+            with host_rng, self._follow_stages(redirects, host_rng):
+                yield
+        self.draws_host_random |= bool(host_rng.used)
+        self.has_drawn |= self.draws_host_random or any(r.has_drawn for r in redirects)
+        self.uses_own_generator |= any(r.used_own_generator for r in redirects)
+
+    @contextmanager
+    def _follow_stages(
+        self, redirects: Sequence[DrawRedirect], host_rng: HostRngCell | None
+    ) -> Iterator[None]:
+        """Switch to the generators and the device of the stage of each unit and operation."""
         host_streams: list[AbstractContextManager[None]] = []  # of the units that are running
-        with ExitStack() as hooks, ExitStack() as current_cell, host_rng:
+        with ExitStack() as hooks, ExitStack() as current_cell:
+            current_stage: int | None = None
 
             def enter_stage(stage: int) -> None:
-                current_cell.close()
-                current_cell.enter_context(cells[stage])
-                mode.current_device = self._devices[stage] if self._devices else None
+                nonlocal current_stage
+                if stage != current_stage:
+                    current_stage = stage
+                    current_cell.close()
+                    current_cell.enter_context(redirect_draws(redirects[stage]))
+                    mode.current_device = self._devices[stage] if self._devices else None
 
             thread = threading.get_ident()
             mode = _StageSwitchMode(self._function_stages, enter_stage)
@@ -92,10 +127,10 @@ class UnsplitCells:
                 mode.unit_depth += 1
                 stage = call_stages[min(call_counts[index], len(call_stages) - 1)]
                 enter_stage(stage)
-                # It takes longer than a small layer. Fixed numbers are not drawn from there.
-                host_stream = nullcontext() if self._fixes_draws else host_rng.draw_from(stage)
-                host_streams.append(host_stream)
-                host_stream.__enter__()
+                # It takes longer than a small layer.
+                if host_rng is not None and self._separates_host_streams:
+                    host_streams.append(host_rng.draw_from(stage))
+                    host_streams[-1].__enter__()
                 call_counts[index] += 1
                 device = mode.current_device
                 return None if device is None else move_to_device((args, kwargs), device)
@@ -103,7 +138,8 @@ class UnsplitCells:
             def exit_unit() -> None:
                 if threading.get_ident() == thread:
                     mode.unit_depth -= 1
-                    host_streams.pop().__exit__(None, None, None)
+                    if host_streams:
+                        host_streams.pop().__exit__(None, None, None)
 
             for index, (unit, call_stages) in enumerate(self._unit_stages):
                 # First of all hooks: a hook of the user's may draw, too.
@@ -121,8 +157,6 @@ class UnsplitCells:
                 hooks.enter_context(mode)
             enter_stage(0)
             yield
-        self.has_drawn |= any(cell.has_drawn for cell in cells) or bool(host_rng.used)
-        self.uses_own_generator |= any(cell.redirect.used_own_generator for cell in cells)
 
 
 class _StageSwitchMode(TorchFunctionMode):

@@ -27,7 +27,7 @@ import logging
 import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -47,6 +47,7 @@ from penstock.nested_values import iter_hidden_tensors
 from penstock.runtime.audit_reference import (
     AttributeKey,
     BufferKey,
+    HostDrawsError,
     Reference,
     ReferenceForward,
     collect_buffers,
@@ -63,13 +64,13 @@ from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.branches import BranchRecord, BranchStageFunction
 from penstock.stage.caller_context import is_inside_cell
-from penstock.stage.loss import LossFn, LossReduction, identify_loss
+from penstock.stage.loss import LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 from penstock.stage.rng import peek_seed
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stage_runner import StageRunner
-from penstock.state_copy import find_reachable
+from penstock.state_copy import ReachedState, find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     close_failed_checkpoints,
@@ -285,10 +286,11 @@ def _identify_input(value: Any) -> Any:
     return type(value), getattr(value, "dtype", None), getattr(value, "ndim", 0)
 
 
-def find_obstacle(
-    placed: PlacedPartition, has_replicas: bool, loss_fn: LossFn | None = None
-) -> str | None:
-    """Return why a call cannot be audited, or None if it can."""
+def find_obstacle(placed: PlacedPartition, has_replicas: bool, reached: ReachedState) -> str | None:
+    """Return why a call cannot be audited, or None if it can.
+
+    `reached` is the state that the code of the model and the loss can reach.
+    """
     if has_replicas:
         return "its stages are in DistributedDataParallel or fully_shard"
     modules = placed.partition.modules()
@@ -296,7 +298,7 @@ def find_obstacle(
         return "its parameters are sharded"
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         return "a layer is a ScriptModule, which cannot be run without a trace"
-    iterator = find_reachable([*modules, *placed.partition.names(), loss_fn]).find_uncopyable()
+    iterator = reached.find_uncopyable()
     if iterator is not None:
         return (
             f"a layer or the loss uses a {iterator}, which the forward of the audit would advance"
@@ -321,6 +323,20 @@ class CellRecord:
     recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
 
+class _AuditedMicrobatch(NamedTuple):
+    """The forward of the unsplit model on the audited micro-batch, and the state that it changes.
+
+    Attributes:
+        forward: The forward.
+        changes: The names of the state that it has changed.
+        keeps_state: Whether the loss has changed state of its own.
+    """
+
+    forward: ReferenceForward
+    changes: Sequence[str]
+    keeps_state: bool
+
+
 class Audit:
     """The audit of one call. It is the observer of its workers."""
 
@@ -334,6 +350,7 @@ class Audit:
         reduction: LossReduction | None,
         auditor: Auditor,
         kind: Any,
+        reached: ReachedState,
     ) -> None:
         self._placed, self._request, self._inputs = placed, request, inputs
         self._auditor, self._kind = auditor, kind
@@ -362,7 +379,14 @@ class Audit:
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
         self._reference = Reference(
-            placed.partition, devices, request, inputs, peek_seed(), reduction, self._digester
+            placed.partition,
+            devices,
+            request,
+            inputs,
+            peek_seed(),
+            reduction,
+            self._digester,
+            reached,
         )
         autocast = execution.context.autocast_dtypes
         self._rounding = find_rounding(
@@ -400,72 +424,88 @@ class Audit:
 
         `loss` is an accumulator like that of the step. It gives the gradient of the loss.
         """
-        refusal = None
         try:
-            with self._reference.isolate():
-                rows = self._reference.find_rows(self.microbatch)
-                batch = self._reference.take_batch(rows)
-                self._input_copies = list(
-                    {id(t): t for t in list_tensors(batch) if t.requires_grad}.values()
-                )
-                counted = self._reference.get_counted_targets(rows)
-                state = self._reference.digest_loss_state() if self._reorders_losses else {}
-                watch = self._reference.watch_state()
-                forward = self._reference.run_forward(
-                    batch, self.microbatch, counted, records_state=True
-                )
-                changes = watch.find_changes(forward.changed_buffers)
-                self._reference.is_stateless = not (
-                    changes or forward.uses_own_generator or watch.has_host_draws()
-                )
-                self._auditor.note_changed_attributes(forward.changed_attributes)
-                self._auditor.note_kept(self._reference.find_kept_places())
-                keeps_state = bool(state) and state != self._reference.digest_loss_state()
-                self._note_outputs(forward.values, loss)
-            if changes and self._later_microbatch is not None:
-                self._compare_states(changes, self._later_microbatch)
-                if self._reference.reads_earlier_stages(self.microbatch, self._later_microbatch):
-                    refusal = _KEPT_FOR_LOSS
-            obstacle = None
-            if forward.changed_state and not self._is_first_everywhere:
-                obstacle = (
-                    "the forward changes buffers, and the stages take micro-batches in different "
-                    "orders"
-                )
-            elif forward.draws_in_loss:
-                obstacle = "loss_fn draws from random or numpy.random, which all threads share"
-            if obstacle is not None:
-                self._auditor.note_audited(self._kind, self._term_sizes)
-                self._auditor.tell_once(obstacle)
-                return
-            self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
-            if self._inputs.chunks > 1:
-                self._split_problem = self._split_problem or self._compare_ways(forward)
-            if self._reference.has_zero_weights:
-                self._auditor.note_zero_weights(self._kind)
-            if keeps_state:
-                self._compare_loss_orders()
-            if forward.changed_hooks is not None:
-                refusal = _describe_hooks(forward.changed_hooks)
-            if refusal is None:
-                self._forward = forward
-            else:
-                self._state_problem = refusal
+            with ExitStack() as isolation:
+                isolation.enter_context(self._reference.isolate())
+                try:
+                    microbatch = self._run_microbatch(loss)
+                except HostDrawsError:
+                    isolation.close()
+                    isolation.enter_context(self._reference.isolate())
+                    microbatch = self._run_microbatch(loss)
+                if not self._reference.is_stateless:
+                    isolation.close()  # each of the others has one of its own
+                self._compare_parts(microbatch)
         except Exception as error:  # the pipe shows whether it is an error of the model
             close_failed_checkpoints(error)
             self._failure = error
         if self._state_problem is not None and self._forward is None:
             self._fail(self._state_problem)
 
+    def _run_microbatch(self, loss: LossAccumulator | None) -> _AuditedMicrobatch:
+        """Run the unsplit model on the micro-batch, and find out what state it changes."""
+        rows = self._reference.find_rows(self.microbatch)
+        batch = self._reference.take_batch(rows)
+        self._input_copies = list(
+            {id(t): t for t in list_tensors(batch) if t.requires_grad}.values()
+        )
+        counted = self._reference.get_counted_targets(rows)
+        state = self._reference.digest_loss_state() if self._reorders_losses else {}
+        watch = self._reference.watch_state()
+        forward = self._reference.run_forward(batch, self.microbatch, counted, records_state=True)
+        changes = watch.find_changes(forward.changed_buffers)
+        keeps_state = bool(state) and state != self._reference.digest_loss_state()
+        self._reference.is_stateless = not (
+            changes or keeps_state or forward.uses_own_generator or watch.has_host_draws()
+        )
+        self._auditor.note_changed_attributes(forward.changed_attributes)
+        self._auditor.note_kept(self._reference.find_kept_places())
+        self._note_outputs(forward.values, loss)
+        return _AuditedMicrobatch(forward, changes, keeps_state)
+
+    def _compare_parts(self, microbatch: _AuditedMicrobatch) -> None:
+        """Find out whether micro-batches, rows, or the orders of losses depend on each other."""
+        forward, changes, keeps_state = microbatch
+        refusal = None
+        if changes and self._later_microbatch is not None:
+            self._compare_states(changes, self._later_microbatch)
+            if self._reference.reads_earlier_stages(self.microbatch, self._later_microbatch):
+                refusal = _KEPT_FOR_LOSS
+        obstacle = None
+        if forward.changed_state and not self._is_first_everywhere:
+            obstacle = (
+                "the forward changes buffers, and the stages take micro-batches in different orders"
+            )
+        elif forward.draws_in_loss:
+            obstacle = "loss_fn draws from random or numpy.random, which all threads share"
+        if obstacle is not None:
+            self._auditor.note_audited(self._kind, self._term_sizes)
+            self._auditor.tell_once(obstacle)
+            return
+        self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
+        if self._inputs.chunks > 1:
+            self._split_problem = self._split_problem or self._compare_ways(forward)
+        if self._reference.has_zero_weights:
+            self._auditor.note_zero_weights(self._kind)
+        if keeps_state:
+            self._compare_loss_orders()
+        if forward.changed_hooks is not None:
+            refusal = _describe_hooks(forward.changed_hooks)
+        if refusal is None:
+            self._forward = forward
+        else:
+            self._state_problem = refusal
+
     def _compare_ways(self, forward: ReferenceForward) -> str | None:
         """Compare the whole batch if its forward may go another way than that of micro-batches."""
-        self._compares_row_counts = forward.compares_row_counts
-        if forward.has_branches:
+        watch = forward.row_watch
+        self._compares_row_counts = watch.compares_row_counts
+        if self._rows_check.has_branches(forward):
             self._auditor.note_branches(self._kind)
-        elif not forward.goes_by_row_count:
+        elif not watch.goes_by_row_count:
             return None
         problem = self._rows_check.compare_all_microbatches()
-        if problem is not None and forward.goes_by_row_count:
+        if problem is not None and watch.goes_by_row_count:
             return f"the forward goes by the number of its rows, as `if len(x) > 4` does: {problem}"
         return problem
 
@@ -1154,7 +1194,8 @@ def _build_audit(
     # no numbers to compare.
     if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
         return None
-    obstacle = find_obstacle(placed, not pipe.replicas.is_empty, call.request.loss_fn)
+    reached = find_reachable([*modules, *placed.partition.names(), call.request.loss_fn])
+    obstacle = find_obstacle(placed, not pipe.replicas.is_empty, reached)
     if not call.is_local:
         obstacle = "its stages are in processes"
     if obstacle is not None:
@@ -1162,5 +1203,13 @@ def _build_audit(
         pipe.auditor.tell_once(obstacle)
         return None
     return Audit(
-        placed, call.request, call.inputs, execution, program, reduction, pipe.auditor, kind
+        placed,
+        call.request,
+        call.inputs,
+        execution,
+        program,
+        reduction,
+        pipe.auditor,
+        kind,
+        reached,
     )

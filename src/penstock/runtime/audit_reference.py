@@ -3,7 +3,7 @@
 The forward runs on the modules of the pipe themselves, without a copy of their parameters. What it
 could change is put aside first: attributes, buffers, and variables in closures, classes and globals
 are exchanged for copies, gradients and hooks on them are taken away, and a parameter is copied when
-something is about to write to it.
+something is about to write to it. (Parameters of a small model are copied before.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn.parameter import is_lazy
 
 from penstock.microbatch import find_related_rows, find_unlike_rows, list_tensors, take_rows
 from penstock.model.isolation import (
@@ -31,11 +31,11 @@ from penstock.model.isolation import (
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
-from penstock.runtime.digest import Digest, Digester
+from penstock.runtime.digest import Digest, Digester, is_small
 from penstock.runtime.kept_tensors import KeptPlace, find_kept_places
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
-from penstock.stage.branches import BranchWatch
+from penstock.stage.branches import LastNumberRead, RowWatch
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
@@ -94,10 +94,7 @@ class ReferenceForward(NamedTuple):
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
-        has_branches: Whether Python read numbers of tensors, or operations selected among rows, or
-            took numbers of several rows together with rows.
-        compares_row_counts: Whether it compared the number of rows with another number.
-        goes_by_row_count: Whether it may go another way for another number of rows.
+        row_watch: What it did that may depend on all rows of the batch, if it was watched.
         uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
     """
@@ -111,9 +108,7 @@ class ReferenceForward(NamedTuple):
     adds_losses: bool
     has_own_gradients: bool
     draws_in_loss: bool
-    has_branches: bool
-    compares_row_counts: bool
-    goes_by_row_count: bool
+    row_watch: RowWatch
     uses_float32: bool
     changed_hooks: str | None
 
@@ -148,6 +143,7 @@ class Reference:
         seed: The seed of its random numbers.
         reduction: How the losses are combined; None for `pipe(x)`.
         digester: Makes the digests.
+        reached: The state that the code of the model and the loss can reach.
     """
 
     def __init__(
@@ -159,14 +155,19 @@ class Reference:
         seed: int,
         reduction: LossReduction | None,
         digester: Digester,
+        reached: ReachedState,
     ) -> None:
         self._partition, self._devices = partition, devices
+        self._reached = reached
         self._request, self._rows, self._seed = request, inputs.rows, seed
         self._inputs = inputs
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
         self._adds_losses = self._draws_in_loss = False
+        self._separates_host_streams = False
         self._uses_float32: bool | None = None  # not known before a forward
+        self._has_own_gradients: bool | None = None  # not known before a forward
+        self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
         self._write_log = _WriteLog([])  # of the running isolation
@@ -271,13 +272,13 @@ class Reference:
     def _outside_state(self) -> tuple[ReachedState, list[nn.Module], list[Any]]:
         """The state outside of the model: a loss may update a metric, a layer count in a closure.
 
-        Looking for it takes as long as the rest of an isolation. Each of the four isolations of an
-        audit leaves it as it was, so it is looked for once.
+        Looking for it takes as long as the rest of an isolation. Each of the isolations of an audit
+        leaves it as it was, so it is looked for once.
         """
         # A hook may be a method of a list: `gradients.append`.
         owners = [getattr(hook, "__self__", None) for hook in self._parameter_hooks]
-        roots = [*self.modules, self._request.loss_fn, *self._parameter_hooks, *owners]
-        reached = find_reachable(roots)
+        roots = [*self.modules, *self._parameter_hooks, *owners]
+        reached = find_reachable(roots, self._reached)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
         return reached, other_modules, reached.list_containers()
@@ -362,31 +363,34 @@ class Reference:
         args, kwargs, target = batch
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
-        num_stages = len(self._partition.stages)
-        cells = UnsplitCells(self._seed, num_stages, *self._stage_map, self._devices, fixes_draws)
+        cells = self._build_cells(fixes_draws)
         before = self._digest_buffers() if records_state else {}
         attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
-        start, stop = self.find_rows(microbatch)
-        row_counts = self._build_row_counts(stop - start if records_state else 0)
-        statistics = RowStatistics() if records_state else None
-        gradient_watch, branch_watch = _GradientWatch(), BranchWatch(row_counts, statistics)
+        watch = self._build_watch(microbatch) if records_state else _ForwardWatch()
+        generators = set(self._write_log.generators)
         hooks = self._list_hooks() if records_state else {}
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
-        is_watched = records_state or self._uses_float32 is None
-        with cells.emulate(microbatch), gradient_watch if records_state else nullcontext():
-            values = self._compute(
-                args, kwargs, counted_targets or target, branch_watch if is_watched else None
-            )
-        self._uses_float32 = bool(self._uses_float32) or branch_watch.uses_float32
-        has_own_gradients = bool(self._parameter_hooks) or gradient_watch.has_found
+        is_watched = records_state or self.watches_rows or self._uses_float32 is None
+        with cells.emulate(microbatch), watch if is_watched else nullcontext():
+            values = self._compute(args, kwargs, counted_targets or target, watch)
+        if cells.draws_host_random and not self._separates_host_streams:
+            self._separates_host_streams = True
+            raise HostDrawsError
+        self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
+        has_own_gradients = bool(self._parameter_hooks) or watch.has_own_gradients
         if not has_own_gradients and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
             has_own_gradients = has_python_nodes(nodes)
+        if records_state:
+            self._has_own_gradients = has_own_gradients
+            self.watches_rows = watch.may_select_rows
         buffers = self._digest_buffers() if records_state else {}
         now = read_plain_attributes(self._model_modules) if records_state else {}
         return ReferenceForward(
             values,
-            has_drawn=cells.has_drawn or bool(self._write_log.generators),
+            has_drawn=cells.has_drawn
+            or cells.uses_own_generator
+            or not generators.issuperset(self._write_log.generators),
             uses_own_generator=cells.uses_own_generator,
             buffers=buffers,
             changed_buffers=frozenset([k for k, d in buffers.items() if before.get(k) != d]),
@@ -394,20 +398,45 @@ class Reference:
             adds_losses=self._adds_losses,
             has_own_gradients=has_own_gradients,
             draws_in_loss=self._draws_in_loss,
-            has_branches=branch_watch.has_read
-            or branch_watch.selects_rows
-            or (statistics is not None and statistics.meets_rows),
-            compares_row_counts=row_counts.is_compared,
-            goes_by_row_count=row_counts.is_decisive,
+            row_watch=watch,
             uses_float32=self._uses_float32,
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
         )
 
-    def _build_row_counts(self, rows: int) -> RowCounts:
-        """Return what watches the sizes that a forward of some rows reads."""
+    def _build_watch(self, microbatch: int) -> _ForwardWatch:
+        """Return what watches the forward of a micro-batch, and the sizes that it reads."""
+        start, stop = self.find_rows(microbatch)
         counts = self._rows.counts
-        buffers = {id(t) for m in self.modules for t in m._buffers.values()} if rows else ()
-        return RowCounts(rows, {*counts, sum(counts)}, buffers)
+        buffers = {id(t) for m in self.modules for t in m._buffers.values()}
+        row_counts = RowCounts(stop - start, {*counts, sum(counts)}, buffers)
+        return _ForwardWatch(row_counts=row_counts, statistics=RowStatistics())
+
+    def _build_cells(self, fixes_draws: bool = False) -> UnsplitCells:
+        """Return the cells of a forward in the running isolation, which restores generators."""
+        assert self._stage_map is not None
+        return UnsplitCells(
+            self._seed,
+            len(self._partition.stages),
+            *self._stage_map,
+            self._devices,
+            fixes_draws,
+            self._separates_host_streams,
+            self._write_log.generators,
+        )
+
+    @torch.no_grad()
+    def read_numbers(
+        self, batch: tuple[Any, Any, tuple[Any, ...]], microbatch: int, count: int
+    ) -> list[tuple[str, int | None]]:
+        """Run the model until Python has read so many numbers of tensors, and return them."""
+        args, kwargs, target = batch
+        cells, watch = self._build_cells(fixes_draws=True), _ForwardWatch(count)
+        try:
+            with cells.emulate(microbatch), watch:
+                self._compute(args, kwargs, target, watch)
+        except LastNumberRead:
+            pass
+        return watch.reads
 
     def _list_hooks(self) -> dict[tuple[nn.Module, str], list[int]]:
         """Return the ids of the hooks of each module, and of each parameter."""
@@ -446,12 +475,15 @@ class Reference:
         args: Any,
         kwargs: Mapping[str, Any],
         targets: tuple[Any, ...],
-        branch_watch: BranchWatch | None,
+        watch: _ForwardWatch,
     ) -> tuple[Any, ...]:
         def run_model(_: object) -> dict[int, tuple[Any, ...]]:
             # Not the loss function, which each step compares with the whole batch if it has to.
-            with branch_watch or nullcontext():
+            watch.is_in_model = True
+            try:
                 return {OUTSIDE: (self._partition.run_unsplit(args, kwargs),)}
+            finally:
+                watch.is_in_model = False
 
         if self._reduction is None:
             return run_model(None)[OUTSIDE]
@@ -459,9 +491,9 @@ class Reference:
 
         def compute_loss(*arguments: Any) -> Any:
             assert loss_fn is not None
-            host_state = HostRngState()
+            host_state = HostRngState() if self._separates_host_streams else None
             result = loss_fn(*arguments)
-            self._draws_in_loss = bool(host_state.find_used())
+            self._draws_in_loss = host_state is not None and bool(host_state.find_used())
             return result
 
         compute = LossStageFunction(
@@ -488,9 +520,9 @@ class Reference:
         numbers, or keeps state.
         """
         assert self._request.loss_fn is not None
-        cells, watch = UnsplitCells(self._seed, 1, (), {}), BranchWatch()
-        prover = RowMeanProver(*arguments)
+        watch, prover = RowWatch(), RowMeanProver(*arguments)
         with self.isolate():
+            cells = UnsplitCells(self._seed, 1, (), {}, own_states=self._write_log.generators)
             state = self.digest_loss_state()
             try:
                 with cells.emulate(0), watch, prover:
@@ -516,7 +548,6 @@ class Reference:
             return False
         args, kwargs, target = self.take_batch(self.find_rows(microbatch))
         assert self._stage_map is not None  # a forward has run
-        cells = UnsplitCells(self._seed, last_stage + 1, *self._stage_map, self._devices)
         last_units = [unit for unit, stages in self._stage_map[0] if set(stages) == {last_stage}]
         digests = []
 
@@ -524,6 +555,7 @@ class Reference:
             raise _LastStageReached
 
         with self.isolate():
+            cells = self._build_cells()
             with cells.emulate(microbatch):
                 output = self._partition.run_unsplit(args, kwargs)
             for is_beside in (False, False, True):
@@ -539,13 +571,15 @@ class Reference:
                     finally:
                         for hook in hooks:
                             hook.remove()
-                results = list_tensors(loss_fn(output, *target))
+                with self._write_log.watch():
+                    results = list_tensors(loss_fn(output, *target))
                 digests.append(self._digester.digest_all(dict(enumerate(results))))
         # A loss that differs from call to call has state, or draws.
         return digests[0] == digests[1] != digests[2]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
-        return self._digester.digest_all(collect_buffers(self._model_modules))
+        with self._write_log.suspend():
+            return self._digester.digest_all(collect_buffers(self._model_modules))
 
     def digest_loss_state(self) -> dict[Any, Digest]:
         """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
@@ -632,14 +666,17 @@ class Reference:
         """
         tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
+        small: dict[tuple[int, int], Tensor] = {}
 
         def note_gradient(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            key = id(self._aliases.get(leaf, leaf)), len(sums)
-            has_log = get_innermost_dispatch_mode() is not None  # it would see each operation
-            with without_innermost_dispatch_mode() if has_log else nullcontext():
-                sums[key] = self._digester.compute_sums(leaf.grad)
-            leaf.grad = None  # one gradient at a time is in memory
+            key = id(self._aliases.get(leaf, leaf)), len(sums) + len(small)
+            if is_small(leaf.grad):
+                small[key] = leaf.grad
+            else:
+                with self._write_log.suspend():
+                    sums[key] = self._digester.compute_sums(leaf.grad)
+            leaf.grad = None  # one large gradient at a time is in memory
 
         # A reentrant `torch.utils.checkpoint` hides its parameters from the graph.
         leaves = dict.fromkeys(leaf for leaf in self._aliases if leaf.requires_grad)
@@ -653,10 +690,16 @@ class Reference:
                     hooks.callback(leaf.register_hook(hook).remove)
                 hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
             # As in a worker: gradients do not depend on the caller's autocast.
-            with no_autocast():
+            # Only Python code can write to a parameter: hooks, and the backward of a function. What
+            # `torch.utils.checkpoint` repeats has been logged in the forward.
+            is_logged = self._has_own_gradients is not False
+            log = self._write_log.watch() if is_logged else self._write_log.suspend()
+            with no_autocast(), log:
                 torch.autograd.backward(list(tensors), list(gradients))
         digests: dict[int, Digest] = {}
-        for (key, _), digest in self._digester.read(sums).items():
+        with self._write_log.suspend():
+            parts = {**self._digester.read(sums), **self._digester.digest_all(small)}
+        for (key, _), digest in parts.items():
             digests[key] = digest.plus(digests.get(key))
         return digests
 
@@ -834,22 +877,38 @@ def _is_host_generator(value: Any) -> bool:
     return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
 
 
+class HostDrawsError(Exception):
+    """A forward has drawn from `random` or `numpy.random`, and has to be repeated.
+
+    Few models do. The repetition draws the numbers of the pipe, which takes time in every unit.
+    """
+
+
 class _LastStageReached(Exception):
     """The forward of a micro-batch has come to the last stage."""
 
 
-class _GradientWatch(TorchFunctionMode):
-    """Notes whether a forward says by itself what its gradient is."""
+class _ForwardWatch(RowWatch):
+    """Notes what a model does with its rows, and whether it says by itself what its gradient is.
 
-    has_found = False
+    One mode for both: every operation goes through Python once.
+
+    Attributes:
+        is_in_model: Whether the model runs, and not the loss.
+        has_own_gradients: Whether the model or the loss adds a hook, or leaves something out.
+    """
+
+    is_in_model = has_own_gradients = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function, and look whether it is one of a few."""
+        """Run a function, and look at it."""
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
-            self.has_found |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        return func(*args, **(kwargs or {}))
+            self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if not self.is_in_model:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 _GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.detach))
@@ -858,7 +917,11 @@ _GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.deta
 class _WriteLog(CompileFriendlyDispatchMode):
     """Restores parameters that an operation writes to, and generators that it draws from.
 
-    A copy is made at the first write, so a model that writes to none costs no memory.
+    A copy is made at the first write, so a model that writes to none costs no memory. Small
+    parameters are copied before: that takes less time than to look at each operation.
+
+    Attributes:
+        generators: The generators that the model has drawn from, and their states before.
     """
 
     supports_higher_order_operators = True
@@ -868,6 +931,10 @@ class _WriteLog(CompileFriendlyDispatchMode):
         self._by_storage = {_get_storage_address(p): p for p in parameters}
         self._copies: dict[int, Tensor] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
+        tensors = self._by_storage.values()
+        self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
+            sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -883,6 +950,28 @@ class _WriteLog(CompileFriendlyDispatchMode):
                 self._copy_before_write(tensor)
         return func(*args, **kwargs)
 
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Run operations that write to no parameter, without the log."""
+        is_innermost = get_innermost_dispatch_mode() is self
+        with without_innermost_dispatch_mode() if is_innermost else nullcontext():
+            yield
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at each operation, also if the parameters have been copied before.
+
+        For code that may draw from generators of its own, and is not in a cell, which logs them.
+        """
+        if not self._copies_before:
+            yield
+            return
+        push_dispatch_mode(self)
+        try:
+            yield
+        finally:
+            pop_dispatch_mode()
+
     def _copy_before_write(self, tensor: Any) -> None:
         # A micro-batch of another shape is traced inside the reference, with fake tensors.
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
@@ -896,24 +985,47 @@ class _WriteLog(CompileFriendlyDispatchMode):
         return {
             address
             for address, copy in self._copies.items()
-            if not torch.equal(self._by_storage[address], copy)
+            if not _is_equal(self._by_storage[address], copy)
         }
 
     # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
     # threads share.
     def __enter__(self) -> _WriteLog:
-        """Watch the operations of this thread."""
-        push_dispatch_mode(self)
+        """Watch the operations of this thread, or copy the parameters."""
+        if not self._copies_before:
+            push_dispatch_mode(self)
+            return self
+        self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Restore the parameters and generators."""
-        pop_dispatch_mode()
+        if not self._copies_before:
+            pop_dispatch_mode()
         for generator, state in self.generators.items():
             generator.set_state(state)
+        written = self.find_written()
         with torch.no_grad():
-            for address, copy in self._copies.items():
-                self._by_storage[address].copy_(copy)
+            for address in written:
+                self._by_storage[address].copy_(self._copies[address])
+
+
+_SMALL_BYTES = 2 << 20
+
+
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers. A nan equals a nan."""
+    if torch.equal(tensor, other):
+        return True
+    is_same_shape = tensor.shape == other.shape and tensor.dtype == other.dtype
+    return is_same_shape and bool(
+        ((tensor == other) | ((tensor != tensor) & (other != other))).all()
+    )
+
+
+def _is_plain_on_cpu(tensor: Tensor) -> bool:
+    is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
+    return is_plain and tensor.is_cpu and not is_lazy(tensor)
 
 
 @lru_cache(1024)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit_reference import Reference, ReferenceForward
 from penstock.runtime.digest import Digest
 from penstock.runtime.loss_accumulator import LossAccumulator
+from penstock.stage.branches import RowWatch
+from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossExtras, LossReduction
 from penstock.stage.payload import Payload, flatten_values
 from penstock.torch_compat import BatchNormBase, close_failed_checkpoints, pytree
@@ -111,6 +113,8 @@ class RowsCheck:
     microbatch: int
     rounding: float
     parameter_names: Mapping[int, str]
+    # What forwards of other numbers of rows did, if the first one may have selected among rows.
+    _watches: list[RowWatch] = field(default_factory=list)
 
     def compare_rows(self, whole: ReferenceForward | None = None) -> str | None:
         """Return how the results of a few rows do not combine to those of all of them, or None.
@@ -129,6 +133,29 @@ class RowsCheck:
             if problem is not None:
                 return problem
         return None
+
+    def has_branches(self, whole: ReferenceForward) -> bool:
+        """Return whether the forward of the micro-batch did what may depend on the whole batch.
+
+        It has read numbers of its rows, or numbers that the whole batch has others of; or it has
+        selected among rows: from a dim with another size in the forwards of `compare_rows`.
+        """
+        watch = whole.row_watch
+        if watch.reads_rows or watch.meets_rows or any(number is None for _, number in watch.reads):
+            return True
+        selects_the_same = bool(self._watches) and all(map(watch.selects_the_same, self._watches))
+        if watch.may_select_rows and not selects_the_same:
+            return True
+        if not watch.reads:
+            return False
+        try:
+            with self.reference.isolate():
+                batch = self.reference.take_batch(*self._list_microbatches())
+                numbers = self.reference.read_numbers(batch, self.microbatch, len(watch.reads))
+        except Exception as error:  # such as one of memory
+            close_failed_checkpoints(error)
+            return True
+        return numbers != watch.reads
 
     def _choose_rows(
         self, whole: ReferenceForward | None
@@ -245,6 +272,7 @@ class RowsCheck:
             torch.set_grad_enabled(is_grad_enabled),
             self.reference.isolate() if is_shared else nullcontext(),
         ):
+            host_state = HostRngState()
             parts = [
                 self._run_rows([rows], in_training, _select_seeds(part_seeds, index, [rows]))
                 for index, rows in enumerate(ranges)
@@ -255,7 +283,7 @@ class RowsCheck:
                 else self._run_rows(ranges, in_training, _select_seeds(whole_seeds, 0, ranges))
             )
             results = *parts, together
-            if any(result.forward.has_drawn for result in results):
+            if any(result.forward.has_drawn for result in results) or host_state.find_used():
                 raise _RandomResultsError
             forwards = [part.forward for part in parts]
             problem = self._find_problem(forwards, together.forward, part_rows, shares)
@@ -275,6 +303,10 @@ class RowsCheck:
             forward = self.reference.run_forward(
                 batch, self.microbatch, counted, fixes_draws=in_training
             )
+            if self.reference.watches_rows:
+                count = sum(stop - start for start, stop in ranges)
+                if count != self.inputs.rows.counts[self.microbatch]:
+                    self._watches.append(forward.row_watch)
             pairs = seeds(forward.values) if seeds is not None else ()
             # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
             calls_hooks = self.reduction is not None

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.data_parallel.dtensor import to_local
 from penstock.device.accelerator import has_double_precision, may_use_tf32
-from penstock.stage.recompute import multiply_by_fixed_vector
+from penstock.stage.recompute import get_fixed_vector, multiply_by_fixed_vector
 
 K = TypeVar("K", bound=Hashable)
 
@@ -69,17 +69,40 @@ class Digester:
 
     @torch.no_grad()
     def digest_all(self, tensors: Mapping[K, Tensor]) -> dict[K, Digest]:
-        """Return the digests of several tensors, and wait for their devices only once."""
-        return self.read({key: self.compute_sums(tensor) for key, tensor in tensors.items()})
+        """Return the digests of several tensors, and wait for their devices only once.
+
+        Small tensors of one size are digested together. A model has many of them, and each
+        operation takes longer than their numbers.
+        """
+        sums: dict[tuple[K, ...], Tensor] = {}
+        groups: dict[Any, dict[K, Tensor]] = {}
+        for key, tensor in tensors.items():
+            if is_small(tensor):
+                kind = tensor.numel(), tensor.dtype, tensor.device
+                groups.setdefault(kind, {})[key] = tensor.detach().reshape(-1)
+            else:
+                sums[(key,)] = self.compute_sums(tensor)[None]
+        for group in groups.values():
+            rows = _to_float(torch.stack(list(group.values())))
+            vector = get_fixed_vector(rows.shape[1], rows.dtype, rows.device)
+            # Not a product of matrices: the digest of a tensor must not depend on the others.
+            pairs = [(rows * vector).sum(1), rows.square().sum(1)]
+            sums[tuple(group)] = torch.stack(pairs, 1)
+        return self._read(sums)
 
     def read(self, sums: Mapping[K, Tensor]) -> dict[K, Digest]:
         """Return the digests from what `compute_sums` has returned."""
-        keys_by_device: dict[torch.device, list[K]] = {}
-        for key, pair in sums.items():
-            keys_by_device.setdefault(pair.device, []).append(key)
+        return self._read({(key,): pair[None] for key, pair in sums.items()})
+
+    def _read(self, sums: Mapping[tuple[K, ...], Tensor]) -> dict[K, Digest]:
+        """Return the digests of groups of tensors from their products and squares."""
+        groups_by_device: dict[torch.device, list[tuple[K, ...]]] = {}
+        for group, pairs in sums.items():
+            groups_by_device.setdefault(pairs.device, []).append(group)
         digests = {}
-        for keys in keys_by_device.values():
-            numbers = torch.stack([sums[key] for key in keys]).tolist()
+        for groups in groups_by_device.values():
+            numbers = torch.cat([sums[group] for group in groups]).tolist()
+            keys = [key for group in groups for key in group]
             for key, (product, square) in zip(keys, numbers, strict=True):
                 digests[key] = Digest(product, math.sqrt(square))
         return digests
@@ -92,11 +115,24 @@ class Digester:
             values = values.to_dense()
         if values.is_complex():
             values = torch.view_as_real(values)
-        # Double precision takes longer, and not every device has it.
-        is_double = values.dtype in (torch.float64, torch.int64)
-        is_double = is_double and has_double_precision(values.device.type)
-        flat = values.reshape(-1).to(torch.float64 if is_double else torch.float32)
+        flat = _to_float(values.reshape(-1))
         return torch.stack([multiply_by_fixed_vector(flat), flat @ flat])
+
+
+_SMALL_SIZE = 4096
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor is digested together with others of its size."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and 0 < tensor.numel() <= _SMALL_SIZE and not tensor.is_complex()
+
+
+def _to_float(values: Tensor) -> Tensor:
+    """Return numbers in a dtype for sums. Not every device has double precision."""
+    is_double = values.dtype in (torch.float64, torch.int64)
+    is_double = is_double and has_double_precision(values.device.type)
+    return values.to(torch.float64 if is_double else torch.float32)
 
 
 # The relative difference that rounding may cause. Pipe and reference run the same operations on

@@ -14,13 +14,19 @@ with their plain arguments, and of the truth values and whole numbers that were 
 Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group,
 such as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too, and
 so are comparisons of the number of rows itself (row_counts.py).
+
+Many numbers that are read, and most dims that are selected from, have nothing to do with the rows:
+a mask of `arange` tells whether sequences are packed, `unbind` takes query, key and value apart.
+`RowWatch` helps to tell these apart: such a number is not computed from the rows, and is the same
+for the whole batch; such a dim has the same size for other numbers of rows.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,26 +81,33 @@ _ARITHMETIC = frozenset(
 )
 
 
+# The names of functions whose result depends on their plain arguments alone.
+_CONSTANT_FUNCTIONS = frozenset(("arange", "zeros", "ones", "full", "tensor", "eye", "linspace"))
+# In the names of functions whose result is random, or not initialised.
+_DRAWS = re.compile("rand|drop|bernoulli|binomial|multinomial|normal|poisson|gumbel|empty")
+# The names of functions that write to tensors, or let others do so, without raising their versions.
+_HIDDEN_WRITES = frozenset(("batch_norm", "instance_norm", "__get__"))
+_PLAIN_ARGUMENTS = (
+    *(bool, int, float, str, type(None), slice, type(Ellipsis), torch.Size),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
 class BranchWatch(TorchFunctionMode):
     """Notes whether a forward reads numbers of tensors, and which way it goes after that.
 
     Args:
-        row_counts: Watches what the forward does with the number of rows, if it should be watched.
         statistics: Follows the numbers that are computed from several rows, if it should.
 
     Attributes:
         has_read: Whether it has read a number.
-        selects_rows: Whether an operation selects among the entries of the first dim.
         way: A digest of what followed the first number.
-        uses_float32: Whether an operation returned a tensor of float32.
     """
 
-    def __init__(
-        self, row_counts: RowCounts | None = None, statistics: RowStatistics | None = None
-    ) -> None:
+    def __init__(self, statistics: RowStatistics | None = None) -> None:
         super().__init__()
-        self._row_counts, self._statistics = row_counts, statistics
-        self.has_read = self.selects_rows = self.uses_float32 = False
+        self._statistics = statistics
+        self.has_read = False
         self.way = 0
 
     def __torch_function__(
@@ -105,10 +118,7 @@ class BranchWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self._statistics is not None:
-            if name in _READS:
-                self._statistics.note_read(args, result)
-            else:
-                self._statistics.follow(func, name, args, kwargs, result)
+            _note_operation(self._statistics, func, args, kwargs, result)
         if name in _READS:
             self.has_read = True
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
@@ -117,14 +127,8 @@ class BranchWatch(TorchFunctionMode):
             self.way = hash((self.way, *map(int, bounds)))
         elif self.has_read:
             self._follow(name, args, kwargs)
-        elif name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1])):
+        elif _reads_shape(name, args):
             self.has_read = True  # the sizes themselves are mostly different
-        if isinstance(result, Tensor) and result.dtype is torch.float32:
-            self.uses_float32 = True
-        if not self.selects_rows:
-            self.selects_rows = _selects_rows(name, args, kwargs)
-        if self._row_counts is not None:
-            return self._row_counts.replace_sizes(name, args, result)
         return result
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -139,6 +143,24 @@ class BranchWatch(TorchFunctionMode):
         self.way = hash((self.way, name, *plain))
 
 
+def _note_operation(
+    statistics: RowStatistics,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+) -> None:
+    name = getattr(func, "__name__", "")
+    if name in _READS:
+        statistics.note_read(args, result)
+    else:
+        statistics.follow(func, name, args, kwargs, result)
+
+
+def _reads_shape(name: str, args: tuple[Any, ...]) -> bool:
+    return name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1]))
+
+
 def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype is torch.bool
 
@@ -150,15 +172,168 @@ def _list_tensor_bounds(index: Any) -> list[Tensor]:
     return [bound for bound in bounds if isinstance(bound, Tensor)]
 
 
-def _selects_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function selects some of the first dim of a tensor."""
+class Selection(NamedTuple):
+    """A call of a function that selects among the entries of a first dim.
+
+    Attributes:
+        name: The name of the function.
+        size: The size of the dim. It is not that of the rows if it is the same for other numbers of
+            rows.
+        is_table: Whether it is an input or a table of positions.
+    """
+
+    name: str
+    size: int
+    is_table: bool
+
+
+class RowWatch(TorchFunctionMode):
+    """Notes what a forward does that may depend on all rows of its batch.
+
+    Args:
+        max_reads: The number of reads after which the forward is left with `LastNumberRead`.
+        row_counts: Watches what it does with the number of its rows, if it should be watched.
+        statistics: Follows the numbers that are computed from several rows, if it should.
+
+    Attributes:
+        reads: The names of the functions that have read numbers, and the numbers. None: not one
+            truth value or whole number.
+        reads_rows: Whether one of them may have been computed from the rows, and not from plain
+            numbers alone, as a mask of `arange` is.
+        selections: The selections among the entries of a first dim.
+        uses_float32: Whether an operation returned a tensor of float32.
+    """
+
+    def __init__(
+        self,
+        max_reads: int | None = None,
+        row_counts: RowCounts | None = None,
+        statistics: RowStatistics | None = None,
+    ) -> None:
+        super().__init__()
+        self._row_counts, self._statistics = row_counts, statistics
+        self.reads: list[tuple[str, int | None]] = []
+        self.reads_rows = self.uses_float32 = False
+        self.selections: list[Selection] = []
+        self._max_reads = max_reads
+        # Tensors that are computed from plain numbers alone, by id, and their versions. Writes in
+        # place raise the version of a tensor and of all its views.
+        self._constants: dict[int, tuple[Tensor, int]] = {}
+
+    @property
+    def compares_row_counts(self) -> bool:
+        """Return whether it compared the number of rows with another number."""
+        return self._row_counts is not None and self._row_counts.is_compared
+
+    @property
+    def goes_by_row_count(self) -> bool:
+        """Return whether it may go another way for another number of rows."""
+        return self._row_counts is not None and self._row_counts.is_decisive
+
+    @property
+    def meets_rows(self) -> bool:
+        """Return whether numbers of several rows were taken together with rows."""
+        return self._statistics is not None and self._statistics.meets_rows
+
+    @property
+    def may_select_rows(self) -> bool:
+        """Return whether a selection may be one among rows."""
+        return not all(selection.is_table for selection in self.selections)
+
+    def selects_the_same(self, other: RowWatch) -> bool:
+        """Return whether a forward of another number of rows selects from dims of the same sizes.
+
+        Then they are not the dims of rows. Tables may have other sizes.
+        """
+        return len(self.selections) == len(other.selections) and all(
+            mine.name == others.name and (mine.is_table or mine.size == others.size)
+            for mine, others in zip(self.selections, other.selections, strict=True)
+        )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and look at its name and at what it is computed from."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if self._statistics is not None:
+            _note_operation(self._statistics, func, args, kwargs, result)
+        if (
+            name in _READS
+            or _reads_shape(name, args)
+            or (name == "__getitem__" and _list_tensor_bounds(args[1]))
+        ):
+            self.reads.append((name, result if type(result) in (bool, int) else None))
+            self.reads_rows = self.reads_rows or not self._are_constant((args, kwargs))
+            if len(self.reads) == self._max_reads:
+                raise LastNumberRead
+        elif (selection := _find_selection(name, args, kwargs)) is not None:
+            self.selections.append(selection)
+        if isinstance(result, Tensor):
+            if result.dtype is torch.float32:
+                self.uses_float32 = True
+            self._note_result(name, args, kwargs, result)
+        if self._row_counts is not None:
+            return self._row_counts.replace_sizes(name, args, result)
+        return result
+
+    def _note_result(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor
+    ) -> None:
+        if name in _HIDDEN_WRITES:
+            for value in (*args, *kwargs.values()):
+                self._constants.pop(id(value), None)
+            return
+        may_be_constant = name in _CONSTANT_FUNCTIONS or (
+            self._constants and _has_tensor((args, kwargs)) and not _DRAWS.search(name)
+        )
+        if may_be_constant and self._are_constant((args, kwargs)):
+            self._constants[id(result)] = result, result._version
+
+    def _are_constant(self, values: Any) -> bool:
+        """Return whether arguments are plain values and constants."""
+        if isinstance(values, Tensor):
+            tensor, version = self._constants.get(id(values), (None, 0))
+            return tensor is not None and tensor._version == version
+        if isinstance(values, dict):
+            return all(map(self._are_constant, values.values()))
+        if isinstance(values, tuple | list):
+            return all(map(self._are_constant, values))
+        return isinstance(values, _PLAIN_ARGUMENTS)
+
+
+class LastNumberRead(BaseException):
+    """A forward has read as many numbers as it was asked to. No layer should catch this."""
+
+
+def _has_tensor(values: Any) -> bool:
+    if isinstance(values, tuple | list):
+        return any(map(_has_tensor, values))
+    if isinstance(values, dict):
+        return any(map(_has_tensor, values.values()))
+    return isinstance(values, Tensor)
+
+
+def _find_selection(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Selection | None:
+    """Return what a function selects from the first dim of a tensor, or adds up by an index."""
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
-        return False
+        return None
     if name.rstrip("_") in _GROUPINGS:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return type(dim) is int and dim % args[0].dim() == 0
-    if args[0].is_leaf and torch.is_grad_enabled():
-        return False  # an input, or a table of positions
+        index = kwargs.get("index", args[2] if len(args) > 2 else None)
+        if type(dim) is not int or dim % args[0].dim() or not isinstance(index, Tensor):
+            return None
+        return Selection(name, index.numel(), is_table=False)
+    if not _selects_entries(name, args, kwargs):
+        return None
+    return Selection(name, len(args[0]), args[0].is_leaf and torch.is_grad_enabled())
+
+
+def _selects_entries(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function selects some of the first dim of a tensor."""
     if name == "__getitem__":
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         return isinstance(index, slice) and index != slice(None)

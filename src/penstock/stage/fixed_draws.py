@@ -21,21 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.rng import CellRngMode, DrawRedirect, RngSource
+from penstock.stage.rng import DrawRedirect
 from penstock.torch_compat import get_schema_arguments
 
 Arguments = dict[str, Any]
 
 
-class FixedDrawMode(CellRngMode):
+class FixedDraws(DrawRedirect):
     """Lets random operations return fixed numbers. Those that are not known draw as they do."""
 
-    def __init__(self, source: RngSource | int) -> None:
-        super().__init__(source)
-        self.redirect = _FixedDraws(source)
-
-
-class _FixedDraws(DrawRedirect):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the fixed result of an operation that draws."""
         schema = get_schema_arguments(func)

@@ -523,9 +523,9 @@ def multiply_by_fixed_vector(flat: Tensor) -> Tensor:
     """Return the product of a tensor of one dimension with a fixed vector, on its device."""
     length = flat.numel()
     if length <= _BLOCK:
-        return torch.dot(flat, _get_vector(length, flat.dtype, flat.device))
+        return torch.dot(flat, get_fixed_vector(length, flat.dtype, flat.device))
     count = length // _BLOCK
-    vector = _get_vector(_BLOCK, flat.dtype, flat.device)
+    vector = get_fixed_vector(_BLOCK, flat.dtype, flat.device)
     sums = flat[: count * _BLOCK].view(count, _BLOCK) @ vector
     sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
     remainder = flat[count * _BLOCK :]
@@ -554,9 +554,10 @@ def _compute_norm(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _get_vector(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def get_fixed_vector(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the fixed vector of products, up to a length."""
     if length < _BLOCK:
-        return _get_vector(_BLOCK, dtype, device)[:length]
+        return get_fixed_vector(_BLOCK, dtype, device)[:length]
     # Copied from the host, and not computed on the device: the copy is done when this returns, so
     # the streams of all ranks can use it.
     with torch.inference_mode(False):

@@ -230,12 +230,20 @@ class DrawRedirect:
         source: The source, or a seed.
         detect_seeding: Whether to raise if a layer seeds the default generator, from which it would
             then not draw.
+        own_states: A dict that gets the states of the layers' own generators before their first
+            draws.
 
     Attributes:
         used_own_generator: Whether a layer has drawn from a generator of its own.
     """
 
-    def __init__(self, source: RngSource | int, detect_seeding: bool = False) -> None:
+    def __init__(
+        self,
+        source: RngSource | int,
+        detect_seeding: bool = False,
+        own_states: dict[torch.Generator, torch.Tensor] | None = None,
+    ) -> None:
+        self._own_states = own_states
         self._source = SeededRng(source) if isinstance(source, int) else source
         self._shared_state = read_shared_cpu_state() if detect_seeding else None
         self.used_own_generator = False
@@ -247,8 +255,11 @@ class DrawRedirect:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that draws. Neither the key nor a mode of a cell sees it."""
-        if kwargs.get("generator") is not None:
+        generator = kwargs.get("generator")
+        if generator is not None:
             self.used_own_generator = True
+            if self._own_states is not None:
+                self._own_states.setdefault(generator, generator.get_state())
             if is_checkpointing():
                 raise RunError(
                     "this layer draws random numbers from its own generator, which the "
@@ -305,7 +316,7 @@ _PLAIN_NAMESPACES = ("aten", "prims", "higher_order")
 
 
 class CellRngMode(CompileFriendlyDispatchMode):
-    """A dispatch mode that redirects random operations to a source, or to a seed.
+    """A dispatch mode that redirects random operations to a source, a seed or a `DrawRedirect`.
 
     With `detect_seeding` it raises if a layer seeds the default generator, from which it would then
     not draw. With `fill_empty`, the contents of `torch.empty` are zeros, so that two runs can be
@@ -321,11 +332,16 @@ class CellRngMode(CompileFriendlyDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, source: RngSource | int, detect_seeding: bool = False, fill_empty: bool = False
+        self,
+        source: RngSource | DrawRedirect | int,
+        detect_seeding: bool = False,
+        fill_empty: bool = False,
     ) -> None:
         super().__init__()
         self._fill_empty = fill_empty
-        self.redirect = DrawRedirect(source, detect_seeding)
+        if not isinstance(source, DrawRedirect):
+            source = DrawRedirect(source, detect_seeding)
+        self.redirect = source
         self.used_empty = False
         self._had_key = False
 
@@ -413,6 +429,11 @@ class CellRngKernels:
             del _redirects[self._thread]
         else:
             _redirects[self._thread] = self._outer
+
+
+def redirect_draws(redirect: DrawRedirect) -> CellRngKernels | CellRngMode:
+    """Return a context that redirects random operations, at the least cost that PyTorch allows."""
+    return CellRngKernels(redirect) if CellRngKernels.are_available() else CellRngMode(redirect)
 
 
 # The innermost redirection of each thread that is in a `CellRngKernels`, by the thread's id.

@@ -726,7 +726,7 @@ class TracedPartition(Partition):
 
     def find_function_stages(self) -> dict[Any, list[int | None]]:
         """Return the stages of the operations between units, by function."""
-        return _find_function_stages(self.summary.assignment)
+        return self._map_functions(self.summary.assignment)
 
     def run_unsplit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model."""
@@ -782,7 +782,22 @@ class TracedPartition(Partition):
             unit = assignment.trace.nodes[index].func.unit
             by_unit.setdefault(unit, []).append(assignment.node_stages[index])
         units = [(self.units[name], stages) for name, stages in by_unit.items()]
-        return units, _find_function_stages(assignment)
+        return units, self._map_functions(assignment)
+
+    def _map_functions(self, assignment: TraceAssignment) -> dict[Any, list[int | None]]:
+        """Return the stages of the operations between units, by function in the order of calls.
+
+        On one device, only those of functions that draw random numbers differ between stages.
+        """
+        nodes = list(enumerate(assignment.trace.nodes))
+        has_devices = len(set(self.devices.values())) > 1
+        functions = {node.func for _, node in nodes if node.uses_rng or has_devices}
+        function_stages: dict[Any, list[int | None]] = {}
+        for index, node in nodes:
+            if node.kind is not NodeKind.UNIT and node.func in functions:
+                stage = assignment.node_stages.get(index)
+                function_stages.setdefault(node.func, []).append(stage)
+        return function_stages
 
     def count_loss_targets(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return how many targets count in the model's own loss, or None if that is not known."""
@@ -826,16 +841,6 @@ class TracedMicrobatch:
         return ForwardRequest(
             self.compiled.programs, plain_leaves, positions, self.tree_spec, settings, destinations
         )
-
-
-def _find_function_stages(assignment: TraceAssignment) -> dict[Any, list[int | None]]:
-    """Return the stages of the operations between units, by function in the order of calls."""
-    function_stages: dict[Any, list[int | None]] = {}
-    for index, node in enumerate(assignment.trace.nodes):
-        if node.kind is not NodeKind.UNIT:
-            stage = assignment.node_stages.get(index)
-            function_stages.setdefault(node.func, []).append(stage)
-    return function_stages
 
 
 def _is_loss_summed(
