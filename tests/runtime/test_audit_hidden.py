@@ -317,7 +317,7 @@ class WithTable(nn.Module):
 def test_table_that_would_be_joined_as_rows_is_found(is_traced: bool) -> None:
     """Each micro-batch has three rows, and so has the weight."""
     model = WithTable() if is_traced else nn.Sequential(nn.Identity(), WithTable())
-    example = {"example": torch.ones(9, WIDTH).double(), "balance": "parameters"}
+    example: dict[str, Any] = {"example": torch.ones(9, WIDTH).double(), "balance": "parameters"}
     pipe = Pipe(model, 3, stages=2, devices=["cpu"] * 2, **(example if is_traced else {}))
     with pytest.raises(AuditError, match=r"the output\[1\] of shape \(3, 4\) has no rows"):
         pipe(torch.randn(9, WIDTH).double())
