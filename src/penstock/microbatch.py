@@ -458,8 +458,8 @@ def gather(
     (tensor([0., 0., 1.]), ['a', 'b'])
     """
     known_dims = dict(rows.output_dims)
-    if all(isinstance(output, Tensor) for output in outputs):
-        return _join_outputs(tuple(outputs), rows, known_dims.get(0))
+    if _are_tensors(outputs):
+        return _join_tensors(tuple(outputs), rows, known_dims.get(0))
     flat = [pytree.tree_flatten(output) for output in outputs]
     # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
@@ -474,15 +474,19 @@ def gather(
             leaves.append(known_leaves[index])
         elif key in joined and isinstance(joined[key], Tensor):
             leaves.append(joined[key])
-        else:
-            joined[key] = _join_outputs(column, rows, known_dims.get(index))
+        elif _are_tensors(column):
+            joined[key] = _join_tensors(column, rows, known_dims.get(index))
             leaves.append(joined[key])
+        else:
+            leaves.append(list(column))
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:
-    if not all(isinstance(value, Tensor) for value in outputs):
-        return list(outputs)
+def _are_tensors(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _join_tensors(outputs: tuple[Tensor, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:
     if known_dim is not None:
         return torch.cat(outputs, known_dim)
     if not rows.counts:  # the batch contained nothing to split, so there is one micro-batch

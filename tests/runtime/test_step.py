@@ -257,7 +257,7 @@ def test_step_timeline_matches_the_program(schedule: str, checkpoint: str, runti
 def test_timeline_spans_match_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake clock advances by one whenever it is read."""
     clock = count()
-    monkeypatch.setattr("penstock.device.device.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("penstock.device.device.perf_counter", lambda: float(next(clock)))
     seen: dict[str, float] = {}
 
     def look(action: str) -> None:

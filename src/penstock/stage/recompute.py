@@ -469,6 +469,8 @@ class RepeatCheck:
 
     def finish(self) -> None:
         """Read the numbers on devices, and raise if a recomputation differs from its forward."""
+        if not self._pairs:
+            return
         pairs, self._pairs = self._pairs, []
         for device in {pair.forward.device for pair in pairs}:
             on_device = [pair for pair in pairs if pair.forward.device == device]

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Any
 from weakref import ref
 
@@ -180,11 +181,16 @@ class StageRunner:
         self.peers: Sequence[ref[StageRunner]] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
-        # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
-        self._needs_context = bool(
-            not context.is_grad_mode_only or proxies is not None or self._split_cells
-        )
         self._behavior = stage.behavior_for(modules)
+        # Whether the layers cannot simply be called: see `_run_in_context`.
+        self._needs_context = bool(
+            not context.is_grad_mode_only
+            or proxies is not None
+            or self._split_cells
+            or self.may_draw_random
+            or self.may_draw_host_random
+            or self._behavior.uses_empty
+        )
         self._modules_with_buffers = [module for module in modules if module._buffers]
         # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
         # compared with earlier ones, and no proxy can hold their place until W.
@@ -214,8 +220,9 @@ class StageRunner:
         self._is_compared = bool(compares_all or (compares_all is False and is_new))
         self._is_observed = False
         # The outputs of the model that the loss of the last stage has taken.
-        self._model_outputs: list[Any] = getattr(stage.compute, "model_outputs", [])
-        self._has_loss = hasattr(stage.compute, "model_outputs")
+        model_outputs: list[Any] | None = getattr(stage.compute, "model_outputs", None)
+        self._has_loss = model_outputs is not None
+        self._model_outputs = [] if model_outputs is None else model_outputs
 
     @property
     def has_drawn(self) -> bool:
@@ -271,13 +278,21 @@ class StageRunner:
             # next stages that the outputs need no gradient.
             self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
             needs_grad = is_in_graph
-            self._record_parameter_versions()
+            if self._recompute_inputs:
+                self._parameter_versions = self._read_parameter_versions()
         if read_only:
             check_unchanged(read_only, before)
         output_payloads = build_payloads(outputs, needs_grad)
         if needs_grad is is_differentiable:
             self._exclude_detached(microbatch, output_payloads)
-        self._protect_outputs(output_payloads, outputs, read_only)
+        for tensors, _ in outputs.values():
+            for tensor in tensors:
+                # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a
+                # buffer, an input) or a view can be in memory that was there before. Without a
+                # graph every tensor is a leaf.
+                if read_only or tensor.is_leaf or tensor._is_view():
+                    self._protect_outputs(output_payloads, read_only)
+                    return output_payloads
         return output_payloads
 
     def _needs_backward(self, needs_grad: Iterable[Sequence[bool]]) -> bool:
@@ -285,10 +300,7 @@ class StageRunner:
         return bool(self.parameters) or any(map(any, needs_grad))
 
     def _protect_outputs(
-        self,
-        payloads: Mapping[int, Payload],
-        outputs: FlatValues,
-        read_only_payloads: Sequence[Payload],
+        self, payloads: Mapping[int, Payload], read_only_payloads: Sequence[Payload]
     ) -> None:
         """Mark outputs that the next stage must not change in place.
 
@@ -300,15 +312,10 @@ class StageRunner:
             if read_only_payloads
             else ()
         )
-        for dst, (tensors, _) in outputs.items():
-            for index, tensor in enumerate(tensors):
-                # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a
-                # buffer, an input) or a view can be in memory that was there before, and only these
-                # are looked up. Without a graph every tensor is a leaf.
-                if read_only_addresses or tensor.is_leaf or tensor._is_view():
-                    protect_shared_tensor(
-                        payloads[dst], index, self._storage_addresses, read_only_addresses
-                    )
+        stage_addresses = self._storage_addresses
+        for payload in payloads.values():
+            for index in range(len(payload.tensors)):
+                protect_shared_tensor(payload, index, stage_addresses, read_only_addresses)
 
     @cached_property
     def _storage_addresses(self) -> set[int]:
@@ -355,7 +362,7 @@ class StageRunner:
         compared = self._list_compared_outputs(outputs)
         for dst, products in saved.products.items():
             self.repeat_check.compare(microbatch, products, compared[dst])
-        self._record_parameter_versions()
+        self._parameter_versions = self._read_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
@@ -412,7 +419,7 @@ class StageRunner:
             with saved_tensors_hooks(lambda _: None, lambda kept: kept), torch.enable_grad():
                 graph, _ = self._rebuild_graph(microbatch, saved)
             self._pending_weight_grads.pop(microbatch, None)
-            self._record_parameter_versions()
+            self._parameter_versions = self._read_parameter_versions()
             detached = {
                 dst: tuple(
                     n for n, edge in enumerate(graph.roots[dst]) if edge is None and flags[n]
@@ -449,11 +456,6 @@ class StageRunner:
     def awaits_recompute(self, microbatch: int) -> bool:
         """Return whether the forward of a micro-batch has built no graph yet."""
         return microbatch in self._recompute_inputs
-
-    def _record_parameter_versions(self) -> None:
-        """Remember the versions of the parameters, if a recomputation will compare them."""
-        if self._recompute_inputs:
-            self._parameter_versions = self._read_parameter_versions()
 
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
         # Four times for each cell that is recomputed.
@@ -517,7 +519,8 @@ class StageRunner:
         attributes = snapshot_attributes(behavior.written_attributes or ())
         parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
-        self._is_observed = is_first
+        if is_first:
+            self._is_observed = self._needs_context = True
         with mark_checkpointing:
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         self._is_observed = False
@@ -561,9 +564,9 @@ class StageRunner:
             products,
         ), flat_outputs
 
-    def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, list[Tensor]]:
+    def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, Sequence[Tensor]]:
         """Return the outputs of the layers by destination: of the model, and not its loss."""
-        compared: dict[int, list[Tensor]] = {}
+        compared: dict[int, Sequence[Tensor]] = {}
         if self._is_compared:
             for dst, (tensors, _) in outputs.items():
                 compared[dst] = tensors
@@ -582,11 +585,7 @@ class StageRunner:
         inputs_need_grad: dict[int, tuple[bool, ...]] = {}
         for source, payload in input_payloads.items():
             inputs_need_grad[source] = payload.needs_grad
-            for tensor, need in zip(payload.tensors, payload.needs_grad, strict=True):
-                if need:
-                    assert tensor is not None
-                    inputs_with_grad.append(tensor)
-        graph_tensors: Sequence[Tensor] = inputs_with_grad
+            inputs_with_grad += compress(payload.tensors, payload.needs_grad)  # type: ignore[arg-type]
         inputs: tuple[TensorOrEdge, ...]
         received_grads = None
         if behavior.mutates_inputs is False or not inputs_with_grad:
@@ -595,14 +594,16 @@ class StageRunner:
             for tensor in inputs_with_grad:
                 tensor.requires_grad_()
             inputs = tuple(inputs_with_grad)
+            values = unpack_payloads(input_payloads)
         else:
             graph_tensors, inputs, received_grads = enter_graph(inputs_with_grad)
+            values = unpack_with_graph_inputs(input_payloads, graph_tensors)
         before = (
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
-        values = unpack_with_graph_inputs(input_payloads, graph_tensors)
-        is_first = not (behavior.uses_only_parameters or behavior.stays_in_stage)
-        versions = self._read_parameter_versions() if is_first else []
+        # Walking the graph is slow, so a stage is checked in one forward only.
+        is_checked = behavior.uses_only_parameters if self._is_tracked else behavior.stays_in_stage
+        versions = [] if is_checked else self._read_parameter_versions()
         try:
             outputs = flatten_outputs(self._run_layers(microbatch, values))
         except RuntimeError as error:
@@ -619,23 +620,26 @@ class StageRunner:
                 "leaves of a graph, which PyTorch does not let them change. Repeat the step: from "
                 "now on they get other tensors. Or change inputs in place always or never."
             ) from error
-        if is_first:
-            behavior.written_parameter = self._find_parameter_write(versions)
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
         for dst, (tensors, _) in outputs.items():
             roots[dst] = tuple(map(find_gradient_edge, tensors))
         graph = CellGraph(roots, inputs_need_grad, inputs, received_grads)
-        # Walking the graph is slow, so a stage is checked in one forward only.
-        if self._is_tracked and not behavior.uses_only_parameters:
-            graph.check_leaves_are_parameters(set(self._used_parameters()))
-            behavior.hides_parameters = graph.hides_parameters()
-            behavior.uses_only_parameters = True
-        elif not self._is_tracked and not behavior.stays_in_stage:
-            self._check_stays_in_stage(graph)
-            behavior.stays_in_stage = True
+        if not is_checked:
+            behavior.written_parameter = self._find_parameter_write(versions)
+            self._check_graph(graph)
         return graph, outputs
+
+    def _check_graph(self, graph: CellGraph) -> None:
+        """Raise if gradients would be lost in the graph, or would come from another stage."""
+        if self._is_tracked:
+            graph.check_leaves_are_parameters(set(self._used_parameters()))
+            self._behavior.hides_parameters = graph.hides_parameters()
+            self._behavior.uses_only_parameters = True
+        else:
+            self._check_stays_in_stage(graph)
+            self._behavior.stays_in_stage = True
 
     def _mutates_copies(self, microbatch: int, input_payloads: dict[int, Payload]) -> bool:
         """Return whether the layers run on copies of these inputs, and change them in place."""
@@ -685,12 +689,7 @@ class StageRunner:
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
-            if (
-                self._needs_context
-                or self.may_draw_random
-                or self.may_draw_host_random
-                or self._fills_empty
-            ):
+            if self._needs_context:
                 outputs = self._run_in_context(microbatch, values)
             else:
                 outputs = self.stage.compute(values)
@@ -805,11 +804,9 @@ class StageRunner:
             if self.collected_grads is None:
                 self._check_loss_requires_grad(graph, gradients)
                 return graph.backward_accumulate(gradients, retain_graph)
+            parameters = self.parameters if self._proxies is None else self._used_parameters()
             input_grads, parameter_grads = graph.backward_collect(
-                gradients,
-                self._used_parameters(),
-                retain_graph,
-                self._behavior.hides_parameters,
+                gradients, parameters, retain_graph, self._behavior.hides_parameters
             )
         except RuntimeError as error:
             write = self._behavior.written_parameter
@@ -895,13 +892,14 @@ class StageRunner:
         # addition, for example). The first sum allocates new memory, and only that is added to in
         # place.
         for index, gradient in enumerate(gradients):
-            total = totals[index]
-            if total is None:
+            if gradient is None:
+                continue
+            if index in self._owned_sums:
+                totals[index].add_(gradient)  # type: ignore[union-attr]
+            elif totals[index] is None:
                 totals[index] = gradient
-            elif gradient is not None and index in self._owned_sums:
-                total.add_(gradient)
-            elif gradient is not None:
-                totals[index] = total + gradient
+            else:
+                totals[index] = totals[index] + gradient
                 self._owned_sums.add(index)
 
     def clear(self) -> None:
