@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -83,7 +84,6 @@ from penstock.stage.recompute import (
     is_checkpointing,
     mark_checkpointing,
     mark_recomputing,
-    restore_attributes,
     restore_state,
     snapshot_attributes,
     snapshot_buffers,
@@ -197,7 +197,8 @@ class StageRunner:
         self._static_modules = [
             module for module in modules if module not in stage.resharding_modules
         ]
-        self._modules, self._training_flags = modules, [module.training for module in modules]
+        self._parameter_modules = [module for module in self._static_modules if module._parameters]
+        self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
         # Parameters with a hook on their accumulated gradient, which may be an optimizer's step.
@@ -339,7 +340,9 @@ class StageRunner:
         if self._hooked_parameters:
             self._check_not_stepped()
         self.has_recomputed = True
-        self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
+        inputs = self._copy_inputs(saved)
+        with self._restore_state(saved):
+            self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         for dst, excluded in saved.detached.items():
             if any(self._graphs[microbatch].roots[dst][index] for index in excluded):
                 raise RunError(
@@ -367,14 +370,12 @@ class StageRunner:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
 
-    def _rebuild_graph(
-        self, microbatch: int, saved: _RecomputeInputs
-    ) -> tuple[CellGraph, FlatValues]:
-        """Run the layers again, from the state that the forward found."""
+    def _copy_inputs(self, saved: _RecomputeInputs) -> dict[int, Payload]:
+        """Return inputs for another run of the layers. Raise if anything has changed since."""
         # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
         # make the gradients wrong, so their version counters are compared.
         same_inputs = payload_versions(saved.payloads.values()) == saved.payload_versions
-        same_buffers = not find_changed(saved.unwritten_buffers)
+        same_buffers = not (saved.unwritten_buffers and find_changed(saved.unwritten_buffers))
         if not (
             same_inputs
             and same_buffers
@@ -389,10 +390,19 @@ class StageRunner:
         # The cell may be recomputed again, so a stage that changes its inputs in place gets copies.
         # Other stages get new leaves, without the hooks that a recomputation has put on the old.
         copy_tensor = Tensor.clone if self._behavior.mutates_inputs else Tensor.detach
-        inputs = {source: p.map_tensors(copy_tensor) for source, p in saved.payloads.items()}
-        state = restore_state(self._modules, self._training_flags, saved.written_buffers)
-        with mark_recomputing, state, restore_attributes(saved.attributes):
-            return self._build_graph(microbatch, inputs)
+        inputs = {}
+        for source, payload in saved.payloads.items():
+            inputs[source] = payload.map_tensors(copy_tensor)
+        return inputs
+
+    def _restore_state(self, saved: _RecomputeInputs) -> AbstractContextManager[None]:
+        """Let the layers find the state that their forward found, and undo what they change."""
+        has_flags = list(map(_get_training, self._modules)) == self._training_flags
+        if has_flags and not self._modules_with_buffers and not saved.attributes:
+            return mark_recomputing
+        return restore_state(
+            self._modules, self._training_flags, saved.written_buffers, saved.attributes
+        )
 
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
@@ -417,7 +427,9 @@ class StageRunner:
         if detached is None:
             # Nothing is kept for a backward, so the memory is that of a forward without a graph.
             with saved_tensors_hooks(lambda _: None, lambda kept: kept), torch.enable_grad():
-                graph, _ = self._rebuild_graph(microbatch, saved)
+                inputs = self._copy_inputs(saved)
+                with self._restore_state(saved):
+                    graph, _ = self._build_graph(microbatch, inputs)
             self._pending_weight_grads.pop(microbatch, None)
             self._parameter_versions = self._read_parameter_versions()
             detached = {
@@ -460,7 +472,7 @@ class StageRunner:
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
         # Four times for each cell that is recomputed.
         versions = []
-        for module in self._static_modules:
+        for module in self._parameter_modules:
             for p in module._parameters.values():
                 if p is not None:
                     versions.append((p.data_ptr(), p._version))
@@ -512,11 +524,12 @@ class StageRunner:
         originals = (
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
-        buffers = snapshot_buffers(self._modules_with_buffers)
+        buffers = snapshot_buffers(modules) if (modules := self._modules_with_buffers) else []
         is_first = behavior.written_attributes is None  # it is not yet known what it sets
         watch = AttributeWatch(self._modules) if is_first else None
         notes = self._note_parameters() if is_first else []
-        attributes = snapshot_attributes(behavior.written_attributes or ())
+        known_attributes = behavior.written_attributes
+        attributes = snapshot_attributes(known_attributes) if known_attributes else []
         parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
         if is_first:
@@ -908,6 +921,9 @@ class StageRunner:
         self._recompute_inputs.clear()
         self._pending_weight_grads.clear()
         self.collected_grads = None
+
+
+_get_training: Callable[[nn.Module], bool] = attrgetter("training")
 
 
 def _copy_leaf(tensor: Tensor) -> Tensor:
