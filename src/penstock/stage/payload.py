@@ -295,17 +295,25 @@ def flatten_outputs(values: NeighborValues) -> FlatValues:
     return flat_values
 
 
-def build_payloads(outputs: FlatValues, needs_grad: Callable[[Tensor], bool]) -> dict[int, Payload]:
-    """Return the payloads for each destination; `needs_grad` says which tensors get a gradient."""
-    payloads, tensor_count = {}, 0
+def build_payloads(
+    outputs: FlatValues, needs_grad: Callable[[Tensor], bool]
+) -> tuple[dict[int, Payload], bool]:
+    """Return the payloads for each destination; `needs_grad` says which tensors get a gradient.
+
+    Also return whether a tensor may be in memory that was there before the forward.
+    """
+    payloads, tensor_count, may_alias = {}, 0, False
     for dst, (tensors, layout) in outputs.items():
         detached = tuple(map(Tensor.detach, tensors))
-        for tensor in detached:
+        for tensor in tensors:
+            tensor_count += 1
             if type(tensor) is not Tensor:
                 detached = tuple(map(wait_for_collective, detached))
-                break
+            # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a buffer,
+            # an input) or a view has perhaps not. Without a graph every tensor is a leaf.
+            if tensor.is_leaf or tensor._is_view():
+                may_alias = True
         payloads[dst] = Payload(detached, layout, tuple(map(needs_grad, tensors)))
-        tensor_count += len(tensors)
     if tensor_count > 1:
         mark_shared(payloads.values())
-    return payloads
+    return payloads, may_alias

@@ -67,6 +67,7 @@ from penstock.stage.payload import (
     payload_versions,
     protect_shared_tensor,
     storage_addresses,
+    unflatten_values,
     unpack_payloads,
     unpack_with_graph_inputs,
 )
@@ -283,17 +284,11 @@ class StageRunner:
                 self._parameter_versions = self._read_parameter_versions()
         if read_only:
             check_unchanged(read_only, before)
-        output_payloads = build_payloads(outputs, needs_grad)
+        output_payloads, may_alias = build_payloads(outputs, needs_grad)
         if needs_grad is is_differentiable:
             self._exclude_detached(microbatch, output_payloads)
-        for tensors, _ in outputs.values():
-            for tensor in tensors:
-                # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a
-                # buffer, an input) or a view can be in memory that was there before. Without a
-                # graph every tensor is a leaf.
-                if read_only or tensor.is_leaf or tensor._is_view():
-                    self._protect_outputs(output_payloads, read_only)
-                    return output_payloads
+        if may_alias or read_only:
+            self._protect_outputs(output_payloads, read_only)
         return output_payloads
 
     def _needs_backward(self, needs_grad: Iterable[Sequence[bool]]) -> bool:
@@ -368,7 +363,7 @@ class StageRunner:
         self._parameter_versions = self._read_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
-        return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
+        return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)[0]
 
     def _copy_inputs(self, saved: _RecomputeInputs) -> dict[int, Payload]:
         """Return inputs for another run of the layers. Raise if anything has changed since."""
@@ -596,9 +591,13 @@ class StageRunner:
         behavior = self._behavior
         inputs_with_grad: list[Tensor] = []
         inputs_need_grad: dict[int, tuple[bool, ...]] = {}
+        values: NeighborValues = {}
         for source, payload in input_payloads.items():
-            inputs_need_grad[source] = payload.needs_grad
-            inputs_with_grad += compress(payload.tensors, payload.needs_grad)  # type: ignore[arg-type]
+            tensors, layout, needs_grad = payload.tensors, payload.layout, payload.needs_grad
+            inputs_need_grad[source] = needs_grad
+            inputs_with_grad += compress(tensors, needs_grad)  # type: ignore[arg-type]
+            # As `unpack_payloads` does, in the same loop.
+            values[source] = tensors if layout is None else unflatten_values(tensors, layout)  # type: ignore[arg-type]
         inputs: tuple[TensorOrEdge, ...]
         received_grads = None
         if behavior.mutates_inputs is False or not inputs_with_grad:
@@ -607,7 +606,6 @@ class StageRunner:
             for tensor in inputs_with_grad:
                 tensor.requires_grad_()
             inputs = tuple(inputs_with_grad)
-            values = unpack_payloads(input_payloads)
         else:
             graph_tensors, inputs, received_grads = enter_graph(inputs_with_grad)
             values = unpack_with_graph_inputs(input_payloads, graph_tensors)
@@ -636,8 +634,8 @@ class StageRunner:
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
-        for dst, (tensors, _) in outputs.items():
-            roots[dst] = tuple(map(find_gradient_edge, tensors))
+        for dst, flat in outputs.items():
+            roots[dst] = tuple(map(find_gradient_edge, flat[0]))
         graph = CellGraph(roots, inputs_need_grad, inputs, received_grads)
         if not is_checked:
             behavior.written_parameter = self._find_parameter_write(versions)
