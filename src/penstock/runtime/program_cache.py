@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from penstock.runtime.worker import BoundAction, bind_lane
 from penstock.schedules.ir import (
+    OP_RULES,
     Action,
     Compute,
-    Op,
     Program,
     Schedule,
     StageGraph,
@@ -45,7 +45,7 @@ class Phase(NamedTuple):
     lanes: tuple[tuple[BoundAction, ...], ...]
     # the actions of all ranks, with their ranks, in an order in which one thread can run them
     execution_order: tuple[tuple[int, BoundAction], ...]
-    # whether layers run in it: it has forwards, or recomputations
+    # whether layers run in it, in forwards or recomputations, which keep activations
     runs_layers: bool = True
 
     def filter_actions(self, predicate: Callable[[Action], bool]) -> Phase:
@@ -55,7 +55,7 @@ class Phase(NamedTuple):
         return Phase(
             tuple(tuple(s for s in lane if predicate(s.action)) for lane in self.lanes),
             order,
-            any(action.op in (Op.F, Op.R) for action in computes),
+            any(OP_RULES[action.op].keeps for action in computes),
         )
 
 
