@@ -903,14 +903,13 @@ class StageRunner:
         # addition, for example). The first sum allocates new memory, and only that is added to in
         # place.
         for index, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if index in self._owned_sums:
-                totals[index].add_(gradient)  # type: ignore[union-attr]
-            elif totals[index] is None:
+            total = totals[index]
+            if total is None:
                 totals[index] = gradient
-            else:
-                totals[index] = totals[index] + gradient
+            elif gradient is not None and index in self._owned_sums:
+                total.add_(gradient)
+            elif gradient is not None:
+                totals[index] = total + gradient
                 self._owned_sums.add(index)
 
     def clear(self) -> None:

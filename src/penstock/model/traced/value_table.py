@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,8 @@ def _name_tensors(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
         if module in seen:
             continue
         seen.add(module)
-        for table, tensors in zip(names, (module._parameters, module._buffers), strict=True):
+        members: tuple[Mapping[str, Tensor | None], ...] = module._parameters, module._buffers
+        for table, tensors in zip(names, members, strict=True):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     table.setdefault(id(tensor), prefix + name)
