@@ -266,3 +266,29 @@ def test_retain_graph_keeps_saved_tensors_until_the_last_backward() -> None:
         assert [mark() is None for mark in marks] == [False, False]
         loss.backward()
         assert [mark() is None for mark in marks] == [True, True]
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        torch.rand(1)
+        return gradient
+
+
+def test_draws_of_a_backward_do_not_make_a_stage_a_stage_that_draws() -> None:
+    """Only forwards and recomputations have random numbers of their own."""
+
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = DrawsInBackward.apply(super().forward(x))
+            return out
+
+    pipe = Pipe(nn.Sequential(Noisy(2, 2)), 2, "never", devices=["cpu"], audit="off")
+    for _ in range(2):
+        pipe(torch.ones(4, 2)).sum().backward()
+    (stage,) = pipe._placed_partition.partition.stages
+    assert [behavior.draws_random for behavior in stage._behaviors.values()] == [False]

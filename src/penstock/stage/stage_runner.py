@@ -393,7 +393,8 @@ class StageRunner:
     def _restore_state(self, saved: _RecomputeInputs) -> AbstractContextManager[None]:
         """Let the layers find the state that their forward found, and undo what they change."""
         has_flags = list(map(_get_training, self._modules)) == self._training_flags
-        if has_flags and not self._modules_with_buffers and not saved.attributes:
+        has_buffers = any(map(_get_buffers, self._modules))  # a forward may register one
+        if has_flags and not has_buffers and not saved.attributes:
             return mark_recomputing
         return restore_state(
             self._modules, self._training_flags, saved.written_buffers, saved.attributes
@@ -921,6 +922,7 @@ class StageRunner:
 
 
 _get_training: Callable[[nn.Module], bool] = attrgetter("training")
+_get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
 def _copy_leaf(tensor: Tensor) -> Tensor:
