@@ -66,7 +66,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(value)
 
 
-_LEAF_SPEC = pytree.tree_structure(None)
+_LEAF_SPEC = pytree.tree_structure(0)
 
 
 def unflatten(leaves: list[Any], tree_spec: pytree.TreeSpec) -> Any:
