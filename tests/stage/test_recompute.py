@@ -484,6 +484,8 @@ def test_output_that_is_no_longer_detached_is_refused() -> None:
 class CountsInLateBuffer(nn.Module):
     """A layer that registers its counter in its first forward, and replaces it in each."""
 
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -491,8 +493,9 @@ class CountsInLateBuffer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if "count" not in self._buffers:
             self.register_buffer("count", torch.zeros(()))
-        self.count = self._buffers["count"] + 1
-        return self.linear(x)
+        self.count = self.count + 1
+        out: Tensor = self.linear(x)
+        return out
 
 
 def test_buffer_registered_in_the_first_forward_is_put_back_after_recomputations() -> None:
