@@ -556,8 +556,8 @@ def gather(
     (tensor([0., 0., 1.]), ['a', 'b'])
     """
     known_dims = dict(rows.output_dims)
-    if all(isinstance(output, Tensor) for output in outputs):
-        return _join_outputs(tuple(outputs), rows, known_dims.get(0))
+    if _are_tensors(outputs):
+        return _join_tensors(tuple(outputs), rows, known_dims.get(0))
     flat = [pytree.tree_flatten(output) for output in outputs]
     # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
@@ -575,9 +575,11 @@ def gather(
             leaves.append(None)
         elif key in joined and isinstance(joined[key], Tensor):
             leaves.append(joined[key])
-        else:
-            joined[key] = _join_outputs(column, rows, known_dims.get(index))
+        elif _are_tensors(column):
+            joined[key] = _join_tensors(column, rows, known_dims.get(index))
             leaves.append(joined[key])
+        else:
+            leaves.append(list(column))
     for index, base in views.items():
         key = tuple(map(id, columns[index]))
         if key not in joined:
@@ -658,16 +660,18 @@ def _build_output_view(
     """Return the view of a joined output that each tensor of a column is of its base."""
     first, base = column[0], bases[0]
     if not isinstance(joined, Tensor) or joined.stride() != base.stride():
-        return _join_outputs(column, rows, None)
+        return _join_tensors(column, rows, None)
     whole = joined if first.requires_grad or not joined.requires_grad else joined.detach()
     size = len(first) // len(base) * len(joined), *first.shape[1:]
     offset = first.storage_offset() - base.storage_offset() + joined.storage_offset()
     return whole.as_strided(size, first.stride(), offset)
 
 
-def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:
-    if not all(isinstance(value, Tensor) for value in outputs):
-        return list(outputs)
+def _are_tensors(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _join_tensors(outputs: tuple[Tensor, ...], rows: MicrobatchRows, known_dim: int | None) -> Any:
     if known_dim is not None:
         return torch.cat(outputs, known_dim)
     if not rows.counts:  # the batch contained nothing to split, so there is one micro-batch

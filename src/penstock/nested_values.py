@@ -46,8 +46,14 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
     Dataclasses that contain tensors are registered as pytree nodes when they are first seen.
     """
+    if isinstance(value, Tensor):  # most outputs of operations and units
+        return [value], _LEAF_SPEC
     leaves, spec = pytree.tree_flatten(value)
-    dataclass_types = {type(leaf) for leaf in leaves if _is_tensor_dataclass(leaf)}
+    dataclass_types = {
+        type(leaf)
+        for leaf in leaves
+        if type(leaf) not in _LEAF_TYPES and _is_tensor_dataclass(leaf)
+    }
     if not dataclass_types:
         return leaves, spec
     for dataclass_type in dataclass_types:
@@ -58,6 +64,9 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
             flatten_with_keys_fn=_flatten_dataclass_with_keys,
         )
     return flatten(value)
+
+
+_LEAF_SPEC = pytree.tree_structure(0)
 
 
 def unflatten(leaves: list[Any], tree_spec: pytree.TreeSpec) -> Any:

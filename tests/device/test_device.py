@@ -211,7 +211,9 @@ def test_measured_timeline_is_ordered_and_complete() -> None:
     )
 
 
-def test_cpu_takes_two_timestamps_per_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cpu_timestamps_per_compute(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is alone in its thread begins an action where the last one ended."""
     calls: list[float] = []
     now = Cpu.record_timestamp
 
@@ -221,12 +223,12 @@ def test_cpu_takes_two_timestamps_per_compute(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Cpu, "record_timestamp", counted)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipe = Pipe(layers, 2, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss, runtime="inline")
+    pipe = Pipe(layers, 2, stages=2, devices=["cpu"] * ranks, loss_fn=mse_loss, runtime="inline")
     x: Tensor = torch.randn(4, 4)
     result = pipe.step(x, target=x)
     actions = [action for lane in result.timeline.program.lanes for action in lane]
     computes = sum(isinstance(action, Compute) for action in actions)
-    assert len(calls) == 1 + 2 * computes
+    assert len(calls) == 1 + (2 * computes if ranks > 1 else 1 + computes)
 
 
 # ---- streams ------------------------------------------------------------------------------

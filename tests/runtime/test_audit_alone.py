@@ -33,7 +33,7 @@ from penstock.model.traced.traced_partition import TracedPartition
 from penstock.model.traced.tracer import Tracer
 from penstock.runtime import autograd_call, step
 from penstock.stage import loss as loss_module
-from penstock.stage import recompute, stage_runner, weight_grad
+from penstock.stage import recompute, weight_grad
 from penstock.stage.caller_context import CallerContext
 from penstock.stage.recompute import RepeatCheck
 from penstock.stage.stage import OUTSIDE
@@ -573,7 +573,7 @@ class Counts(nn.Module):
 
 def attributes_not_restored(patch: pytest.MonkeyPatch) -> None:
     """Let a recomputation change the Python attributes of layers."""
-    patch.setattr(stage_runner, "restore_attributes", lambda snapshots: nullcontext())
+    patch.setattr(recompute, "_restore_attributes", lambda snapshots: nullcontext())
 
 
 class Detaches(nn.Module):

@@ -296,3 +296,29 @@ def test_outputs_that_share_memory_are_changed_in_place(
         results.append(loss.detach())
     assert torch.allclose(results[0], results[1], rtol=1e-12)
     assert not trains or same_gradients(pipe, model)
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.rand(1)
+        return gradient
+
+
+def test_draws_of_a_backward_do_not_make_a_stage_a_stage_that_draws() -> None:
+    """Only forwards and recomputations have random numbers of their own."""
+
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = DrawsInBackward.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return out
+
+    pipe = Pipe(nn.Sequential(Noisy(2, 2)), 2, "never", devices=["cpu"], audit="off")
+    for _ in range(2):
+        pipe(torch.ones(4, 2)).sum().backward()
+    (stage,) = pipe._placed_partition.partition.stages
+    assert [behavior.draws_random for behavior in stage._behaviors.values()] == [False]

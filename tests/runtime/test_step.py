@@ -257,7 +257,7 @@ def test_step_timeline_matches_the_program(schedule: str, checkpoint: str, runti
 def test_timeline_spans_match_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake clock advances by one whenever it is read."""
     clock = count()
-    monkeypatch.setattr("penstock.device.device.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("penstock.device.device.perf_counter", lambda: float(next(clock)))
     seen: dict[str, float] = {}
 
     def look(action: str) -> None:
@@ -314,7 +314,8 @@ def test_step_result_repr_shows_the_loss() -> None:
     assert result.timeline is result.timeline
 
 
-def test_later_step_visits_few_modules_and_reaches_layers_in_few_frames() -> None:
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_later_step_visits_few_modules_and_reaches_layers_in_few_frames(checkpoint: str) -> None:
     package = str(Path(penstock.__file__).parent)
     visited, depths = set[str](), list[int]()
 
@@ -328,7 +329,7 @@ def test_later_step_visits_few_modules_and_reaches_layers_in_few_frames() -> Non
     pipe = Pipe(
         layers,
         chunks=2,
-        checkpoint="never",
+        checkpoint=checkpoint,
         stages=2,
         devices=["cpu", "cpu"],
         runtime="inline",

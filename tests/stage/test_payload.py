@@ -43,7 +43,7 @@ def test_flatten_and_unflatten_values_round_trip(
 
 
 def test_flatten_values_of_a_single_tensor_has_no_layout() -> None:
-    assert flatten_values((A,)) == ([A], None)
+    assert flatten_values((A,)) == ((A,), None)
     assert unflatten_values([B], None) == (B,)
 
 

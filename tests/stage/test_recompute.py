@@ -479,3 +479,28 @@ def test_output_that_is_no_longer_detached_is_refused() -> None:
     Sometimes.detaches = False
     with pytest.raises(RunError, match="needs a gradient in their recomputation, but did not"):
         pipe.step(torch.ones(4, 4), loss_fn=torch.mean)
+
+
+class CountsInLateBuffer(nn.Module):
+    """A layer that registers its counter in its first forward, and replaces it in each."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "count" not in self._buffers:
+            self.register_buffer("count", torch.zeros(()))
+        self.count = self.count + 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_buffer_registered_in_the_first_forward_is_put_back_after_recomputations() -> None:
+    layer = CountsInLateBuffer()
+    model = nn.Sequential(layer, nn.Linear(2, 2))
+    pipe = Pipe(model, 4, "always", stages=2, devices=["cpu"], loss_fn=torch.sum, audit="off")
+    pipe.step(torch.ones(4, 2))
+    assert float(layer.count) == 4

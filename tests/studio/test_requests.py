@@ -126,6 +126,14 @@ def test_action_names_its_messages_and_their_other_ends() -> None:
     )
 
 
+def test_action_of_an_op_without_a_sentence_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.studio.requests._VERBS", {})
+    found = ask(
+        "action", setting={"schedule": "gpipe", "ranks": 1, "chunks": 1}, rank=0, position=0
+    )
+    assert found["sentence"] == "Rank 0 runs 'forward' of stage 0 on micro-batch 0."
+
+
 def test_lesson_tells_every_action_in_order_of_time() -> None:
     steps = ask("lesson", setting={"schedule": "zb-h1", "ranks": 2, "chunks": 2})["steps"]
     assert len(steps) == 12

@@ -23,10 +23,10 @@ on one accelerator, share its memory, and nothing is copied.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from time import perf_counter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -208,11 +208,11 @@ class Cpu:
 
     def record_timestamp(self, previous: Timestamp | None = None) -> float:
         """Return the time of the host's clock."""
-        return time.perf_counter()
+        return perf_counter()
 
     def record_send_end(self, start: Timestamp) -> float:
         """Return the time of the host's clock."""
-        return time.perf_counter()
+        return perf_counter()
 
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
         """Do nothing: the timestamps are numbers."""
@@ -257,7 +257,7 @@ class EagerAccelerator(Cpu):
     def record_timestamp(self, previous: Timestamp | None = None) -> float:
         """Wait for the device, and return the time of the host's clock."""
         synchronize(self.device)
-        return time.perf_counter()
+        return perf_counter()
 
     def record_send_end(self, start: Timestamp) -> float:
         """Wait for the device, and return the time of the host's clock."""

@@ -11,13 +11,15 @@ The module, its `training_step` and its loss stay as they are. With the older pa
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.parallel import ParallelStrategy as _FabricParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
-from penstock.integrations.lightning_strategy import FabricStrategyMixin, TrainerStrategyMixin
+from penstock.integrations.lightning_strategy import (
+    FabricStrategyMixin,
+    TrainerStrategyMixin,
+    register_strategy,
+)
 
 
 class PenstockStrategy(TrainerStrategyMixin, ParallelStrategy):  # type: ignore[misc]
@@ -76,10 +78,5 @@ class PenstockFabricStrategy(FabricStrategyMixin, _FabricParallelStrategy):  # t
     """
 
 
-def _register(registry: Any, strategy: type) -> None:
-    if "penstock" not in registry:
-        registry.register("penstock", strategy, description="pipeline parallelism with Penstock")
-
-
-_register(StrategyRegistry, PenstockStrategy)
-_register(STRATEGY_REGISTRY, PenstockFabricStrategy)
+register_strategy(StrategyRegistry, PenstockStrategy)
+register_strategy(STRATEGY_REGISTRY, PenstockFabricStrategy)

@@ -215,22 +215,20 @@ class SequentialStage:
         self, inputs_by_source: Mapping[int, tuple[Any, ...]]
     ) -> dict[int, tuple[Any, ...]]:
         """Run the stage."""
-        main = inputs_by_source[self.previous_stage]
+        values = inputs_by_source[self.previous_stage]
         side: dict[str, Any] = {}
         from_outside = inputs_by_source.get(OUTSIDE)
         if from_outside and isinstance(from_outside[-1], SideInputs):
             side = from_outside[-1].values
-            main = from_outside[:-1] if self.previous_stage == OUTSIDE else main
+            values = from_outside[:-1] if self.previous_stage == OUTSIDE else values
         if self.incoming_skip_counts:
-            values = main if self.previous_stage == OUTSIDE else main[:1]
+            values = values if self.previous_stage == OUTSIDE else values[:1]
             for source in self.incoming_skip_counts:
                 values += (
                     inputs_by_source[source][1:]
                     if source == self.previous_stage
                     else inputs_by_source[source]
                 )
-        else:
-            values = main
         shared_state = self.shared_state
         state = None if shared_state is None else shared_state.take_snapshot()
         if self.forward_fn is None and not side:

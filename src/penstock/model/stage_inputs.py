@@ -12,9 +12,9 @@ Each tensor goes straight to the device of the stage that uses it, not from stag
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from penstock.stage.loss import (
     find_loss_tensor,
     has_weighted_loss,
 )
-from penstock.stage.payload import Payload, flatten_values
+from penstock.stage.payload import Payload, flatten_values, is_in_graph
 from penstock.torch_compat import pytree
 
 # For each stage, the input values of each micro-batch.
@@ -130,8 +130,8 @@ class StageInputs:
 
         If the output contains the model's own loss, that is averaged; all else is concatenated.
         """
-        losses = [find_loss_tensor(output) for output in outputs]
-        if not self.loss_shares or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
+        losses = [find_loss_tensor(output) for output in outputs] if self.loss_shares else []
+        if not losses or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
             return gather(outputs, self.rows)
         if has_weighted_loss(outputs[0]):
             raise RunError(
@@ -205,13 +205,16 @@ def _weight_loss(loss: Tensor, share: float | Tensor) -> Tensor:
 # ---- the inputs as payloads of cells -------------------------------------------------------------
 
 
-def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, list[Tensor]]:
+def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, Sequence[Tensor]]:
     """Return the caller's tensors that enter each cell."""
     return {
         (stage, microbatch): flatten_values(values)[0]
         for stage, batches in inputs_by_stage.items()
         for microbatch, values in enumerate(batches)
     }
+
+
+_get_data: Callable[[Tensor], Tensor] = attrgetter("data")
 
 
 def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
@@ -225,18 +228,20 @@ def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
         for stage, batches in inputs_by_stage.items()
         for microbatch, values in enumerate(batches)
     }
-    use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
+    seen_ids: set[int] = set()
+    repeated_ids: set[int] = set()
+    for tensors, _ in flattened.values():
+        for tensor in tensors:
+            (repeated_ids if id(tensor) in seen_ids else seen_ids).add(id(tensor))
     # `.data` shares the memory but has a version counter of its own, which starts at 0. So
     # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
     payloads: dict[Cell, Payload] = {}
     for cell, (tensors, layout) in flattened.items():
-        payloads[cell] = payload = Payload(
-            tuple([tensor.data for tensor in tensors]),
-            layout,
-            tuple([tensor.requires_grad for tensor in tensors]),
-        )
+        needs_grad = tuple(map(is_in_graph, tensors))
+        payload = Payload(tuple(map(_get_data, tensors)), layout, needs_grad)
+        payloads[cell] = payload
         for index, tensor in enumerate(tensors):
-            if tensor.requires_grad or use_counts[id(tensor)] > 1:
+            if needs_grad[index] or id(tensor) in repeated_ids:
                 payload.shared |= {index}
     return payloads
 

@@ -15,7 +15,7 @@ from penstock.planning.stage_costs import StageCosts
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
 from penstock.schedules.families.common import group_stages
-from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, produces
+from penstock.schedules.ir import OP_RULES, Compute, Op, Schedule, StageGraph, consumes, produces
 from penstock.schedules.lowering import recompute
 from penstock.schedules.verify import require_sound
 
@@ -118,9 +118,9 @@ class ScheduleTimer:
             seconds if flag else 0.0
             for seconds, flag in zip(cost.R or cost.F, recomputed, strict=True)
         ]
-        columns = {Op.F: cost.F, Op.I: cost.I, Op.W: cost.W, Op.R: again}
-        columns[Op.B] = tuple(map(sum, zip(cost.I, cost.W, strict=True)))
-        return list(chain.from_iterable(columns[op] for op in _OPS))
+        columns = {"F": cost.F, "I": cost.I, "W": cost.W, "R": again}
+        by_op = ([columns[name] for name in OP_RULES[op].cost] for op in _OPS)
+        return [sum(parts) for parts_by_op in by_op for parts in zip(*parts_by_op, strict=True)]
 
     def _delays(self, costs: StageCosts) -> list[float]:
         """Return the seconds of a message over each link."""

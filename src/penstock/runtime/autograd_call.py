@@ -170,9 +170,12 @@ class AutogradCall:
                 )
 
 
-def _split_by_sizes(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    iterator = iter(items)
-    return [[next(iterator) for _ in range(size)] for size in sizes]
+def _split_by_sizes(items: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(items[start : start + size])
+        start += size
+    return pieces
 
 
 class PipeFunction(torch.autograd.Function):

@@ -216,21 +216,26 @@ class Execution:
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
         """Run a phase. With `retain_graph`, the backwards keep what a further one would need."""
-        with self.ordered_with_caller(retain_graph):
+        with self.ordered_with_caller(retain_graph, phase.runs_layers):
             self.executor.execute(self.workers, phase, self.context)
 
     @contextmanager
-    def ordered_with_caller(self, retain_graph: bool = False) -> Iterator[None]:
-        """Run lanes in the context, in order with what the caller queues before and after it."""
+    def ordered_with_caller(
+        self, retain_graph: bool = False, runs_layers: bool = True
+    ) -> Iterator[None]:
+        """Run lanes in the context, in order with what the caller queues before and after it.
+
+        Only where layers run, a layer may draw random numbers that were not expected.
+        """
         streams = CallerStreams()
         devices = list(self._devices.values())
         for worker in self.workers:
-            worker.retain_graph = retain_graph
+            worker.retain_graph, worker.last_end = retain_graph, None
             worker.device.wait_for_caller(streams)
         if not self.time_origins:
             self.time_origins = _record_time_origins(devices)
         states_before = []
-        if self._rng_policy.detect_outside_rng_use:
+        if runs_layers and self._rng_policy.detect_outside_rng_use:
             states_before = read_rng_states(device.device for device in devices)
         try:
             yield

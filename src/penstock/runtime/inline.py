@@ -49,6 +49,8 @@ class InlineExecutor:
         needs_contexts = self._action_context is not _no_context or any(
             worker.device.has_streams or worker.device.device.type != "cpu" for worker in workers
         )
+        for worker in workers:
+            worker.shares_thread = len(workers) > 1
         with use_worker_thread_settings(context):
             for rank, bound_action in phase.execution_order:
                 worker = workers[rank]

@@ -15,7 +15,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.runtime.worker import BoundAction, bind_lane
-from penstock.schedules.ir import Action, Program, Schedule, StageGraph, is_forward
+from penstock.schedules.ir import (
+    OP_RULES,
+    Action,
+    Compute,
+    Program,
+    Schedule,
+    StageGraph,
+    is_forward,
+)
 from penstock.schedules.lowering import (
     RecomputeTable,
     forwards_first,
@@ -37,12 +45,17 @@ class Phase(NamedTuple):
     lanes: tuple[tuple[BoundAction, ...], ...]
     # the actions of all ranks, with their ranks, in an order in which one thread can run them
     execution_order: tuple[tuple[int, BoundAction], ...]
+    # whether layers run in it, in forwards or recomputations, which keep activations
+    runs_layers: bool = True
 
     def filter_actions(self, predicate: Callable[[Action], bool]) -> Phase:
         """Return a phase with the actions that fulfil the predicate."""
+        order = tuple((rank, s) for rank, s in self.execution_order if predicate(s.action))
+        computes = (s.action for _, s in order if isinstance(s.action, Compute))
         return Phase(
             tuple(tuple(s for s in lane if predicate(s.action)) for lane in self.lanes),
-            tuple((rank, s) for rank, s in self.execution_order if predicate(s.action)),
+            order,
+            any(OP_RULES[action.op].keeps for action in computes),
         )
 
 

@@ -128,7 +128,7 @@ class ThreadExecutor:
         forward_lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._pool = pool
-        self._forward_lock = forward_lock or nullcontext()
+        self._forward_lock = forward_lock
         self._mailboxes = Mailboxes(devices, placement)
 
     def endpoint(self, rank: int) -> Transport:
@@ -137,8 +137,9 @@ class ThreadExecutor:
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Run all lanes at the same time. When one fails, the others stop."""
-        for worker in workers:
-            worker.forward_lock = self._forward_lock
+        if self._forward_lock is not None:
+            for worker in workers:
+                worker.forward_lock = self._forward_lock
         jobs = [
             partial(context.copy_variables().run, self._run_lane, worker, lane, context)
             for worker, lane in zip(workers, phase.lanes, strict=True)

@@ -13,7 +13,8 @@ Tensors that enter the pipe from the caller, or leave it, go through a `CellIO` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from threading import RLock
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -147,63 +148,70 @@ class Worker:
         self.rank, self.device = rank, device
         self.stage_runners = stage_runners
         self.timed_actions = TimedActionLog(device)
-        # The end of the last action, or None if the rank has waited for a message since.
-        self._last_end: Timestamp | None = None
+        # The end of the last action, or None if the rank has waited since: for a message, or for
+        # the caller.
+        self.last_end: Timestamp | None = None
+        self.shares_thread = False  # with other ranks, which run between two of its actions
         self._transport, self._cell_io = transport, cell_io
         # Payloads that wait for their Send, or for a stage of the same rank.
         self._ready_payloads: dict[Message, Payload] = {}
         self._posted_recvs: dict[Message, Callable[[], Payload]] = {}
         self.retain_graph = False
-        self.forward_lock: AbstractContextManager[object] = nullcontext()  # held by F and R
+        # Held by F and R. A lock of its own takes a fifth of the time of a null context.
+        self.forward_lock: AbstractContextManager[object] = RLock()
         self.observer: CellObserver | None = None
 
     def execute(self, bound_action: BoundAction) -> None:
         """Run one action and record its start and its end."""
-        _, action, consumed_messages, produced_messages = bound_action
+        # Attributes, because a named tuple is unpacked more slowly than a tuple.
+        action = bound_action.action
         if isinstance(action, Compute):
             # Waiting for messages comes before the start is recorded.
             received: dict[int, Payload] = {}
-            for message in consumed_messages:
-                received[message.src] = self._take_payload(message)
-            start = self.device.record_timestamp(self._last_end)
-            op, stage, microbatch = action
-            stage_runner = self.stage_runners[stage]
+            for message in bound_action.consumed_messages:
+                # A payload of a stage on the same rank was not sent.
+                payload = self._ready_payloads.pop(message, None)
+                received[message.src] = payload or self._receive(message)
+            start = self.last_end
+            if start is None or self.shares_thread or self.device.has_streams:
+                start = self.device.record_timestamp(start)
+            microbatch, stage_runner = action.microbatch, self.stage_runners[action.stage]
             try:
+                compute = _COMPUTATIONS[action.op]
                 if self.observer is None:
-                    payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                    payloads = compute(self, stage_runner, microbatch, received)
                 else:
                     with self.observer.take_turn(action):
                         self.observer.before_compute(stage_runner, action)
-                        payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                        payloads = compute(self, stage_runner, microbatch, received)
                         self.observer.after_compute(stage_runner, action, payloads)
             except BaseException as error:
                 # The error keeps its type and its traceback. The location is added as an
                 # attribute, for `RemoteError`, and as a note, for people.
                 layers, stage_label = stage_runner.stage.names, str(stage_runner.stage)
-                location = ErrorLocation(stage, layers, microbatch, str(action), stage_label)
+                location = ErrorLocation(action.stage, layers, microbatch, str(action), stage_label)
                 error.whereabouts = location  # type: ignore[attr-defined]
                 error.add_note(f"{location} on rank {self.rank} ({self.device!r})")
                 raise
-            for message in produced_messages:
+            for message in bound_action.produced_messages:
                 self._ready_payloads[message] = payloads[message.dst]
-            self._last_end = self.device.record_timestamp()
+            end = self.last_end = self.device.record_timestamp()
         elif isinstance(action, Send):
             # A send follows the last action at once, so that action's end serves as its start.
-            start = self.device.record_timestamp() if self._last_end is None else self._last_end
+            start = self.device.record_timestamp() if self.last_end is None else self.last_end
             self._transport.send(action.message, self._ready_payloads.pop(action.message))
-            self._last_end = self.device.record_send_end(start)
+            end = self.last_end = self.device.record_send_end(start)
         else:
             # Posting a receive takes no time that is worth showing in a timeline.
             self._posted_recvs[action.message] = self._transport.recv(action.message)
             return
-        self.timed_actions.append((bound_action, start, self._last_end))
+        self.timed_actions.append((bound_action, start, end))
 
-    def _take_payload(self, message: Message) -> Payload:
-        if message not in self._posted_recvs:  # both stages are on this rank: nothing was sent
-            return self._ready_payloads.pop(message)
+    def _receive(self, message: Message) -> Payload:
+        """Wait for a payload whose receive was posted."""
         # The rank may be idle until the message is there, so the next action needs a start of its
         # own: the end of the last one would count the wait as work.
-        self._last_end = None
+        self.last_end = None
         return self._posted_recvs.pop(message)()
 
     def _forward(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,15 +159,14 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@contextmanager
-def no_autocast() -> Iterator[None]:
+def no_autocast() -> AbstractContextManager[object]:
     """Turn autocast off for the duration of the context, as it is in a new thread.
 
     The runtime uses it for work that runs in the caller's own thread. `loss.backward()` may be
     called inside `with torch.autocast`, and gradients must not depend on that.
     """
-    with ExitStack() as stack:
-        for kind in list_autocast_types():
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    stack = ExitStack()
+    for kind in list_autocast_types():
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

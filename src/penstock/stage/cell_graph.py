@@ -104,7 +104,8 @@ def find_gradient_edge(tensor: Tensor) -> GradientEdge | None:
     if node is None:
         return get_gradient_edge(tensor)
     owner = _find_node_owner(tensor) if isinstance(node, PythonNode) else None
-    return GradientEdge(node, tensor.output_nr, owner)
+    # For each cell, so without the constructor of a named tuple, which is a Python function.
+    return tuple.__new__(GradientEdge, (node, tensor.output_nr, owner))
 
 
 def _find_node_owner(tensor: Tensor) -> Any:

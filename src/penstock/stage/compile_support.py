@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from inspect import unwrap
 from threading import Lock
@@ -76,12 +76,12 @@ def has_compiled_module(modules: Iterable[nn.Module]) -> bool:
     return is_dynamo_loaded() and any(map(is_compiled_by_dynamo, modules))
 
 
-def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
-    """Return a lock for forwards in threads if any of the modules is compiled, else a null context.
+def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[object] | None:
+    """Return a lock for forwards in threads if any of the modules is compiled, else None.
 
     The compiler caches its results with the code that it compiled, and layers of one class share
     their code. While one thread uses the cache, another thread may not find an entry that is there,
     and compiles again. After eight compilations (its recompile limit) the compiler gives up, and
     the code runs as written.
     """
-    return Lock() if has_compiled_module(modules) else nullcontext()
+    return Lock() if has_compiled_module(modules) else None

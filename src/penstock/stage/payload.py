@@ -65,19 +65,21 @@ class Payload:
 
 # ---- flattening --------------------------------------------------------------------------------
 
+FlatValue = tuple[Sequence[Tensor], PayloadLayout | None]  # the tensors of a value, and the rest
+
 
 def tensor_versions(tensors: Iterable[Tensor | None]) -> list[int]:
     """Return the version counters of the tensors. Inference tensors have none and are left out."""
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
-def flatten_values(values: tuple[Any, ...]) -> tuple[list[Tensor], PayloadLayout | None]:
+def flatten_values(values: tuple[Any, ...]) -> FlatValue:
     """Return the tensors in the values, each once and in order, and the layout around them.
 
     A single tensor has the layout None. Most stages send just that, so it is handled first.
     """
     if len(values) == 1 and isinstance(values[0], Tensor):
-        return [values[0]], None
+        return values, None
     leaves, spec = pytree.tree_flatten(values)
     tensors: list[Tensor] = []
     index_by_id: dict[int, int] = {}
@@ -224,28 +226,22 @@ def check_unchanged(read_only_payloads: Sequence[Payload], versions_before: Sequ
 # ---- values inside a cell, payloads outside ----------------------------------------------------
 
 NeighborValues = dict[int, tuple[Any, ...]]  # values by stage index of the neighbour
-FlatValues = dict[int, tuple[list[Tensor], PayloadLayout | None]]  # the same values, flattened
-
-
-def _detach(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, with memory of its own that can be sent."""
-    detached = tensor.detach()
-    return detached if type(detached) is Tensor else wait_for_collective(detached)
+FlatValues = dict[int, FlatValue]  # the same values, flattened
 
 
 def unpack_payloads(payloads: Mapping[int, Payload]) -> NeighborValues:
     """Return the values of the payloads by source stage."""
-    return {s: unflatten_values(p.tensors, p.layout) for s, p in payloads.items()}  # type: ignore[arg-type]
+    values: NeighborValues = {}
+    for source, payload in payloads.items():  # no comprehension, which is a call in Python 3.11
+        layout, tensors = payload.layout, payload.tensors
+        values[source] = tensors if layout is None else unflatten_values(tensors, layout)  # type: ignore[arg-type]
+    return values
 
 
 def unpack_with_graph_inputs(
     payloads: Mapping[int, Payload], graph_tensors: Sequence[Tensor]
 ) -> NeighborValues:
     """Return the values by source stage, with graph inputs for the tensors that need a gradient."""
-    if len(payloads) == 1:  # a single tensor from a single stage: the usual case
-        ((source, payload),) = payloads.items()
-        if payload.layout is None and graph_tensors:
-            return {source: (graph_tensors[0],)}
     remaining = iter(graph_tensors)
     values = {}
     for source, payload in payloads.items():
@@ -290,20 +286,34 @@ def flatten_outputs(values: NeighborValues) -> FlatValues:
     """Flatten the values for each destination, and check those that go to another stage."""
     flat_values: FlatValues = {}
     for dst, value in values.items():
+        if len(value) == 1 and isinstance(value[0], Tensor):  # as in `flatten_values`, but no call
+            flat_values[dst] = value, None
+            continue
         flat_values[dst] = flat = flatten_values(value)
-        layout = flat[1]
-        if layout is not None and dst != OUTSIDE:
-            check_no_hidden_tensors(layout)
+        if dst != OUTSIDE and flat[1] is not None:
+            check_no_hidden_tensors(flat[1])
     return flat_values
 
 
-def build_payloads(outputs: FlatValues, needs_grad: Callable[[Tensor], bool]) -> dict[int, Payload]:
-    """Return the payloads for each destination; `needs_grad` says which tensors get a gradient."""
-    payloads, tensor_count = {}, 0
+def build_payloads(
+    outputs: FlatValues, needs_grad: Callable[[Tensor], bool]
+) -> tuple[dict[int, Payload], bool]:
+    """Return the payloads for each destination; `needs_grad` says which tensors get a gradient.
+
+    Also return whether a tensor may be in memory that was there before the forward.
+    """
+    payloads, tensor_count, may_alias = {}, 0, False
     for dst, (tensors, layout) in outputs.items():
-        needs = tuple(map(needs_grad, tensors))
-        payloads[dst] = Payload(tuple(map(_detach, tensors)), layout, needs)
-        tensor_count += len(tensors)
+        detached = tuple(map(Tensor.detach, tensors))
+        for tensor in tensors:
+            tensor_count += 1
+            if type(tensor) is not Tensor:
+                detached = tuple(map(wait_for_collective, detached))
+            # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a buffer,
+            # an input) or a view has perhaps not. Without a graph every tensor is a leaf.
+            if tensor.is_leaf or tensor._is_view():
+                may_alias = True
+        payloads[dst] = Payload(detached, layout, tuple(map(needs_grad, tensors)))
     if tensor_count > 1:
         mark_shared(payloads.values())
-    return payloads
+    return payloads, may_alias

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -297,8 +297,6 @@ def _read_attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str,
 
 def snapshot_attributes(attributes: Sequence[WrittenAttribute]) -> list[AttributeSnapshot]:
     """Return snapshots of these attributes."""
-    if not attributes:
-        return []
     return _copy_snapshots([(a, vars(a.module).get(a.name, _MISSING)) for a in attributes])
 
 
@@ -311,18 +309,9 @@ def _copy_snapshots(snapshots: Sequence[AttributeSnapshot]) -> list[AttributeSna
     ]
 
 
-def restore_attributes(
-    snapshots: Sequence[AttributeSnapshot],
-) -> AbstractContextManager[None]:
-    """Let modules find the attributes of an earlier forward in the context, and undo changes."""
-    return _restore_attributes(snapshots) if snapshots else _NO_CONTEXT
-
-
-_NO_CONTEXT = nullcontext()
-
-
 @contextmanager
 def _restore_attributes(snapshots: Sequence[AttributeSnapshot]) -> Iterator[None]:
+    """Let modules find the attributes of an earlier forward in the context, and undo changes."""
     current = [(a, vars(a.module).get(a.name, _MISSING)) for a, _ in snapshots]
     # Copies of the copies: the cell may be recomputed once more.
     for attribute, value in _copy_snapshots(snapshots):
@@ -345,29 +334,21 @@ def _set_attribute(attribute: WrittenAttribute, value: Any) -> None:
 # ---- the second forward ------------------------------------------------------------------------
 
 
-def restore_state(
-    modules: Sequence[nn.Module], training_flags: list[bool], snapshots: Sequence[BufferSnapshot]
-) -> AbstractContextManager[None]:
-    """Let modules find the training flags and buffers of an earlier forward inside the context.
-
-    Inside, changed buffers hold copies of the snapshots, and running statistics are copies, too.
-    Afterwards all modules have their current flags and buffers back, and writes inside are gone.
-    """
-    current_flags = [module.training for module in modules]
-    buffers = [(owner, name, t) for owner in modules for name, t in owner._buffers.items()]
-    if not buffers and not snapshots and current_flags == training_flags:
-        return _NO_CONTEXT
-    return _restore_state(modules, training_flags, current_flags, buffers, snapshots)
-
-
 @contextmanager
-def _restore_state(
+def restore_state(
     modules: Sequence[nn.Module],
     training_flags: list[bool],
-    current_flags: list[bool],
-    current_buffers: list[tuple[nn.Module, str, Tensor | None]],
     snapshots: Sequence[BufferSnapshot],
+    attributes: Sequence[AttributeSnapshot] = (),
 ) -> Iterator[None]:
+    """Let modules find the state of an earlier forward in a recomputation inside the context.
+
+    Inside, modules have the training flags and attributes of that time, changed buffers hold copies
+    of the snapshots, and running statistics are copies, too. Afterwards all modules have their
+    current state back, and writes inside are gone.
+    """
+    current_flags = [module.training for module in modules]
+    current_buffers = [(owner, name, t) for owner in modules for name, t in owner._buffers.items()]
     if current_flags != training_flags:
         _set_training(modules, training_flags)
     for owner, name, buffer in current_buffers:
@@ -376,7 +357,8 @@ def _restore_state(
     for snapshot in snapshots:
         snapshot.module._buffers[snapshot.name] = snapshot.value.clone()
     try:
-        yield
+        with mark_recomputing, _restore_attributes(attributes):
+            yield
     finally:
         if current_flags != training_flags:
             _set_training(modules, current_flags)
@@ -471,6 +453,8 @@ class RepeatCheck:
 
     def finish(self) -> None:
         """Read the numbers on devices, and raise if a recomputation differs from its forward."""
+        if not self._pairs:
+            return
         pairs, self._pairs = self._pairs, []
         for device in {pair.forward.device for pair in pairs}:
             on_device = [pair for pair in pairs if pair.forward.device == device]

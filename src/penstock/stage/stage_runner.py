@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -66,6 +68,7 @@ from penstock.stage.payload import (
     payload_versions,
     protect_shared_tensor,
     storage_addresses,
+    unflatten_values,
     unpack_payloads,
     unpack_with_graph_inputs,
 )
@@ -83,7 +86,6 @@ from penstock.stage.recompute import (
     is_checkpointing,
     mark_checkpointing,
     mark_recomputing,
-    restore_attributes,
     restore_state,
     snapshot_attributes,
     snapshot_buffers,
@@ -181,18 +183,24 @@ class StageRunner:
         self.peers: Sequence[ref[StageRunner]] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
-        # Whether a forward needs more than random numbers of its own: see `_run_in_context`.
-        self._needs_context = bool(
-            not context.is_grad_mode_only or proxies is not None or self._split_cells
-        )
         self._behavior = stage.behavior_for(modules)
+        # Whether the layers cannot simply be called: see `_run_in_context`.
+        self._needs_context = bool(
+            not context.is_grad_mode_only
+            or proxies is not None
+            or self._split_cells
+            or self.may_draw_random
+            or self.may_draw_host_random
+            or self._behavior.uses_empty
+        )
         self._modules_with_buffers = [module for module in modules if module._buffers]
         # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
         # compared with earlier ones, and no proxy can hold their place until W.
         self._static_modules = [
             module for module in modules if module not in stage.resharding_modules
         ]
-        self._modules, self._training_flags = modules, [module.training for module in modules]
+        self._parameter_modules = [module for module in self._static_modules if module._parameters]
+        self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
         self._gradient_hooks = GradientHookWatch(stage, self.parameters)
@@ -213,8 +221,9 @@ class StageRunner:
         self._is_compared = bool(compares_all or (compares_all is False and is_new))
         self._is_observed = False
         # The outputs of the model that the loss of the last stage has taken.
-        self._model_outputs: list[Any] = getattr(stage.compute, "model_outputs", [])
-        self._has_loss = hasattr(stage.compute, "model_outputs")
+        model_outputs: list[Any] | None = getattr(stage.compute, "model_outputs", None)
+        self._has_loss = model_outputs is not None
+        self._model_outputs = [] if model_outputs is None else model_outputs
 
     @property
     def has_drawn(self) -> bool:
@@ -270,13 +279,15 @@ class StageRunner:
             # next stages that the outputs need no gradient.
             self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
             needs_grad = is_in_graph
-            self._record_parameter_versions()
+            if self._recompute_inputs:
+                self._parameter_versions = self._read_parameter_versions()
         if read_only:
             check_unchanged(read_only, before)
-        output_payloads = build_payloads(outputs, needs_grad)
+        output_payloads, may_alias = build_payloads(outputs, needs_grad)
         if needs_grad is is_differentiable:
             self._exclude_detached(microbatch, output_payloads)
-        self._protect_outputs(output_payloads, outputs, read_only)
+        if may_alias or read_only:
+            self._protect_outputs(output_payloads, read_only)
         return output_payloads
 
     def _needs_backward(self, needs_grad: Iterable[Sequence[bool]]) -> bool:
@@ -284,10 +295,7 @@ class StageRunner:
         return bool(self.parameters) or any(map(any, needs_grad))
 
     def _protect_outputs(
-        self,
-        payloads: Mapping[int, Payload],
-        outputs: FlatValues,
-        read_only_payloads: Sequence[Payload],
+        self, payloads: Mapping[int, Payload], read_only_payloads: Sequence[Payload]
     ) -> None:
         """Mark outputs that the next stage must not change in place.
 
@@ -299,15 +307,10 @@ class StageRunner:
             if read_only_payloads
             else ()
         )
-        for dst, (tensors, _) in outputs.items():
-            for index, tensor in enumerate(tensors):
-                # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a
-                # buffer, an input) or a view can be in memory that was there before, and only these
-                # are looked up. Without a graph every tensor is a leaf.
-                if read_only_addresses or tensor.is_leaf or tensor._is_view():
-                    protect_shared_tensor(
-                        payloads[dst], index, self._storage_addresses, read_only_addresses
-                    )
+        stage_addresses = self._storage_addresses
+        for payload in payloads.values():
+            for index in range(len(payload.tensors)):
+                protect_shared_tensor(payload, index, stage_addresses, read_only_addresses)
 
     @cached_property
     def _storage_addresses(self) -> set[int]:
@@ -331,7 +334,9 @@ class StageRunner:
         if self._gradient_hooks:
             self._gradient_hooks.check_not_stepped()
         self.has_recomputed = True
-        self._graphs[microbatch], outputs = self._rebuild_graph(microbatch, saved)
+        inputs = self._copy_inputs(saved)
+        with self._restore_state(saved):
+            self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         for dst, excluded in saved.detached.items():
             if any(self._graphs[microbatch].roots[dst][index] for index in excluded):
                 raise RunError(
@@ -354,19 +359,17 @@ class StageRunner:
         compared = self._list_compared_outputs(outputs)
         for dst, products in saved.products.items():
             self.repeat_check.compare(microbatch, products, compared[dst])
-        self._record_parameter_versions()
+        self._parameter_versions = self._read_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
-        return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)
+        return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)[0]
 
-    def _rebuild_graph(
-        self, microbatch: int, saved: _RecomputeInputs
-    ) -> tuple[CellGraph, FlatValues]:
-        """Run the layers again, from the state that the forward found."""
+    def _copy_inputs(self, saved: _RecomputeInputs) -> dict[int, Payload]:
+        """Return inputs for another run of the layers. Raise if anything has changed since."""
         # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
         # make the gradients wrong, so their version counters are compared.
         same_inputs = payload_versions(saved.payloads.values()) == saved.payload_versions
-        same_buffers = not find_changed(saved.unwritten_buffers)
+        same_buffers = not (saved.unwritten_buffers and find_changed(saved.unwritten_buffers))
         if not (
             same_inputs
             and same_buffers
@@ -381,10 +384,20 @@ class StageRunner:
         # The cell may be recomputed again, so a stage that changes its inputs in place gets copies.
         # Other stages get new leaves, without the hooks that a recomputation has put on the old.
         copy_tensor = Tensor.clone if self._behavior.mutates_inputs else Tensor.detach
-        inputs = {source: p.map_tensors(copy_tensor) for source, p in saved.payloads.items()}
-        state = restore_state(self._modules, self._training_flags, saved.written_buffers)
-        with mark_recomputing, state, restore_attributes(saved.attributes):
-            return self._build_graph(microbatch, inputs)
+        inputs = {}
+        for source, payload in saved.payloads.items():
+            inputs[source] = payload.map_tensors(copy_tensor)
+        return inputs
+
+    def _restore_state(self, saved: _RecomputeInputs) -> AbstractContextManager[None]:
+        """Let the layers find the state that their forward found, and undo what they change."""
+        has_flags = list(map(_get_training, self._modules)) == self._training_flags
+        has_buffers = any(map(_get_buffers, self._modules))  # a forward may register one
+        if has_flags and not has_buffers and not saved.attributes:
+            return mark_recomputing
+        return restore_state(
+            self._modules, self._training_flags, saved.written_buffers, saved.attributes
+        )
 
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
@@ -406,9 +419,11 @@ class StageRunner:
         if detached is None:
             # Nothing is kept for a backward, so the memory is that of a forward without a graph.
             with saved_tensors_hooks(lambda _: None, lambda kept: kept), torch.enable_grad():
-                graph, _ = self._rebuild_graph(microbatch, saved)
+                inputs = self._copy_inputs(saved)
+                with self._restore_state(saved):
+                    graph, _ = self._build_graph(microbatch, inputs)
             self._pending_weight_grads.pop(microbatch, None)
-            self._record_parameter_versions()
+            self._parameter_versions = self._read_parameter_versions()
             detached = {
                 dst: tuple(
                     n for n, edge in enumerate(graph.roots[dst]) if edge is None and flags[n]
@@ -446,15 +461,10 @@ class StageRunner:
         """Return whether the forward of a micro-batch has built no graph yet."""
         return microbatch in self._recompute_inputs
 
-    def _record_parameter_versions(self) -> None:
-        """Remember the versions of the parameters, if a recomputation will compare them."""
-        if self._recompute_inputs:
-            self._parameter_versions = self._read_parameter_versions()
-
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
         # Four times for each cell that is recomputed.
         versions = []
-        for module in self._static_modules:
+        for module in self._parameter_modules:
             for p in module._parameters.values():
                 if p is not None:
                     versions.append((p.data_ptr(), p._version))
@@ -506,14 +516,16 @@ class StageRunner:
         originals = (
             input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
         )
-        buffers = snapshot_buffers(self._modules_with_buffers)
+        buffers = snapshot_buffers(modules) if (modules := self._modules_with_buffers) else []
         is_first = behavior.written_attributes is None  # it is not yet known what it sets
         watch = AttributeWatch(self._modules) if is_first else None
         notes = self._note_parameters() if is_first else []
-        attributes = snapshot_attributes(behavior.written_attributes or ())
+        known_attributes = behavior.written_attributes
+        attributes = snapshot_attributes(known_attributes) if known_attributes else []
         parameter_versions = self._read_parameter_versions()
         before = payload_versions(input_payloads.values())
-        self._is_observed = is_first
+        if is_first:
+            self._is_observed = self._needs_context = True
         with mark_checkpointing:
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         self._is_observed = False
@@ -557,9 +569,9 @@ class StageRunner:
             products,
         ), flat_outputs
 
-    def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, list[Tensor]]:
+    def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, Sequence[Tensor]]:
         """Return the outputs of the layers by destination: of the model, and not its loss."""
-        compared: dict[int, list[Tensor]] = {}
+        compared: dict[int, Sequence[Tensor]] = {}
         if self._is_compared:
             for dst, (tensors, _) in outputs.items():
                 compared[dst] = tensors
@@ -576,13 +588,13 @@ class StageRunner:
         behavior = self._behavior
         inputs_with_grad: list[Tensor] = []
         inputs_need_grad: dict[int, tuple[bool, ...]] = {}
+        values: NeighborValues = {}
         for source, payload in input_payloads.items():
-            inputs_need_grad[source] = payload.needs_grad
-            for tensor, need in zip(payload.tensors, payload.needs_grad, strict=True):
-                if need:
-                    assert tensor is not None
-                    inputs_with_grad.append(tensor)
-        graph_tensors: Sequence[Tensor] = inputs_with_grad
+            tensors, layout, needs_grad = payload.tensors, payload.layout, payload.needs_grad
+            inputs_need_grad[source] = needs_grad
+            inputs_with_grad += compress(tensors, needs_grad)  # type: ignore[arg-type]
+            # As `unpack_payloads` does, in the same loop.
+            values[source] = tensors if layout is None else unflatten_values(tensors, layout)  # type: ignore[arg-type]
         inputs: tuple[TensorOrEdge, ...]
         received_grads = None
         if behavior.mutates_inputs is False or not inputs_with_grad:
@@ -593,12 +605,13 @@ class StageRunner:
             inputs = tuple(inputs_with_grad)
         else:
             graph_tensors, inputs, received_grads = enter_graph(inputs_with_grad)
+            values = unpack_with_graph_inputs(input_payloads, graph_tensors)
         before = (
             payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
         )
-        values = unpack_with_graph_inputs(input_payloads, graph_tensors)
-        is_first = not (behavior.uses_only_parameters or behavior.stays_in_stage)
-        versions = self._read_parameter_versions() if is_first else []
+        # Walking the graph is slow, so a stage is checked in one forward only.
+        is_checked = behavior.uses_only_parameters if self._is_tracked else behavior.stays_in_stage
+        versions = [] if is_checked else self._read_parameter_versions()
         try:
             outputs = flatten_outputs(self._run_layers(microbatch, values))
         except RuntimeError as error:
@@ -615,23 +628,26 @@ class StageRunner:
                 "leaves of a graph, which PyTorch does not let them change. Repeat the step: from "
                 "now on they get other tensors. Or change inputs in place always or never."
             ) from error
-        if is_first:
-            behavior.written_parameter = self._find_parameter_write(versions)
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
-        for dst, (tensors, _) in outputs.items():
-            roots[dst] = tuple(map(find_gradient_edge, tensors))
+        for dst, flat in outputs.items():
+            roots[dst] = tuple(map(find_gradient_edge, flat[0]))
         graph = CellGraph(roots, inputs_need_grad, inputs, received_grads)
-        # Walking the graph is slow, so a stage is checked in one forward only.
-        if self._is_tracked and not behavior.uses_only_parameters:
-            graph.check_leaves_are_parameters(set(self._used_parameters()))
-            behavior.hides_parameters = graph.hides_parameters()
-            behavior.uses_only_parameters = True
-        elif not self._is_tracked and not behavior.stays_in_stage:
-            self._check_stays_in_stage(graph)
-            behavior.stays_in_stage = True
+        if not is_checked:
+            behavior.written_parameter = self._find_parameter_write(versions)
+            self._check_graph(graph)
         return graph, outputs
+
+    def _check_graph(self, graph: CellGraph) -> None:
+        """Raise if gradients would be lost in the graph, or would come from another stage."""
+        if self._is_tracked:
+            graph.check_leaves_are_parameters(set(self._used_parameters()))
+            self._behavior.hides_parameters = graph.hides_parameters()
+            self._behavior.uses_only_parameters = True
+        else:
+            self._check_stays_in_stage(graph)
+            self._behavior.stays_in_stage = True
 
     def _mutates_copies(self, microbatch: int, input_payloads: dict[int, Payload]) -> bool:
         """Return whether the layers run on copies of these inputs, and change them in place."""
@@ -681,12 +697,7 @@ class StageRunner:
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
-            if (
-                self._needs_context
-                or self.may_draw_random
-                or self.may_draw_host_random
-                or self._fills_empty
-            ):
+            if self._needs_context:
                 outputs = self._run_in_context(microbatch, values)
             else:
                 outputs = self.stage.compute(values)
@@ -803,11 +814,9 @@ class StageRunner:
                 hooks = self._gradient_hooks
                 with hooks.watch_backward(self._is_shared) if hooks else nullcontext():
                     return graph.backward_accumulate(gradients, retain_graph)
+            parameters = self.parameters if self._proxies is None else self._used_parameters()
             input_grads, parameter_grads = graph.backward_collect(
-                gradients,
-                self._used_parameters(),
-                retain_graph,
-                self._behavior.hides_parameters,
+                gradients, parameters, retain_graph, self._behavior.hides_parameters
             )
         except RuntimeError as error:
             write = self._behavior.written_parameter
@@ -907,6 +916,10 @@ class StageRunner:
         self._recompute_inputs.clear()
         self._pending_weight_grads.clear()
         self.collected_grads = None
+
+
+_get_training: Callable[[nn.Module], bool] = attrgetter("training")
+_get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
 def _copy_leaf(tensor: Tensor) -> Tensor:

@@ -401,7 +401,8 @@ def _sentence(index: TimelineIndex, place: Place) -> str:
     """Return what an action does and where its input comes from."""
     action = index.action(place)
     _, stage, microbatch = action
-    text = f"Rank {place.rank} {_VERBS[action.op].format(s=stage, m=microbatch)}"
+    other = f"runs '{OP_RULES[action.op].name}' of stage {{s}} on micro-batch {{m}}"
+    text = f"Rank {place.rank} {_VERBS.get(action.op, other).format(s=stage, m=microbatch)}"
     senders = sorted({a.producer.rank for a in index.arrivals(place)} - {place.rank})
     carries = OP_RULES[action.op].carries
     if senders and carries:

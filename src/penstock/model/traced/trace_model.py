@@ -309,9 +309,10 @@ def _trace_once(
     reads: dict[tuple[str, str], int] = {}  # by unit and attribute, the next node
 
     def record_read(unit: str, key: str) -> None:
-        interceptor = get_current_interceptor()
-        if isinstance(interceptor, Tracer):
-            reads.setdefault((unit, key), len(interceptor.nodes))
+        if (unit, key) not in reads:
+            interceptor = get_current_interceptor()
+            if isinstance(interceptor, Tracer):
+                reads[unit, key] = len(interceptor.nodes)
 
     proxies = {
         id(module): build_unit_proxy(name, module, record_read) for name, module in units.items()

@@ -250,9 +250,14 @@ def _find_assigned_buffers(unit: nn.Module, writes: Sequence[Write]) -> list[str
 
 
 # Functions of PyTorch, with the types of arguments for which the contents of tensors do not decide
-# the shape of the result. Functions in Python are left out: a model may make them anew each time.
+# the shape of the result. Other functions are left out: a model may make them anew each time.
 _FIXED_SHAPE_CALLS: set[Any] = set()
 _C_FUNCTION_TYPES = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+
+def _is_pytorch_function(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return type(func) in _C_FUNCTION_TYPES or getattr(nn.functional, name, None) is func
 
 
 def _describe_argument_types(func: Any, function_call: FunctionCall) -> Any:
@@ -456,7 +461,7 @@ class Tracer(OpInterceptor):
             return True
         except Exception:  # fake tensors do not support the operation for another reason
             return False
-        if type(func) in _C_FUNCTION_TYPES:
+        if _is_pytorch_function(func):
             _FIXED_SHAPE_CALLS.add(key)
         return False
 
@@ -722,9 +727,12 @@ class Tracer(OpInterceptor):
             else leaf
             for leaf in binding.build_outputs(call_shapes)
         ]
-        node = replace(
-            node, changed_attributes=call_shapes.changed_attributes, uses_rng=call_shapes.uses_rng
-        )
+        if call_shapes.changed_attributes or call_shapes.uses_rng:
+            node = replace(
+                node,
+                changed_attributes=call_shapes.changed_attributes,
+                uses_rng=call_shapes.uses_rng,
+            )
         return self._append_node(node, unflatten(output_leaves, call_shapes.output_tree), tensors)
 
     # ---- recording ----------------------------------------------------------------------------

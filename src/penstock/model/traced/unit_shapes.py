@@ -193,7 +193,9 @@ class SizeBinding:
         for size, symbol in zip(spec.shape, expected.shape, strict=True):
             self._bind(symbol, size)
         for stride, dims in zip(spec.strides, expected.strides, strict=True):
-            if stride != (dims if isinstance(dims, int) else prod(spec.shape[d] for d in dims)):
+            if not isinstance(dims, int):
+                dims = prod([spec.shape[d] for d in dims])
+            if stride != dims:
                 raise SizesDiffer
 
     def _bind(self, symbol: Any, size: int) -> None:
@@ -247,6 +249,12 @@ def _is_same_plain(first: Any, second: Any) -> bool:
     return type(first) is type(second) and type(first) in _PLAIN_TYPES and bool(first == second)
 
 
+def _describe_tensor(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
 class _Members(NamedTuple):
     """The contents of modules, for comparison: objects by identity, tensors by what a trace sees.
 
@@ -259,17 +267,22 @@ class _Members(NamedTuple):
     @staticmethod
     def of(modules: Iterable[nn.Module]) -> _Members:
         """Return the attributes, members and hooks of modules."""
-        values: list[Any] = []
+        objects: list[Any] = []
+        tensors: list[Tensor | None] = []
         for module in modules:
             attributes = vars(module)
-            values += attributes.values()
-            for table in ("_parameters", "_buffers", "_modules", *HOOK_TABLES):
-                values += attributes.get(table, {}).values()
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return _Members(
-            tuple([None if isinstance(value, Tensor) else value for value in values]),
-            tuple([(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
-        )
+            objects += attributes.values()
+            for table in ("_modules", *HOOK_TABLES):
+                if entries := attributes.get(table):
+                    objects += entries.values()
+            tensors += attributes["_parameters"].values()
+            tensors += attributes["_buffers"].values()
+        # These are thousands of objects of a few types, and a tensor is seldom among them.
+        tensor_types = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+        if tensor_types:
+            tensors += [value for value in objects if type(value) in tensor_types]
+            objects = [None if type(value) in tensor_types else value for value in objects]
+        return _Members(tuple(objects), tuple(map(_describe_tensor, tensors)))
 
     def is_same_as(self, other: _Members) -> bool:
         """Return whether the modules hold the same."""

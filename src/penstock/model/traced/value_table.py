@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,29 @@ from penstock.model.traced.trace import TracedValue
 from penstock.nested_values import find_referred_values, iter_tensors
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import FakeTensor, get_storage_address
+
+
+def _name_tensors(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the names of parameters and of buffers by id, as `named_parameters` gives them.
+
+    One loop for both. The generators of PyTorch are nested as deeply as the modules.
+    """
+    names: tuple[dict[int, str], dict[int, str]] = {}, {}
+    seen: set[nn.Module] = set()
+    todo = [("", model)]
+    while todo:
+        prefix, module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        members: tuple[Mapping[str, Tensor | None], ...] = module._parameters, module._buffers
+        for table, tensors in zip(names, members, strict=True):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    table.setdefault(id(tensor), prefix + name)
+        children = [(f"{prefix}{name}.", m) for name, m in module._modules.items() if m is not None]
+        todo += reversed(children)
+    return names
 
 
 class ValueTable:
@@ -51,8 +74,12 @@ class ValueTable:
         self._value_by_fake: dict[int, int] = {}  # keys are `id(fake)`
         self._tensors_by_storage: dict[int, list[Tensor]] = {}
         self._name_counts: Counter[str] = Counter()
-        self._parameter_names = {id(p): name for m in models for name, p in m.named_parameters()}
-        self._buffer_names = {id(b): name for m in models for name, b in m.named_buffers()}
+        self._parameter_names: dict[int, str] = {}
+        self._buffer_names: dict[int, str] = {}
+        for model in models:
+            parameter_names, buffer_names = _name_tensors(model)
+            self._parameter_names |= parameter_names
+            self._buffer_names |= buffer_names
         self._models = models
 
     def register_inputs(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
