@@ -312,7 +312,7 @@ def test_branch_that_makes_no_difference_is_compared_seldom(
 
 def by_packed_positions(x: Tensor, y: Tensor) -> Tensor:
     """Read a number that is not computed from the rows, as the masks of transformers do."""
-    positions = torch.arange(WIDTH).unsqueeze(0).expand(len(x), -1)
+    positions = torch.arange(WIDTH).unsqueeze(0).expand(x.shape[0], -1)
     return y if (positions.diff() == 1).all() else y * 2
 
 
