@@ -186,6 +186,7 @@ def _swaps_on_critical_path(
 # -------------------------------------------------------------------------------------------------
 
 _MIN_STRATEGIES = 20  # how many are tried before rules are searched, if the effort allows it
+_KNOWN_RULES = 20  # about as many as there are
 _RULE_ATTEMPTS = 400
 
 
@@ -257,9 +258,11 @@ def fit(
     if best.schedule and best.seconds <= goal:
         return best.schedule
     pipeline = Pipeline(placement, chunks, cost, caps, graph)
-    for starts in try_known_rules(pipeline, objective, effort // 2, goal, best.seconds):
+    known = min(effort // 3, _KNOWN_RULES * size)
+    for starts in try_known_rules(pipeline, objective, known, goal, best.seconds):
         best.consider(pipeline.schedule(starts))
-    # Two thirds of the effort are for the search of rules, which finds more.
+    effort -= known
+    # Most of the effort is for the search of rules, which finds more than the strategies.
     kept = effort - max(effort // 3, min(effort, _MIN_STRATEGIES * size))
     for strategy in _strategies(placement, chunks, named, cost, caps):
         if best.schedule and best.seconds <= goal:

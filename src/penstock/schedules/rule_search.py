@@ -93,6 +93,7 @@ _FIRST_RULES = (
     PriorityRule((2.236, 3.969), (7, 5.6), -0.628, 0.993, 1000, 0.5, None, -1, 0),
     PriorityRule((1.9, 2.3), (7, 5.6), -0.437, 1.211, 1000, 0.411, 1.5, inf, 0.9),
     PriorityRule((1.9, 2.3), (9.555, 5.005), -0.921, 1.35, 1000, 0.5, 0, 1),
+    PriorityRule((2.364, 2.759), (6.2, 9.346), -1.026, 1.126, 1000, 0.411, 2, 1, 0.5),
 )
 _FIRST_ROUND_RULES = (
     RoundRule(),
@@ -152,7 +153,7 @@ def _draw_round_rule(draw: Random) -> RoundRule:
 
 
 def _change_round_rule(draw: Random, rule: RoundRule) -> RoundRule:
-    numbers = list(rule)
+    numbers: list[Any] = list(rule)
     for _ in range(draw.choice((1, 1, 2))):
         index = draw.randrange(len(numbers))
         numbers[index] = draw.choice(_ROUND_NUMBERS[index])
@@ -214,10 +215,15 @@ def try_known_rules(
 
     The arguments are those of `search_rules`.
     """
-    most = len(_first_rules(pipeline)) * (1 + len(_REFILLS)) * pipeline.actions
     trial = _Trial(pipeline, objective, goal)
-    for _, _, starts in _evolve(trial, min(most, effort), [], best):
-        yield starts
+    for rule in _first_rules(pipeline):
+        if effort < pipeline.actions or best <= goal:
+            return
+        effort -= pipeline.actions
+        starts = trial.run(rule, best, best * _NEARLY_BEST)
+        if starts and trial.seconds(starts) < best:
+            best = trial.seconds(starts)
+            yield starts
 
 
 def search_rules(
