@@ -20,7 +20,7 @@
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
-# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; two hours on two cores
+# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; half an hour on two cores
 # make plans     compare plans with brute force, on 200 random small problems; minutes
 # make bench     measure; prints tables
 # make bench-gpu measure on one GPU; prints all GPU tables of docs/measurements.md; about an hour. PYTHON= chooses the
@@ -105,10 +105,8 @@ versions: $(READY)
 caps: $(READY)
 	$(BIN)/python -m tests.properties.memory_caps $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
 
-# A curve with a point that is worse than the published one exits with 1, and the next one runs all the same.
 papers: $(READY)
 	$(BIN)/python benchmarks/zero_bubble.py
-	for ranks in 16 24 32; do $(BIN)/python benchmarks/zero_bubble.py --curves $$ranks || true; done
 
 plans: $(READY)
 	$(BIN)/python -m tests.planning.brute_force --workers 2

@@ -1,15 +1,18 @@
 """Compare `fit` with the bubbles that the zero-bubble paper (arXiv 2401.10241) publishes.
 
-    python benchmarks/zero_bubble.py                the table: 12 pipelines, five schedules; some
-                                                    minutes on two cores
-    python benchmarks/zero_bubble.py --curves 16    bubble against memory for 16, 24 or 32 ranks,
-                                                    one stage a rank and two in a V
-    python benchmarks/zero_bubble.py --curves 32 --workers 16 --effort 40000000
-                                                    finds more: pipelines of 32 ranks are large
+    python benchmarks/zero_bubble.py                 everything; half an hour on two cores
+    python benchmarks/zero_bubble.py --table         the table: 12 pipelines, five schedules
+    python benchmarks/zero_bubble.py --curves 16 24  bubble against memory for 16, 24 or 32 ranks,
+                                                     one stage a rank and two in a V
+    python benchmarks/zero_bubble.py --effort 10000000
+                                                     search longer for each point
 
 `zero_bubble.json` has the published numbers and the costs behind them. All times are simulated, not
 measured, so every run prints the same table. The objective is the period: the longest time from the
-first to the last action of one rank.
+first to the last action of one rank. The search for a point of a curve begins with the schedules of
+the points before it: what fits under a cap also fits under a larger one. Points are printed to
+stderr as they are found, and to stdout in order. The exit status is 1 if any is worse than
+published.
 """
 
 from __future__ import annotations
@@ -20,83 +23,108 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from penstock import Cost, lower, schedules, simulate
+from penstock.schedules.ir import Schedule
 
 PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text())
-EFFORT = 10_000_000  # actions that `fit` may place for one point: about a minute at most
+RANKS = (16, 24, 32)  # of the curves
+EFFORT = 3_000_000  # actions that `fit` may place for one point: ten seconds
 TOKENS = 1024  # of one sequence; the attention scores keep 5 bytes per head and pair of tokens
 
 
+class Case(NamedTuple):
+    """One published bubble, of a named schedule or of the best one under a memory cap."""
+
+    name: str
+    published: float
+    memory: float | None  # None: the named schedule
+
+
+class Pipeline(NamedTuple):
+    """The published bubbles of one pipeline, by rising cap."""
+
+    row: dict[str, Any]
+    placement: tuple[int, ...]
+    scale: int  # of the costs
+    digits: int  # how many are published
+    cases: tuple[Case, ...]
+    effort: int = EFFORT
+
+    @property
+    def actions(self) -> int:
+        """The number of actions of one schedule."""
+        return 3 * len(self.placement) * int(self.row["chunks"])
+
+    @property
+    def cost(self) -> Cost:
+        """The costs of the stages; an activation has size 1."""
+        row, stages = self.row, len(self.placement)
+        kept = 32 * row["h"] / (34 * row["h"] + 5 * row["a"] * TOKENS)
+        forward, inputs, weights = ((self.scale * row[name],) * stages for name in "FIW")
+        even = (1.0,) * stages
+        return Cost(forward, inputs, weights, even, row["send"], weight_activation=(kept,) * stages)
+
+
 class Point(NamedTuple):
-    """One published bubble: the pipeline, the schedule or cap, and what `fit` reaches."""
+    """A published bubble, and what `fit` reaches."""
 
     ranks: int
     chunks: int
-    name: str
-    published: float
-    digits: int  # how many the publication gives
+    case: Case
+    digits: int
     found: float
 
     @property
     def verdict(self) -> str:
         """Better, equal in the published digits, or worse."""
-        difference = round(self.found, self.digits) - self.published
+        difference = round(self.found, self.digits) - self.case.published
         unit = 10**-self.digits
         return "worse" if difference > unit / 2 else "equal" if difference > -unit / 2 else "better"
 
-
-class Case(NamedTuple):
-    """A pipeline to plan: one row of the paper, and a named schedule or a memory cap."""
-
-    row: dict[str, Any]
-    name: str
-    published: float
-    digits: int
-    placement: tuple[int, ...]
-    scale: int  # of the costs
-    memory: float | None  # None: the named schedule
-    effort: int = EFFORT
-
-
-def cost_of(row: dict[str, Any], stages: int, scale: int) -> Cost:
-    """Return the costs of a row; an activation has size 1."""
-    kept = 32 * row["h"] / (34 * row["h"] + 5 * row["a"] * TOKENS)
-    forward, inputs, weights = ((scale * row[name],) * stages for name in "FIW")
-    even = (1.0,) * stages
-    return Cost(forward, inputs, weights, even, row["send"], weight_activation=(kept,) * stages)
-
-
-def solve(case: Case) -> Point:
-    """Return the bubble of the case's schedule."""
-    row, ranks, chunks = case.row, case.row["ranks"], case.row["chunks"]
-    cost = cost_of(row, len(case.placement), case.scale)
-    if case.memory is None:
-        schedule = schedules.make(case.name, ranks, chunks)
-    else:
-        schedule = schedules.fit(
-            case.placement, chunks, cost, case.memory, effort=case.effort, objective="period"
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks:5}  {self.chunks:6}  {self.case.name:12}  {self.case.published:11.6f}  "
+            f"{self.found:8.6f}  {self.verdict}"
         )
-    work = chunks * sum(case.scale * row[name] for name in "FIW") * len(case.placement) / ranks
-    found = 1 - work / simulate(lower(schedule), cost).period
-    return Point(ranks, chunks, case.name, case.published, case.digits, found)
 
 
-def table_cases() -> list[Case]:
-    cases = []
+def solve(pipeline: Pipeline) -> list[Point]:
+    """Return the bubbles that are reached."""
+    row, placement, cost = pipeline.row, pipeline.placement, pipeline.cost
+    ranks, chunks = row["ranks"], row["chunks"]
+    work = chunks * pipeline.scale * sum(row[name] for name in "FIW") * len(placement) / ranks
+    effort = pipeline.effort
+    points = []
+    best: tuple[Schedule, ...] = ()
+    for case in pipeline.cases:
+        if case.memory is None:
+            schedule = schedules.make(case.name, ranks, chunks)
+        else:
+            schedule = schedules.fit(
+                placement, chunks, cost, case.memory, effort=effort, objective="period", start=best
+            )
+            best = (schedule,)
+        found = 1 - work / simulate(lower(schedule), cost).period
+        points.append(Point(ranks, chunks, case, pipeline.digits, found))
+        if case.memory is not None:
+            print(f"... {points[-1]}", file=sys.stderr, flush=True)
+    return points
+
+
+def table() -> list[Pipeline]:
+    pipelines = []
     for row in PUBLISHED["table"]:
-        placement = schedules.loop(row["ranks"], 1)
         caps = {"zb-1p": row["ranks"], "zb-2p": 2 * row["ranks"]}
-        cases += [
-            Case(row, name, bubble, 4, placement, 1, caps.get(name))
-            for name, bubble in row["bubble"].items()
-        ]
-    return cases
+        cases = (Case(name, bubble, caps.get(name)) for name, bubble in row["bubble"].items())
+        pipelines.append(Pipeline(row, schedules.loop(row["ranks"], 1), 1, 4, tuple(cases)))
+    return pipelines
 
 
-def curve_cases(ranks: int) -> list[Case]:
-    cases = []
+def curves(ranks: int) -> list[Pipeline]:
+    pipelines = []
     for row in PUBLISHED["curves"]:
         if row["ranks"] != ranks:
             continue
@@ -104,41 +132,49 @@ def curve_cases(ranks: int) -> list[Case]:
             ("zb", schedules.loop(ranks, 1), 2),
             ("zb_v", schedules.vee(ranks), 1),
         ):
-            per_rank = len(placement) // ranks
-            cases += [
-                Case(row, f"{kind} {cap}p", bubble, 6, placement, scale, per_rank * cap * ranks)
+            activations = len(placement)  # of one micro-batch per rank
+            cases = (
+                Case(f"{kind} {cap}p", bubble, cap * activations)
                 for cap, bubble in zip(row["cap"], row[kind], strict=True)
-            ]
-    return cases
+            )
+            pipelines.append(Pipeline(row, placement, scale, 6, tuple(cases)))
+    return pipelines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--curves", type=int, choices=(16, 24, 32), metavar="RANKS")
-    parser.add_argument("--every", type=int, default=1, help="only every so many cases")
-    parser.add_argument("--effort", type=int, default=EFFORT, help="of fit, for one case")
+    parser.add_argument("--table", action="store_true", help="only the table")
+    parser.add_argument("--curves", type=int, choices=RANKS, nargs="+", metavar="RANKS")
+    parser.add_argument("--effort", type=int, default=EFFORT, help="of fit, for one point")
     parser.add_argument("--workers", type=int, help="processes; by default one per core")
     options = parser.parse_args(arguments)
-    cases = curve_cases(options.curves) if options.curves else table_cases()
-    cases = [case._replace(effort=options.effort) for case in cases[:: options.every]]
-    points = []
+    everything = not options.table and not options.curves
+    pipelines = table() if options.table or everything else []
+    for ranks in RANKS if everything else options.curves or ():
+        pipelines += curves(ranks)
+    pipelines = [pipeline._replace(effort=options.effort) for pipeline in pipelines]
+
+    began = perf_counter()
+    points: list[Point] = []
     print("ranks  chunks  schedule        published     found")
     with ProcessPoolExecutor(options.workers) as pool:
-        for point in pool.map(solve, cases):
-            points.append(point)
-            print(
-                f"{point.ranks:5}  {point.chunks:6}  {point.name:12}  {point.published:11.6f}  "
-                f"{point.found:8.6f}  {point.verdict}",
-                flush=True,
-            )
+        # The largest ones begin first, so that no process is left with one of them in the end.
+        by_size = sorted(pipelines, key=lambda pipeline: -pipeline.actions)
+        results = {id(pipeline): pool.submit(solve, pipeline) for pipeline in by_size}
+        for pipeline in pipelines:
+            new = results[id(pipeline)].result()
+            points += new
+            print(*new, sep="\n", flush=True)
     verdicts = [point.verdict for point in points]
     counts = {verdict: verdicts.count(verdict) for verdict in ("better", "equal", "worse")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    seconds = perf_counter() - began
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), end="")
+    print(f", after {seconds:.0f} s")
     if counts["worse"]:
-        worst = max(points, key=lambda point: point.found - point.published)
+        worst = max(points, key=lambda point: point.found - point.case.published)
         print(
-            f"worst: {worst.name} of {worst.ranks} ranks and {worst.chunks} micro-batches, "
-            f"{worst.found:.6f} for {worst.published:.6f}"
+            f"worst: {worst.case.name} of {worst.ranks} ranks and {worst.chunks} micro-batches, "
+            f"{worst.found:.6f} for {worst.case.published:.6f}"
         )
     return 1 if counts["worse"] else 0
 

@@ -5,7 +5,17 @@ from itertools import product
 
 import pytest
 
-from penstock import ArgumentError, Cost, StageGraph, lower, schedules, simulate, verify
+from penstock import (
+    ArgumentError,
+    Cost,
+    Schedule,
+    StageGraph,
+    Timeline,
+    lower,
+    schedules,
+    simulate,
+    verify,
+)
 from penstock.schedules import fit, loop, lower_bound, vee
 from penstock.schedules.fit import improve_by_swaps
 
@@ -154,3 +164,24 @@ def test_fit_for_the_period_is_never_slower_than_a_named_schedule(
 def test_fit_refuses_an_unknown_objective() -> None:
     with pytest.raises(ArgumentError, match="objective 'speed' is unknown: it is 'makespan' or"):
         fit(vee(2), 4, objective="speed")  # type: ignore[arg-type]
+
+
+def test_fit_begins_with_given_schedules_that_fit_in_memory() -> None:
+    placement, chunks = vee(4), 12
+    cost = Cost((14.4,) * 8, (14.4,) * 8, (9.7,) * 8, (1.0,) * 8, 1.6, (0.43,) * 8)
+
+    def search(memory: float, effort: int, *start: Schedule) -> tuple[Schedule, Timeline]:
+        schedule = fit(placement, chunks, cost, memory, None, effort, "period", start)
+        return schedule, simulate(lower(schedule), cost)
+
+    small, timeline = search(8, 20_000)
+    # With the effort of one attempt, nothing else is as fast.
+    assert search(9, 1)[1].period > timeline.period
+    assert search(9, 1, small)[1].period == timeline.period
+    assert max(search(6, 1, small)[1].peak) <= 6
+
+
+def test_fit_refuses_to_begin_with_a_schedule_of_another_size() -> None:
+    start = [fit(loop(2, 1), 4)]
+    with pytest.raises(ArgumentError, match=r"start has a schedule of 4 micro-batches"):
+        fit(loop(2, 1), 6, start=start)

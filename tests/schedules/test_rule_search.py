@@ -6,10 +6,14 @@ import pytest
 
 from penstock import Cost, lower, simulate
 from penstock.schedules import fit, loop, vee
-from penstock.schedules.bound import Objective
+from penstock.schedules.bound import Objective, schedule_bound
 from penstock.schedules.cost import fits_in_memory
 from penstock.schedules.ir import Schedule, StageGraph
-from penstock.schedules.priority_scheduler import Pipeline, refill_weight_grads
+from penstock.schedules.priority_scheduler import (
+    Pipeline,
+    refill_weight_grads,
+    schedule_by_priority,
+)
 from penstock.schedules.round_scheduler import RoundRule, schedule_in_rounds
 from penstock.schedules.rule_search import search_rules
 from penstock.schedules.verify import verify
@@ -94,4 +98,29 @@ def test_fit_finds_more_with_rules_than_with_the_orders_of_named_schedules() -> 
         return simulate(lower(schedule), cost).period
 
     actions = 3 * len(placement) * chunks
-    assert period(250 * actions) < period(60 * actions)
+    assert period(60 * actions) < period(actions)
+
+
+def test_attempts_end_early_when_a_rank_is_idle_for_too_long() -> None:
+    pipeline = pipeline_of(vee(4), 12, 8)
+    *_, last = search_rules(pipeline, "period", 60 * pipeline.actions, goal=0.0)
+    idle = max(pipeline.idle_seconds(last))
+    priorities = [[float(m) for m in range(pipeline.chunks)]] * pipeline.queues
+
+    def run(limit: float) -> object:
+        limits = [limit] * pipeline.ranks
+        return schedule_by_priority(pipeline, priorities, 0.0, None, [0.0] * 4, None, limits)
+
+    assert run(idle / 100) is None
+    assert run(1e9) is not None
+
+
+def test_rules_that_aim_at_the_lower_bound_reach_it() -> None:
+    # With one stage a rank and less than two micro-batches per rank, the fill decides: the first
+    # rank runs as many forwards as fit, and must never wait again after its first backward.
+    placement, chunks = loop(16, 1), 48
+    cost = Cost((9.5,) * 16, (9.7,) * 16, (7.3,) * 16, (1.0,) * 16, 0.9, (0.46,) * 16)
+    schedule = fit(placement, chunks, cost, memory=24, objective="period", effort=20_000)
+    caps, chain = [24.0] * 16, StageGraph.chain(16)
+    bound = schedule_bound(cost, chain, placement, chunks, [False] * 16, caps, "period")
+    assert simulate(lower(schedule), cost).period == pytest.approx(bound)

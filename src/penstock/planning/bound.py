@@ -6,11 +6,10 @@ its actions (see `schedules.bound`). `space_bound` is for all cuts of a placemen
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from math import floor, inf
+from math import inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules import bound
@@ -162,14 +161,17 @@ def _least_full_rank(seconds: Sequence[float], ranks: int) -> float:
     mean = sum(seconds) / ranks or 1.0
     best = max([sum(seconds) / ranks, *seconds]) / mean
     # Shares of the mean, rounded down: units that are equal but for float errors count as equal.
-    counts = Counter(max(0.0, round(second / mean, 7) - 1e-7) for second in seconds)
+    shares = sorted(max(0.0, round(second / mean, 7) - 1e-7) for second in seconds)
+
+    def sum_of_parts(n: int, limit: float) -> float:
+        # floor(x) is the number of ks in 1, 2, ... that are at most x.
+        thresholds = ((k + 1e-9) * limit / (n + 1) for k in range(1, n + 2))
+        return sum(len(shares) - bisect_left(shares, threshold) for threshold in thresholds) / n
+
     for step in range(_PACKING_STEPS):
         limit = 1 + step / _PACKING_STEPS
-        for n in range(1, _PACKING_PARTS):
-            parts = sum(
-                count * floor((n + 1) * size / limit - 1e-9) / n for size, count in counts.items()
-            )
-            if limit > best and parts > ranks * (1 + 1e-9):
-                best = limit
-                break
+        if limit > best and any(
+            sum_of_parts(n, limit) > ranks * (1 + 1e-9) for n in range(1, _PACKING_PARTS)
+        ):
+            best = limit
     return best * mean

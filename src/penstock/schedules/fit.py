@@ -1,11 +1,15 @@
 """The search for a fast schedule for given costs, under a memory cap: schedule="fit".
 
-`fit` tries many strategies. Each is one list scheduling of the whole training step with its own
-rule for what a rank does next, and the fastest result wins. Some strategies follow the order of a
-named schedule of the same placement and only place the Ws anew; some follow an order with more or
-fewer forwards before the first backward; others choose the order too. No strategy is best
-everywhere, and each costs little. Then `rule_search` looks for better rules than these. Finally, a
-local search improves the winner.
+`fit` makes many schedules and keeps the fastest. Each is one list scheduling of the whole training
+step with its own rule for what a rank does next:
+
+    known rules   those of `rule_search` that were good for other pipelines
+    strategies    the order of a named schedule of the same placement, or one with more or fewer
+                  forwards before the first backward, in which only the Ws are placed anew; and
+                  simple policies, which choose the order too
+    rule search   the best rules so far, with some of their numbers changed
+
+No rule is best everywhere, and each costs little. Finally, a local search improves the winner.
 
 "Fast" has two meanings, the objectives. The makespan is the time from the first start to the last
 end on any rank. The period is the longest time that one rank needs from its first to its last
@@ -18,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from math import isnan
+from math import inf, isnan
 from random import Random
 from typing import NamedTuple
 
@@ -38,7 +42,7 @@ from penstock.schedules.list_scheduler import (
     when_lagging,
 )
 from penstock.schedules.priority_scheduler import Pipeline
-from penstock.schedules.rule_search import search_rules
+from penstock.schedules.rule_search import search_rules, try_known_rules
 from penstock.schedules.simulator import Deadlock, Span, check_stages_match, play
 
 # -------------------------------------------------------------------------------------------------
@@ -181,7 +185,8 @@ def _swaps_on_critical_path(
 # The search.
 # -------------------------------------------------------------------------------------------------
 
-_MIN_STRATEGIES = 60  # how many are tried before rules are searched, if the effort allows it
+_MIN_STRATEGIES = 20  # how many are tried before rules are searched, if the effort allows it
+_KNOWN_RULES = 20  # about as many as there are
 _RULE_ATTEMPTS = 400
 
 
@@ -193,11 +198,12 @@ def fit(
     graph: StageGraph | None = None,
     effort: int = 400_000,
     objective: Objective = "makespan",
+    start: Sequence[Schedule] = (),
 ) -> Schedule:
     """Search for a fast schedule for a placement, under a memory cap.
 
-    The result is never slower than a named schedule of the placement that fits in memory. The
-    search ends early if it reaches the lower bound.
+    The result is never slower than a named schedule of the placement, or one of `start`, that fits
+    in memory. The search ends early if it reaches the lower bound.
 
     Args:
         placement: The rank of each stage.
@@ -211,6 +217,8 @@ def fit(
         objective: "makespan" for the time of one step by itself. "period" for the time between
             steps of which each rank starts the next as soon as it has ended its own part: the
             longest time from the first to the last action of one rank.
+        start: Schedules to begin with: those that were found for a smaller cap, or for costs that
+            are not much different. Those that exceed the memory are left out.
 
     Returns:
         The fastest schedule found.
@@ -233,15 +241,28 @@ def fit(
             f"objective {objective!r} is unknown: it is {' or '.join(map(repr, _MEASURES))}"
         )
     caps = _memory_caps(placement, chunks, cost, graph, memory)
+    for schedule in start:
+        if (schedule.placement, schedule.chunks) != (placement, chunks):
+            raise ArgumentError(
+                f"start has a schedule of {schedule.chunks} micro-batches for the placement "
+                f"{schedule.placement}, but {chunks} for {placement} are asked for"
+            )
     whole = [False] * len(placement)
     goal = schedule_bound(cost, graph, placement, chunks, whole, caps, objective)
     goal *= 1 + 1e-12  # the bound is a sum of floats; the factor allows for its rounding errors
     size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
     # With one stage per rank some families are the same.
     named = list(dict.fromkeys(named_schedules(placement, chunks).values()))
-    fitting = [schedule for schedule in named if _fits_caps(schedule, cost, caps)]
+    fitting = [schedule for schedule in (*named, *start) if _fits_caps(schedule, cost, caps)]
     best = _BestSchedule(graph, cost, _MEASURES[objective], fitting)
-    # At least a third of the effort is for the search of rules, which costs more and finds more.
+    if best.schedule and best.seconds <= goal:
+        return best.schedule
+    pipeline = Pipeline(placement, chunks, cost, caps, graph)
+    known = min(effort // 3, _KNOWN_RULES * size)
+    for starts in try_known_rules(pipeline, objective, known, goal, best.seconds):
+        best.consider(pipeline.schedule(starts))
+    effort -= known
+    # Most of the effort is for the search of rules, which finds more than the strategies.
     kept = effort - max(effort // 3, min(effort, _MIN_STRATEGIES * size))
     for strategy in _strategies(placement, chunks, named, cost, caps):
         if best.schedule and best.seconds <= goal:
@@ -253,8 +274,7 @@ def fit(
     assert best.schedule, "the strategies that check is_safe always end"
     rules = min(effort, _RULE_ATTEMPTS * size)
     if rules >= size:
-        pipeline = Pipeline(placement, chunks, cost, caps, graph)
-        for starts in search_rules(pipeline, objective, rules, goal):
+        for starts in search_rules(pipeline, objective, rules, goal, best.seconds):
             best.consider(pipeline.schedule(starts))
         effort -= rules
     if best.seconds <= goal:
@@ -288,9 +308,6 @@ def lower_bound(
 ) -> float:
     """Return a makespan that no schedule can beat, whatever memory it has.
 
-    It is the larger of two bounds. A rank can start when the first micro-batch reaches it, and then
-    has all its work to do. And a single micro-batch has to go through all stages and back.
-
     Args:
         placement: The rank of each stage.
         chunks: The number of micro-batches.
@@ -306,23 +323,8 @@ def lower_bound(
         13.0
     """
     graph = graph or StageGraph.chain(len(placement))
-
-    def hop(a: int, b: int) -> float:
-        return cost.send_seconds(a, b) if placement[a] != placement[b] else 0.0
-
-    # down[s]: when the first forward reaches stage s. up[s]: when the first gradient reaches it.
-    down: list[float] = []
-    for s in range(len(placement)):
-        down.append(max((down[b] + cost.F[b] + hop(b, s) for b in graph.before(s)), default=0.0))
-    up = [down[s] + cost.F[s] for s in range(len(placement))]
-    for s in reversed(range(len(placement))):
-        up[s] = max([up[s], *(up[a] + cost.I[a] + hop(a, s) for a in graph.after(s))])
-    first_starts = [float("inf")] * (max(placement) + 1)
-    for s, rank in enumerate(placement):
-        first_starts[rank] = min(first_starts[rank], down[s])
-    loads = _seconds_per_rank(placement, cost)
-    busiest = max(start + chunks * load for start, load in zip(first_starts, loads, strict=True))
-    return max(busiest, *(up[s] + cost.I[s] + cost.W[s] for s in range(len(placement))))
+    caps = [inf] * (max(placement) + 1)
+    return schedule_bound(cost, graph, placement, chunks, [False] * len(placement), caps)
 
 
 def _seconds_per_rank(placement: Sequence[int], cost: Cost) -> list[float]:
@@ -430,7 +432,8 @@ def _strategies(
     cost: Cost,
     caps: Sequence[float],
 ) -> Iterator[_Strategy]:
-    """Yield all strategies: the orders of the named schedules, warm-ups, the order policies."""
+    """Yield all strategies: warm-ups, the orders of the named schedules, the order policies."""
+    yield from _warm_up_strategies(placement, chunks, cost, caps)
     even = replace(
         Cost.even(placement), activation=cost.activation, weight_activation=cost.weight_activation
     )
@@ -442,7 +445,6 @@ def _strategies(
         ]
         for due in (never, when_full, when_lagging(lambda rank: rank)):
             yield _Strategy(follow_order(order, due), plan)
-    yield from _warm_up_strategies(placement, chunks, cost, caps)
     for policy, plan in product(ORDER_POLICIES, plans):
         pace = policy.pace * max(_seconds_per_rank(placement, plan))
         yield _Strategy(_choose_by_policy(policy), plan, pace)

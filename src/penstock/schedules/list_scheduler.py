@@ -115,23 +115,25 @@ class SchedulerState:
         allocate, must fit. Without this rule young micro-batches fill the memory that an old one
         needs for its next stage, and the rank is stuck.
         """
-        size, cap = self.cost.activation, self.memory[rank]
+        size, nodes = self.cost.activation, self._forward_queues[rank]
         alive = self.live[rank] + size[action.stage]
-        for microbatch in range(self._oldest_unfinished[rank], self.chunks):
-            mine = microbatch == action.microbatch
-            ahead = [
-                node.stage
-                for node in self._forward_queues[rank]
-                if node.done <= microbatch and not (mine and node.stage == action.stage)
-            ]
-            if exceeds(alive + sum([size[stage] for stage in ahead]), cap):
-                return False
-            # No stage of the rank has started this micro-batch, nor any younger one.
-            if len(ahead) == len(self._forward_queues[rank]):
-                return True
-            alive -= self._live_by_microbatch[rank][microbatch] + (
-                size[action.stage] if mine else 0.0
-            )
+        if exceeds(alive, self.memory[rank]):
+            return False
+        held, first = self._live_by_microbatch[rank], self._oldest_unfinished[rank]
+        done = [node.done + (node.stage == action.stage) for node in nodes]
+        # Micro-batches with the same Fs ahead need the same, and the oldest of them finds least
+        # room. So it is enough to check the first one that each F has not reached.
+        for microbatch in done:
+            if microbatch < self.chunks:
+                gone = sum(held[first:microbatch])
+                gone += size[action.stage] if action.microbatch < microbatch else 0.0
+                ahead = sum(
+                    size[node.stage]
+                    for node, reached in zip(nodes, done, strict=True)
+                    if reached <= microbatch
+                )
+                if exceeds(alive - gone + ahead, self.memory[rank]):
+                    return False
         return True
 
     def is_complete(self) -> bool:

@@ -59,8 +59,11 @@ class Pipeline:
         self.inputs: list[list[tuple[int, float]]] = [[] for _ in range(self.queues)]
         self.outputs: list[list[tuple[int, float]]] = [[] for _ in range(self.queues)]
         self._link_queues()
-        loads = [sum(self.seconds[queue] for queue in queues) for queues in self.queues_by_rank]
-        self.period = max(loads)  # the work of the busiest rank on one micro-batch
+        # The work of each rank on one micro-batch, and that of the busiest one.
+        self.loads = [
+            sum(self.seconds[queue] for queue in queues) for queues in self.queues_by_rank
+        ]
+        self.period = max(self.loads)
         self.work = chunks * self.period
 
     @property
@@ -137,6 +140,7 @@ def schedule_by_priority(
     allowances: Sequence[float] | None,
     handicaps: Sequence[float],
     limits: Sequence[int] | None,
+    idle_limits: Sequence[float] | None = None,
 ) -> Starts | None:
     """Schedule each action as soon as its rank has nothing more urgent to do.
 
@@ -151,6 +155,8 @@ def schedule_by_priority(
             long as the rank that has been idle longest so far, less its handicap.
         handicaps: Seconds by which each rank is expected to be idle later than the others.
         limits: The most micro-batches of each stage between their F and I, or None.
+        idle_limits: How long each rank may be idle in all. The attempt ends with None as soon as
+            one is idle for longer.
     """
     chunks, stages, seconds, rank_of = (
         pipeline.chunks,
@@ -180,18 +186,16 @@ def schedule_by_priority(
             events.append((0.0, rank_of[queue]))
 
     def is_safe(rank: int, queue: int, microbatch: int) -> bool:
-        size, cap = allocated[queue], caps[rank]
-        alive = live[rank] + size
-        for other in range(oldest[rank], chunks):
-            mine = other == microbatch
-            ahead = [
-                q for q in forwards[rank] if len(starts[q]) <= other and not (mine and q == queue)
-            ]
-            if alive + sum([allocated[q] for q in ahead]) > cap:
-                return False
-            if len(ahead) == len(forwards[rank]):
-                return True
-            alive -= held[rank][other] + (size if mine else 0.0)
+        # The same as SchedulerState.is_safe.
+        size, mine = allocated[queue], forwards[rank]
+        alive, first = live[rank] + size, oldest[rank]
+        done = [len(starts[q]) + (q == queue) for q in mine]
+        for other in done:
+            if other < chunks:
+                gone = sum(held[rank][first:other]) + (size if microbatch < other else 0.0)
+                ahead = sum([allocated[q] for q, n in zip(mine, done, strict=True) if n <= other])
+                if alive - gone + ahead > caps[rank]:
+                    return False
         return True
 
     while events:
@@ -239,6 +243,8 @@ def schedule_by_priority(
         microbatch = len(starts[best])
         if free_at[rank]:  # it has started something before
             idle[rank] += now - free_at[rank]
+            if idle_limits and idle[rank] > idle_limits[rank]:
+                return None
         starts[best].append(now)
         end = free_at[rank] = now + seconds[best]
         change = allocated[best] - freed[best]

@@ -6,6 +6,13 @@ should start, and when a rank waits. That gives every action a priority number, 
 most are one of the best rules so far with one or two numbers changed. On a V, schedules in rounds
 are tried too. The Ws of every good schedule are placed anew, with other allowances of idle time.
 
+What a rule can reach depends on how long its ranks may wait for an F or I before they run a W: too
+short, and the Ws delay the others; too long, and the rank loses time that it never gets back. So a
+rule aims at an idle time between that of the lower bound and that of the best schedule so far. With
+one stage a rank, the first rank's fill often decides, and a rule that aims at the bound reaches it.
+
+An attempt ends as soon as a rank is idle for longer than in every schedule worth keeping. Most do.
+
 Bubbles are in the fill and in the drain, and both look alike for any large number of micro-batches.
 So with more than three micro-batches per rank, half of the search is for three, and the other half
 begins with the rules that it found.
@@ -18,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.schedules.bound import Objective
 from penstock.schedules.families.common import vee
@@ -34,7 +41,7 @@ _SEARCHED_CHUNKS = 3  # micro-batches per rank with which rules are searched
 _PARENTS = 4  # rules from which others are made
 _FINALISTS = 6  # rules that run with all micro-batches
 _NEARLY_BEST = 1.003  # the Ws of a schedule that is not much slower than the best are placed anew
-_REFILLS = (0.5, 1.0)  # allowances of idle time, in parts of the idle time of the schedule
+_REFILLS = (0.0, 0.5, 1.0)  # the idle times that these aim at: see PriorityRule.aim
 
 
 class PriorityRule(NamedTuple):
@@ -50,7 +57,9 @@ class PriorityRule(NamedTuple):
     headroom    how many more micro-batches a stage may have in flight than its share of the memory,
                 or None for any number
     allowance   how long a rank may be idle before it prefers a W to waiting, in parts of the idle
-                time of the best schedule so far; -1 for as long as any other rank so far
+                time to reach; -1 for as long as any other rank so far
+    aim         which idle time to reach: 0 that of the lower bound, 1 that of the best schedule so
+                far
     """
 
     forward: tuple[float, float]
@@ -61,14 +70,37 @@ class PriorityRule(NamedTuple):
     patience: float
     headroom: float | None
     allowance: float
+    aim: float = 1.0
 
 
-# Where the search begins: rules that were best for pipelines of 16 ranks under several caps.
+Rule = PriorityRule | RoundRule
+
+# Where the search begins: a few rules that, together, are good for pipelines of 16 to 32 ranks with
+# memory for one to three micro-batches per rank. First those for one stage a rank.
 _FIRST_RULES = (
-    PriorityRule((4, 1.5), (3, 1.5), -0.5, 1, 1000, 1.5, 1, 1),
+    PriorityRule((4, 1.5), (3, 1.5), -0.5, 1, 1000, 1.5, 1, 1, 0),
     PriorityRule((1, 1.5), (2, 2), -0.5, 0.8, 1000, 1.5, 2, 1),
-    PriorityRule((1.9, 2.3), (7, 5.6), -0.35, 1.35, 20, 0.5, 0, 1),
-    PriorityRule((3.9, 9), (2.5, 1), 1, 1.1, 1000, 0.2, 0.25, -1),
+    PriorityRule((1.361, 1.673), (2.775, 2.723), -0.322, 0.77, 1000, 0.85, 2, 0.5),
+    PriorityRule((1, 2), (1, 2), 0, 1.5, 1000, 0.1, 0, inf, 0),
+    PriorityRule((1.976, 0.863), (5.25, 5.157), 0, 1.2, 1000, 0.56, 0, 0.25, 0),
+    PriorityRule((3.176, 1.291), (2.344, 2.795), 0, 0.914, 1000, 0.896, 1, 0.25, 0),
+    PriorityRule((3.966, 4.953), (3.047, 0.926), 0.585, 0.89, 1000, 0.2, 0.75, -1),
+    PriorityRule((1.9, 2.3), (7, 5.6), -0.35, 1.35, 1000, 0.5, 0, 1),
+    PriorityRule((4.135, 8.728), (4.758, 0.874), 0.958, 1.569, 1000, 0.329, None, -1),
+    PriorityRule((4.178, 11.911), (2.5, 1), 1, 1.29, 1000, 0.2, 0.25, -1),
+    PriorityRule((2.152, 2.009), (6.735, 4.09), -0.35, 1.35, 1000, 0.5, 1, 1),
+    PriorityRule((2.619, 12.834), (9.113, 8.32), -2.473, 1.541, 1000, 0.307, 0.75, 1),
+    PriorityRule((2.236, 3.969), (7, 5.6), -0.628, 0.993, 1000, 0.5, None, -1, 0),
+    PriorityRule((1.9, 2.3), (7, 5.6), -0.437, 1.211, 1000, 0.411, 1.5, inf, 0.9),
+    PriorityRule((1.9, 2.3), (9.555, 5.005), -0.921, 1.35, 1000, 0.5, 0, 1),
+    PriorityRule((2.364, 2.759), (6.2, 9.346), -1.026, 1.126, 1000, 0.411, 2, 1, 0.5),
+)
+_FIRST_ROUND_RULES = (
+    RoundRule(),
+    RoundRule(more=-2, slope=0.1),
+    RoundRule(fill_inputs=False),
+    RoundRule(more=-1, slope=0.088),
+    RoundRule(more=1, slope=0.1, reserve=1),
 )
 
 _SLOWNESSES = (1, 1, 1.5, 2, 3, 4)
@@ -77,6 +109,7 @@ _PACES = (0.3, 0.6, 0.8, 0.9, 1, 1, 1.2, 1.5, 2)
 _WEIGHT_LAGS = (0, 1, 2, 5, 20, 1000, 1000, 1000)
 _HEADROOMS = (None, -2, -1, 0, 0.25, 0.5, 0.75, 1, 1.5, 2)
 _ALLOWANCES = (inf, -1, -1, 0.25, 0.5, 0.75, 1, 1)
+_AIMS = (0, 0.5, 0.9, 1)
 
 
 def _draw_rule(draw: Random) -> PriorityRule:
@@ -89,10 +122,14 @@ def _draw_rule(draw: Random) -> PriorityRule:
         draw.choice((0, 0.25, 0.5, 1, 1, 1.5)),
         draw.choice(_HEADROOMS),
         draw.choice(_ALLOWANCES),
+        draw.choice(_AIMS),
     )
 
 
-def _change_rule(draw: Random, rule: PriorityRule) -> PriorityRule:
+def _change_rule(draw: Random, rule: Rule) -> Rule:
+    if isinstance(rule, RoundRule):
+        return _change_round_rule(draw, rule)
+
     def stretch(pair: tuple[float, float]) -> tuple[float, float]:
         return pair[0] * draw.uniform(0.7, 1.4), pair[1] * draw.uniform(0.7, 1.4)
 
@@ -104,7 +141,7 @@ def _change_rule(draw: Random, rule: PriorityRule) -> PriorityRule:
         lambda r: r._replace(weight_lag=draw.choice(_WEIGHT_LAGS)),
         lambda r: r._replace(patience=draw.uniform(0, 1.6)),
         lambda r: r._replace(headroom=draw.choice(_HEADROOMS)),
-        lambda r: r._replace(allowance=draw.choice(_ALLOWANCES)),
+        lambda r: r._replace(allowance=draw.choice(_ALLOWANCES), aim=draw.choice(_AIMS)),
     ]
     for _ in range(draw.choice((1, 1, 2))):
         rule = draw.choice(changes)(rule)
@@ -112,50 +149,85 @@ def _change_rule(draw: Random, rule: PriorityRule) -> PriorityRule:
 
 
 def _draw_round_rule(draw: Random) -> RoundRule:
-    return RoundRule(
-        draw.random() < 0.75,
-        draw.random() < 0.75,
-        draw.choice((-2, -1, 0, 0, 0.5, 1, 2, 3, 4)),
-        draw.choice((-2, -1, 0, 0, 0, 1, 2, 3)),
-        draw.choice((0, 0, 0, 0.1, 0.2, 0.3, -0.1, -0.2)),
-        draw.choice((0, 0, 0, 1, 2, 3, 4)),
-    )
+    return RoundRule(*(draw.choice(numbers) for numbers in _ROUND_NUMBERS))
 
 
-Rule = PriorityRule | RoundRule
+def _change_round_rule(draw: Random, rule: RoundRule) -> RoundRule:
+    numbers: list[Any] = list(rule)
+    for _ in range(draw.choice((1, 1, 2))):
+        index = draw.randrange(len(numbers))
+        numbers[index] = draw.choice(_ROUND_NUMBERS[index])
+    return RoundRule(*numbers)
+
+
+# For each number of a RoundRule, those to draw from.
+_ROUND_NUMBERS: tuple[tuple[Any, ...], ...] = (
+    (True, True, True, False),
+    (True, True, True, False),
+    (-2, -1, 0, 0, 0.5, 1, 2, 3, 4),
+    (-2, -1, 0, 0, 0, 1, 2, 3),
+    (0, 0, 0, 0.1, 0.2, 0.3, -0.1, -0.2),
+    (0, 0, 0, 1, 2, 3, 4),
+)
 
 
 class _Trial(NamedTuple):
-    """A pipeline and an objective, with what every rule needs to know about them."""
+    """A pipeline, an objective, and the seconds that cannot be beaten."""
 
     pipeline: Pipeline
     objective: Objective
+    goal: float
 
     def seconds(self, starts: Starts) -> float:
         return self.pipeline.measure(starts, self.objective)
 
-    def run(self, rule: Rule, best: float) -> Starts | None:
-        """Return the schedule of a rule. If it is nearly as good as `best`, place its Ws anew."""
+    def idle_time(self, best: float, aim: float) -> float:
+        """Return the idle time to reach, between that of the goal and that of the best schedule."""
+        lowest = max(0.0, self.goal - self.pipeline.work)
+        highest = best - self.pipeline.work if best < inf else self.pipeline.period
+        return lowest + aim * max(0.0, highest - lowest)
+
+    def run(self, rule: Rule, best: float, slowest: float) -> Starts | None:
+        """Return the schedule of a rule, or None if it takes more than `slowest` seconds.
+
+        If it is nearly as good as `best`, its Ws are placed anew.
+        """
         if isinstance(rule, RoundRule):
             starts = schedule_in_rounds(self.pipeline, rule)
         else:
-            starts = _apply_rule(self.pipeline, rule, best)
+            starts = _apply_rule(self, rule, best, slowest)
         if starts is None:
             return None
         seconds = self.seconds(starts)
-        if seconds < best * _NEARLY_BEST:
-            idle = seconds - self.pipeline.work
-            for part in _REFILLS:
-                refilled = refill_weight_grads(
-                    self.pipeline, starts, [part * idle] * self.pipeline.ranks
-                )
+        if self.goal < seconds < best * _NEARLY_BEST:
+            for aim in _REFILLS:
+                allowances = [self.idle_time(seconds, aim)] * self.pipeline.ranks
+                refilled = refill_weight_grads(self.pipeline, starts, allowances)
                 if refilled and self.seconds(refilled) < seconds:
                     starts, seconds = refilled, self.seconds(refilled)
         return starts
 
 
+def try_known_rules(
+    pipeline: Pipeline, objective: Objective, effort: int, goal: float, best: float = inf
+) -> Iterator[Starts]:
+    """Yield ever better schedules of the rules with which `search_rules` begins.
+
+    The arguments are those of `search_rules`.
+    """
+    trial = _Trial(pipeline, objective, goal)
+    for rule in _first_rules(pipeline):
+        if effort < pipeline.actions or best <= goal:
+            return
+        effort -= pipeline.actions
+        starts = trial.run(rule, best, best * _NEARLY_BEST)
+        if starts and trial.seconds(starts) < best:
+            best = trial.seconds(starts)
+            yield starts
+
+
 def search_rules(
-    pipeline: Pipeline, objective: Objective, effort: int, goal: float
+    pipeline: Pipeline, objective: Objective, effort: int, goal: float, best: float = inf
 ) -> Iterator[Starts]:
     """Yield ever better schedules of a pipeline, as the starts of its actions.
 
@@ -164,48 +236,57 @@ def search_rules(
         objective: What to make short: "makespan" or "period".
         effort: How many actions all attempts together may place.
         goal: Seconds that cannot be beaten. The search ends when it reaches them.
+        best: Seconds of the best schedule so far. Only faster ones are yielded.
     """
-    full = _Trial(pipeline, objective)
+    full = _Trial(pipeline, objective, goal)
     most = _SEARCHED_CHUNKS * pipeline.ranks
     seeds: list[Rule] = []
     if pipeline.chunks > most:
-        short = _Trial(pipeline.with_chunks(most), objective)
         short_goal = goal - (pipeline.chunks - most) * pipeline.period
-        rules = [rule for _, rule, _ in _evolve(short, effort // 2, short_goal, [])]
+        short = _Trial(pipeline.with_chunks(most), objective, short_goal)
+        rules = [rule for _, rule, _ in _evolve(short, effort // 2, [])]
         seeds, effort = rules[: -_FINALISTS - 1 : -1], effort // 2
-    for _, _, starts in _evolve(full, effort, goal, seeds):
+    for _, _, starts in _evolve(full, effort, seeds, best):
         yield starts
 
 
+def _is_vee(pipeline: Pipeline) -> bool:
+    return pipeline.ranks > 1 and pipeline.placement == vee(pipeline.ranks)
+
+
+def _first_rules(pipeline: Pipeline) -> list[Rule]:
+    return [*(_FIRST_ROUND_RULES if _is_vee(pipeline) else ()), *_FIRST_RULES]
+
+
 def _evolve(
-    trial: _Trial, effort: int, goal: float, seeds: Sequence[Rule]
+    trial: _Trial, effort: int, seeds: Sequence[Rule], best: float = inf
 ) -> Iterator[tuple[float, Rule, Starts]]:
     """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
-    draw, pipeline = Random(0), trial.pipeline
-    is_vee = pipeline.placement == vee(pipeline.ranks) and pipeline.ranks > 1
-    first_rules: list[Rule] = [*seeds, *([RoundRule()] if is_vee else []), *_FIRST_RULES]
-    best, attempt = inf, 0
-    parents: list[tuple[float, int, PriorityRule]] = []  # the best so far; the newest of equals
-    while effort >= pipeline.actions and best > goal:
+    draw, pipeline, attempt = Random(0), trial.pipeline, 0
+    first_rules = [*seeds, *_first_rules(pipeline)]
+    parents: dict[float, Rule] = {}  # the best so far; of those that take equally long, the newest
+    while effort >= pipeline.actions and best > trial.goal:
         rule: Rule
         if attempt < len(first_rules):
             rule = first_rules[attempt]
-        elif is_vee and attempt % 4 == 0:
+        elif _is_vee(pipeline) and draw.random() < 0.15:
             rule = _draw_round_rule(draw)
         elif not parents or draw.random() < 0.25:
             rule = _draw_rule(draw)
         else:
-            rule = _change_rule(draw, draw.choice(parents)[2])
+            rule = _change_rule(draw, draw.choice(list(parents.values())))
         attempt += 1
         effort -= pipeline.actions
-        starts = trial.run(rule, best)
+        slowest = max(parents) if len(parents) == _PARENTS else inf
+        starts = trial.run(rule, best, max(slowest, best * _NEARLY_BEST))
         if starts is None:
             continue
         seconds = trial.seconds(starts)
         if seconds < best * _NEARLY_BEST:
             effort -= len(_REFILLS) * pipeline.actions
-        if isinstance(rule, PriorityRule):
-            parents = sorted([*parents, (seconds, -attempt, rule)])[:_PARENTS]
+        parents[seconds] = rule
+        if len(parents) > _PARENTS:
+            del parents[max(parents)]
         if seconds < best:
             best = seconds
             yield seconds, rule, starts
@@ -214,9 +295,9 @@ def _evolve(
 # ---- from a rule to priorities --------------------------------------------------------------
 
 
-def _apply_rule(pipeline: Pipeline, rule: PriorityRule, best: float) -> Starts | None:
-    stages, ranks = pipeline.stages, pipeline.ranks
-    cost = pipeline.cost
+def _apply_rule(trial: _Trial, rule: PriorityRule, best: float, slowest: float) -> Starts | None:
+    pipeline = trial.pipeline
+    stages, ranks, cost = pipeline.stages, pipeline.ranks, pipeline.cost
     period = rule.pace * pipeline.period
     forward, backward = _path_times(pipeline, rule)
     first_times = [
@@ -231,13 +312,18 @@ def _apply_rule(pipeline: Pipeline, rule: PriorityRule, best: float) -> Starts |
         limits = _limits_in_flight(pipeline, rule.headroom)
     even, allowances = [0.0] * ranks, None
     if rule.allowance >= 0:
-        idle = best - pipeline.work if best < inf else pipeline.period
+        idle = trial.idle_time(best, rule.aim)
         allowances = [rule.allowance * idle if idle > 0 else 0.0] * ranks
-    starts = schedule_by_priority(pipeline, priorities, patience, allowances, even, limits)
+    idle_limits = [slowest - pipeline.chunks * load for load in pipeline.loads]
+    starts = schedule_by_priority(
+        pipeline, priorities, patience, allowances, even, limits, idle_limits
+    )
     if starts and allowances is None:
         # Once more, now that it is known which ranks are idle for long anyway.
         idle_seconds = pipeline.idle_seconds(starts)
-        again = schedule_by_priority(pipeline, priorities, patience, None, idle_seconds, limits)
+        again = schedule_by_priority(
+            pipeline, priorities, patience, None, idle_seconds, limits, idle_limits
+        )
         if again and pipeline.measure(again, "period") < pipeline.measure(starts, "period"):
             return again
     return starts
