@@ -38,7 +38,7 @@ from penstock.model.isolation import iter_module_tensors, preserve_rng
 from penstock.model.placement import describe_device
 from penstock.model.profiler import (
     ExampleLoss,
-    MicrobatchLoss,
+    LossWithTarget,
     UnitMeasurement,
     measure_unit_calls,
     measure_unit_layers,
@@ -192,7 +192,7 @@ def _measure_sequential(
     rows: int,
     kinds: Mapping[str, Device],
     shared: Mapping[str, SharedDevice | None],
-    loss: MicrobatchLoss | None,
+    loss: LossWithTarget | None,
     report: Progress,
 ) -> _Sample:
     values = example if isinstance(example, tuple) else (example,)
@@ -228,7 +228,7 @@ def _measure_traced(
     rows: int,
     kinds: Mapping[str, Device],
     shared: Mapping[str, SharedDevice | None],
-    loss: MicrobatchLoss | None,
+    loss: LossWithTarget | None,
     report: Progress,
 ) -> _Sample:
     with preserve_rng():

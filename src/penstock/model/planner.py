@@ -19,7 +19,7 @@ from penstock.errors import ArgumentError
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.model_profile import profile_model, trace_for_plan
 from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
-from penstock.model.profiler import build_microbatch_loss
+from penstock.model.profiler import bind_target
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
@@ -123,7 +123,7 @@ def plan(
                 rank_devices,
                 units=units,
                 optimizer=optimizer,
-                loss=None if loss_fn is None else partial(build_microbatch_loss, loss_fn, target),
+                loss=None if loss_fn is None else partial(bind_target, loss_fn, target),
                 progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
             )
         caps = resolve_memory(memory, profile.devices)

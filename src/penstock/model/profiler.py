@@ -69,7 +69,7 @@ OutputLoss = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class MicrobatchLoss:
+class LossWithTarget:
     """The loss of one micro-batch, as a function of its output.
 
     Attributes:
@@ -87,10 +87,10 @@ class MicrobatchLoss:
 
 
 # Returns the loss of the first of so many micro-batches of the example.
-ExampleLoss = Callable[[int], MicrobatchLoss]
+ExampleLoss = Callable[[int], LossWithTarget]
 
 
-def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int) -> MicrobatchLoss:
+def bind_target(loss_fn: Callable[..., Any], target: Any, chunks: int) -> LossWithTarget:
     """Return the loss of the first of `chunks` micro-batches, as a function of its output.
 
     Args:
@@ -98,7 +98,7 @@ def build_microbatch_loss(loss_fn: Callable[..., Any], target: Any, chunks: int)
         target: The target of the whole example, or None.
         chunks: The number of micro-batches.
     """
-    return MicrobatchLoss(loss_fn, () if target is None else scatter((target,), chunks)[0][0])
+    return LossWithTarget(loss_fn, () if target is None else scatter((target,), chunks)[0][0])
 
 
 # ---- units of a traced model ---------------------------------------------------------------------

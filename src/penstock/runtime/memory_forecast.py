@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
-from penstock.model.profiler import ExampleLoss, build_microbatch_loss
+from penstock.model.profiler import ExampleLoss, bind_target
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.memory import HostStorageProbe
 from penstock.runtime.transport import Mailboxes
@@ -122,7 +122,7 @@ def build_output_loss(loss_fn: LossFn | None, target: Any) -> ExampleLoss | None
         return None
     is_known = target is not None or _takes_nothing_else(loss_fn)
     example_loss = build_example_loss(loss_fn if is_known else None, target is not None)
-    return partial(build_microbatch_loss, example_loss, target)
+    return partial(bind_target, example_loss, target)
 
 
 def _takes_nothing_else(loss_fn: LossFn) -> bool:
