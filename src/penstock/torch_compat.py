@@ -944,7 +944,10 @@ def register_draw_kernels(handler: DrawHandler) -> bool:
     with _draw_lock:
         if _draw_libraries:  # another thread was first, or it has failed before
             return _draw_key is not None
-        _draw_libraries["_"] = torch.library.Library("_", "IMPL")
+        try:
+            _draw_libraries["_"] = torch.library.Library("_", "IMPL")
+        except TypeError:  # it notes the path of this file, which must be valid Unicode
+            return False
         try:
             key = _parse_key(_DRAW_KEY)
             _draw_libraries["_"].fallback(torch.library.fallthrough_kernel, _DRAW_KEY)

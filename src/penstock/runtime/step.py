@@ -414,7 +414,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     request, inputs = call.request, call.inputs
     program, phase = pipe.select_step_program(request, inputs)
     reduction = inputs.refine_reduction(resolve_reduction(request.loss_fn, request.reduction))
-    pipe.auditor.read_settings(request, pipe.placed_partition.partition)
+    if call.is_local:  # stages in processes are not audited
+        pipe.auditor.read_settings(request, pipe.placed_partition.partition)
     branches = pipe.auditor.find_branches(request, inputs)
     watched_stages, watched = _watch_branches(pipe, branches)
     # The loss is computed by the last stage, in its thread and on its device.
@@ -483,7 +484,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             )
             # `pipe(x)` returns an output and no loss, so a loss that a layer adds would be lost.
             aux_sink = select_forward_sink()
-            pipe.auditor.read_settings(request, pipe.placed_partition.partition)
+            if call.is_local:
+                pipe.auditor.read_settings(request, pipe.placed_partition.partition)
             branches = pipe.auditor.find_branches(request, call.inputs)
             stages, watched_branches = _watch_branches(pipe, branches)
             watched = None
