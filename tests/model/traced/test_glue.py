@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -245,3 +246,41 @@ def test_flex_attention_in_units_that_draw_random_numbers() -> None:
     model, (x,) = made(FlexModel).float().requires_grad_(False), batches(5)
     pipe = piped(model, x.float(), 2)
     torch.testing.assert_close(pipe(x.float()), model(x.float()))
+
+
+class CalledTwice(nn.Module):
+    """Calls a unit on two stages, and uses its weight between units as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return nn.functional.linear(self.a(self.b(self.a(x))), self.a.weight)
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("runtime", ["inline", "threads"])
+@pytest.mark.parametrize("stages", [[1, 2], [2, 1], [1, 1, 1]])
+def test_weight_of_a_unit_on_two_stages_that_is_used_between_units(
+    stages: list[int], runtime: str
+) -> None:
+    model = CalledTwice().double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    pipe = Pipe(
+        copy.deepcopy(model),
+        chunks=3,
+        stages=stages,
+        devices=["cpu"] * len(stages),
+        example=x,
+        runtime=runtime,
+        loss_fn=mean_square,
+        audit="first",
+    )
+    for _ in range(2):
+        pipe.step(x)
+        mean_square(model(x)).backward()
+    assert same_gradients(pipe, model)

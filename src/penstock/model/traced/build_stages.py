@@ -277,7 +277,11 @@ def _build_stage(
         if index in owners:
             # Two stages that call one unit may run at the same time. The first has the user's
             # module; the others have copies, so that attributes set in a forward stay apart.
-            layers[name] = unit if index == owners[0] else copy_sharing_tensors(unit)
+            layers[name] = unit
+            if index != owners[0]:
+                layers[name] = copy_sharing_tensors(unit)
+                # Operations between units use the parameters of this stage's copy, too.
+                proxies[id(unit)] = build_unit_proxy(name, layers[name])
             module_copies += zip(unit.modules(), layers[name].modules(), strict=True)
         elif partial_copy := _copy_with_used_tensors(name, unit, index, assignment, device):
             layers[name] = partial_copy
