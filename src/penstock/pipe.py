@@ -1042,13 +1042,17 @@ class Pipe(nn.Module):
             return self._build_saver().export(file)
 
     @entry_point
-    def save_pretrained(self, folder: PathLike, state_dict: None = None) -> Path:
+    def save_pretrained(
+        self, folder: PathLike, state_dict: None = None, *, is_main_process: bool = True
+    ) -> Path:
         """Write a folder that `from_pretrained` of transformers or peft can read.
 
         Args:
             folder: The folder to write.
             state_dict: None, as the Trainer of transformers passes it. The pipe writes its own
                 tensors, each rank those of its layers.
+            is_main_process: Whether this process writes, as the Trainer passes it. The processes of
+                a pipe always write together.
 
         Returns:
             The path of the folder.
@@ -1062,6 +1066,8 @@ class Pipe(nn.Module):
                 "save_pretrained was given a state_dict, but a pipe writes its own tensors. Leave "
                 "it out, or load it first with pipe.load_state_dict(state_dict)."
             )
+        if not is_main_process and self._engine.get_checkpoint_peers().channel is None:
+            return Path(folder)
         with self._engine.guarded_slow_call("saving", folder=Path(folder).absolute()):
             return self._build_saver().save_pretrained(folder)
 

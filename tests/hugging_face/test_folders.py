@@ -52,6 +52,15 @@ def test_meta_model_is_initialized_alike_for_any_number_of_stages(name: str) -> 
     assert pipe.step(**batch_for(name)).loss.isfinite()
 
 
+def test_process_that_is_not_the_main_one_writes_nothing(tmp_path: Path) -> None:
+    """Newer Trainers of transformers pass `is_main_process`."""
+    name = next(iter(ALL))
+    pipe = piped(ALL[name](), batch_for(name))
+    pipe.save_pretrained(tmp_path / "no", state_dict=None, is_main_process=False)
+    pipe.save_pretrained(tmp_path / "yes", state_dict=None, is_main_process=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["yes"]
+
+
 @each_model
 def test_pretrained_folder_round_trip(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
