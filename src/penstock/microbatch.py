@@ -323,9 +323,9 @@ def find_related_rows(values: Any, row_count: int) -> list[tuple[int, int, int]]
             if first_rows.setdefault(number, row) != row
         )
         if repeated and len(first_rows) > 1:
-            _, first, second = repeated[0]
-            other = next(row for number, row in first_rows.items() if number != ids[first])
-            related.append((first, second, other))
+            _, earlier, later = repeated[0]
+            other = next(row for number, row in first_rows.items() if number != ids[earlier])
+            related.append((earlier, later, other))
     return related
 
 
@@ -636,7 +636,7 @@ def _is_view_by_rows(column: Sequence[Tensor], bases: Sequence[Tensor]) -> bool:
     first_offset = column[0].storage_offset() - bases[0].storage_offset()
     for tensor, base in zip(column, bases, strict=True):
         offset, strides = tensor.storage_offset() - base.storage_offset(), tensor.stride()
-        times, rest = divmod(len(tensor), len(base))
+        times, remainder = divmod(len(tensor), len(base))
         sizes = times, *tensor.shape[1:]
         extent = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         if (
@@ -644,7 +644,7 @@ def _is_view_by_rows(column: Sequence[Tensor], bases: Sequence[Tensor]) -> bool:
             or (tensor.dtype, tensor.shape[1:]) != (base.dtype, column[0].shape[1:])
             or (base.shape[1:], strides) != (bases[0].shape[1:], column[0].stride())
             or not base.is_contiguous()
-            or rest
+            or remainder
             or times * strides[0] != base.stride(0)
             or offset != first_offset
             or offset < 0
@@ -658,13 +658,13 @@ def _build_output_view(
     column: tuple[Tensor, ...], bases: tuple[Tensor, ...], joined: Any, rows: MicrobatchRows
 ) -> Any:
     """Return the view of a joined output that each tensor of a column is of its base."""
-    first, base = column[0], bases[0]
+    view, base = column[0], bases[0]
     if not isinstance(joined, Tensor) or joined.stride() != base.stride():
         return _join_tensors(column, rows, None)
-    whole = joined if first.requires_grad or not joined.requires_grad else joined.detach()
-    size = len(first) // len(base) * len(joined), *first.shape[1:]
-    offset = first.storage_offset() - base.storage_offset() + joined.storage_offset()
-    return whole.as_strided(size, first.stride(), offset)
+    whole = joined if view.requires_grad or not joined.requires_grad else joined.detach()
+    size = len(view) // len(base) * len(joined), *view.shape[1:]
+    offset = view.storage_offset() - base.storage_offset() + joined.storage_offset()
+    return whole.as_strided(size, view.stride(), offset)
 
 
 def _are_tensors(values: Sequence[Any]) -> bool:

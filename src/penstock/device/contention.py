@@ -1,4 +1,4 @@
-"""How much longer work takes on a device while others that share its accelerator are busy.
+"""Measure how much devices that share an accelerator slow each other down.
 
 Virtual GPUs have multiprocessors of their own, and share the memory, the power and the clock of one
 GPU. So work is timed twice: alone, and while each neighbour does the same work. All kernels are

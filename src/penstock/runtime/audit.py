@@ -243,8 +243,8 @@ class Auditor:
 
     def note_kept(self, places: Sequence[KeptPlace]) -> None:
         """Remember where forwards leave tensors with a graph."""
-        known = {(id(place.owner), place.key) for place in self.kept_places}
-        self.kept_places += [p for p in places if (id(p.owner), p.key) not in known]
+        kept_keys = {(id(place.owner), place.key) for place in self.kept_places}
+        self.kept_places += [p for p in places if (id(p.owner), p.key) not in kept_keys]
 
     def note_branches(self, kind: Any) -> None:
         """Let the stages be watched in later calls of this kind: see branches.py."""
@@ -484,7 +484,7 @@ class Audit:
             return
         self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
         if self._inputs.chunks > 1:
-            self._split_problem = self._split_problem or self._compare_ways(forward)
+            self._split_problem = self._split_problem or self._compare_branches(forward)
         if self._reference.has_zero_weights:
             self._auditor.note_zero_weights(self._kind)
         if keeps_state:
@@ -496,7 +496,7 @@ class Audit:
         else:
             self._state_problem = refusal
 
-    def _compare_ways(self, forward: ReferenceForward) -> str | None:
+    def _compare_branches(self, forward: ReferenceForward) -> str | None:
         """Compare the whole batch if its forward may go another way than that of micro-batches."""
         watch = forward.row_watch
         self._compares_row_counts = watch.compares_row_counts

@@ -113,14 +113,14 @@ class RowStatistics:
         if tensors and all(map(self._is_constant, tensors)):
             self._constants.update((id(tensor), tensor) for tensor in iter_tensors(out))
             return
-        known = {id(t): source for t in tensors if (source := self._find(t)) is not None}
-        if known:
-            others = (t for t in tensors if id(t) not in known and t.dim())
+        sources = {id(t): source for t in tensors if (source := self._find(t)) is not None}
+        if sources:
+            others = (t for t in tensors if id(t) not in sources and t.dim())
             if not all(map(self._is_constant, others)):
-                self._note_meeting(t for t in tensors if id(t) in known)
+                self._note_meeting(t for t in tensors if id(t) in sources)
                 return
-            is_single = len(known) == 1 and name.strip("_") in _MONOTONE
-            is_between = is_single and next(iter(known.values())).is_between
+            is_single = len(sources) == 1 and name.strip("_") in _MONOTONE
+            is_between = is_single and next(iter(sources.values())).is_between
         elif _reduces_rows(name, args, kwargs, out):
             is_between = name in _BETWEEN
         else:
@@ -168,8 +168,8 @@ class RowStatistics:
         ]
 
     def _find(self, tensor: Tensor) -> _Operation | None:
-        kept, operation = self._operations.get(id(tensor), (None, None))
-        return operation if kept is tensor else None
+        followed, operation = self._operations.get(id(tensor), (None, None))
+        return operation if followed is tensor else None
 
 
 def _reduces_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
@@ -259,11 +259,11 @@ def _read_whole(column: Sequence[StatisticRead]) -> Any:
 
 def _compute_whole(operations: Sequence[_Operation]) -> Any:
     """Return what an operation of the micro-batches returns for all rows together."""
-    first = operations[0]
+    function, index = operations[0].function, operations[0].index
     args = _join([operation.args for operation in operations])
     kwargs = _join([dict(operation.kwargs) for operation in operations])
-    result = first.function(*args, **kwargs)
-    return result if first.index is None else list(iter_tensors(result))[first.index]
+    result = function(*args, **kwargs)
+    return result if index is None else list(iter_tensors(result))[index]
 
 
 def _join(values: Sequence[Any]) -> Any:

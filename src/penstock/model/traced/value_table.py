@@ -36,13 +36,13 @@ def _name_tensors(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
     One loop for both. The generators of PyTorch are nested as deeply as the modules.
     """
     names: tuple[dict[int, str], dict[int, str]] = {}, {}
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
     todo = [("", model)]
     while todo:
         prefix, module = todo.pop()
-        if module in seen:
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         members: tuple[Mapping[str, Tensor | None], ...] = module._parameters, module._buffers
         for table, tensors in zip(names, members, strict=True):
             for name, tensor in tensors.items():
