@@ -84,6 +84,8 @@ class Ours:
             group=dist.group.WORLD,
         )
         self.program: Program = self.pipe.forecast().program
+        engine: Any = self.pipe._engine
+        self.links = type(engine.groups.links).__name__
 
     def step(self) -> Tensor:
         self.pipe.zero_grad()

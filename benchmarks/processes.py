@@ -9,6 +9,8 @@ unsplit model.
 
 heavy   Large layers. The simulated step uses the durations of each stage in a plain loop, measured
         on both ranks at once in the same round. I and W are half a backward each.
+causes  The same steps of Penstock alone: the milliseconds by which a step is longer than the
+        simulated one, by cause, as means over the ranks. See `causes.py`.
 tiny    Layers so small that overhead dominates. The first columns have the time above the simulated
         step, per message. The last columns have the time above a simulation with the durations of
         the actions in that very step, so that only the cost of messages is left.
@@ -26,13 +28,14 @@ import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from benchmarks.causes import CAUSES, find_causes
 from benchmarks.contestants import SCHEDULES, Alone, Ours, Sizes, Theirs, check
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
@@ -95,6 +98,27 @@ def heavy(sizes: Sizes, rounds: int) -> list[str]:
             f"{median(t.paper / t.ours for t in turns):.2f} | "
             f"{median(t.paper / t.theirs for t in turns):.2f} |"
         )
+    return lines
+
+
+def causes(sizes: Sizes, rounds: int) -> list[str]:
+    lines = [
+        "| schedule | simulated, ms | measured | " + " | ".join(CAUSES) + " | other threads |",
+        "|---|---|---|" + "---|" * (len(CAUSES) + 1),
+    ]
+    variants = {name: Ours(name, sizes) for name in SCHEDULES}
+    alone = {n: Alone(sizes, ours.program.schedule.placement) for n, ours in variants.items()}
+    rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in variants}
+    for round_index in range(rounds + 2):
+        for name, ours in variants.items():
+            alone[name].step()
+            row = find_causes(ours.step, ours.program, alone[name].cost())
+            if round_index > 1:
+                rows[name].append(row)
+    for name, found in rows.items():
+        columns = ("simulated", "measured", *CAUSES, "threads")
+        shown = [median(row[column] * 1e3 for row in found) for column in columns]
+        lines.append(f"| {name} | " + " | ".join(f"{ms:.1f}" for ms in shown) + " |")
     return lines
 
 
@@ -283,14 +307,16 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=128, help="rows of a heavy micro-batch")
     parser.add_argument("--width", type=int, default=768, help="width of the heavy model")
-    parser.add_argument("--only", choices=("heavy", "tiny", "message", "memory"))
+    parser.add_argument("--only", choices=("heavy", "causes", "tiny", "message", "memory"))
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rounds = args.rounds
+    links = Ours("gpipe", Sizes(8, 2, 1, 2)).links
     parts: dict[str, tuple[Sizes, Callable[[Sizes], list[str]]]] = {
         "heavy": (Sizes(args.width, 8, args.rows, args.chunks), partial(heavy, rounds=rounds)),
+        "causes": (Sizes(args.width, 8, args.rows, args.chunks), partial(causes, rounds=rounds)),
         "tiny": (Sizes(8, 4, 1, 64), partial(tiny, rounds=rounds)),
         "message": (Sizes(8, 4, 1, 64), partial(message, rounds=rounds)),
         "memory": (Sizes(64, 8, 32, 4), memory),
@@ -303,7 +329,7 @@ def main() -> None:
                 print(
                     f"\n{name}: {sizes} rows, {rounds} rounds, torch {torch.__version__}, ", end=""
                 )
-                print(f"{os.cpu_count()} cores, load before {before:.1f}\n")
+                print(f"{os.cpu_count()} cores, load before {before:.1f}, ours over {links}\n")
                 print(*lines, sep="\n", flush=True)
     dist.destroy_process_group()
 
