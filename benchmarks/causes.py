@@ -6,7 +6,8 @@ so their clocks agree. For each rank, the causes add up to the measured step les
 
 forward, backward  computations took longer than in the plain loop (I and W are one backward)
 send               sends
-late               waits for a message that was not sent yet, less the idle time on paper
+late               waits for a message that was not sent yet, or at the end for the last rank, less
+                   the idle time on paper
 transport          the rest of the waits: the message was sent, and not there yet
 before, after      what precedes the first action (agreeing on the call), and follows the last one
 between            everything else between two actions: posting receives, and Python
@@ -14,6 +15,7 @@ between            everything else between two actions: posting receives, and Py
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +43,7 @@ class Recording:
     start: float = 0.0
     end: float = 0.0
     other_threads: float = 0.0  # their CPU time
+    page_faults: int = 0
     first_action: float = 0.0
     last_action: float = 0.0
     computed: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
@@ -79,17 +82,25 @@ def recorded() -> Iterator[Recording]:
         patch.object(Worker, "execute", timed_execute),
         patch.object(Worker, "_receive", timed_receive),
     ):
-        recording.start, threads = clock(), time.process_time() - time.thread_time()
+        threads, faults = time.process_time() - time.thread_time(), count_page_faults()
+        recording.start = clock()
         yield recording
         recording.end = clock()
         recording.other_threads = time.process_time() - time.thread_time() - threads
+        recording.page_faults = count_page_faults() - faults
+
+
+def count_page_faults() -> int:
+    """Return how many pages the process has got from the operating system so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def find_causes(step: Callable[[], object], program: Program, cost: Cost) -> Mapping[str, float]:
     """Run a step, and return the seconds of each cause, as means over the ranks.
 
     `cost` has the durations of the plain loop. "simulated" and "measured" are those of the step,
-    "threads" is the CPU time of a rank's other threads, which is no part of the sum.
+    "threads" is the CPU time of a rank's other threads, and "faults" are page faults. Both are no
+    part of the sum.
     """
     dist.barrier()
     with recorded() as mine:
@@ -98,7 +109,8 @@ def find_causes(step: Callable[[], object], program: Program, cost: Cost) -> Map
     dist.all_gather_object(recordings, mine)
     timeline = penstock.simulate(program, cost)
     sent = {message: at for each in recordings for message, at in each.sent.items()}
-    start = min(each.start for each in recordings)
+    start, end = min(each.start for each in recordings), max(each.end for each in recordings)
+    last_action = max(each.last_action for each in recordings)
     totals: dict[str, float] = defaultdict(float)
     for rank, each in enumerate(recordings):
         on_paper = _durations_on_paper(program, rank, cost)
@@ -106,21 +118,22 @@ def find_causes(step: Callable[[], object], program: Program, cost: Cost) -> Map
         backward = sum(each.computed.values()) - forward
         waiting = sum(e - s for _, s, e in each.waits)
         late = sum(max(0.0, min(e, sent[m]) - s) for m, s, e in each.waits)
+        waiting_at_end = last_action - each.last_action
         idle_on_paper = timeline.makespan - sum(on_paper.values())
-        end = max(other.end for other in recordings)
         lane = each.last_action - each.first_action
         seconds = {
             "forward": forward - on_paper["forward"],
             "backward": backward - on_paper["backward"],
             "send": each.sending,
-            "late": late - idle_on_paper,
+            "late": late + waiting_at_end - idle_on_paper,
             "transport": waiting - late,
             "before": each.first_action - start,
             "between": lane - forward - backward - waiting - each.sending,
-            "after": end - each.last_action,
+            "after": end - last_action,
             "simulated": timeline.makespan,
             "measured": end - start,
             "threads": each.other_threads,
+            "faults": each.page_faults,
         }
         for name, value in seconds.items():
             totals[name] += value / len(recordings)

@@ -17,7 +17,11 @@ tiny    Layers so small that overhead dominates. The first columns have the time
 message The CPU time of a message in the thread of its rank, in a step of the tiny model: what gloo
         takes to start the send, to start the receive and to wait, and what Penstock takes beside.
         Other threads of gloo are not counted. CPU time is the same on a busy machine, up to caches.
-memory  The peak of receive buffers that are alive on a rank, in activations of a micro-batch.
+memory  The peak of receive buffers that are alive on a rank, in activations of a micro-batch. What
+        is in shared memory counts for its sender, until it knows that the message was received.
+
+Penstock exchanges tensors through shared memory. With PENSTOCK_SHARED_MEMORY=0 it uses gloo, as
+torch.distributed.pipelining does.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,6 +47,7 @@ from torch._C import _distributed_c10d as c10d
 
 import penstock
 from penstock.runtime.distributed.channels import ProcessTransport
+from penstock.runtime.distributed.shared_memory import Inbox, Outbox
 from penstock.schedules.ir import Program, Send
 
 
@@ -103,8 +109,10 @@ def heavy(sizes: Sizes, rounds: int) -> list[str]:
 
 def causes(sizes: Sizes, rounds: int) -> list[str]:
     lines = [
-        "| schedule | simulated, ms | measured | " + " | ".join(CAUSES) + " | other threads |",
-        "|---|---|---|" + "---|" * (len(CAUSES) + 1),
+        "| schedule | simulated, ms | measured | "
+        + " | ".join(CAUSES)
+        + " | other threads | page faults |",
+        "|---|---|---|" + "---|" * (len(CAUSES) + 2),
     ]
     variants = {name: Ours(name, sizes) for name in SCHEDULES}
     alone = {n: Alone(sizes, ours.program.schedule.placement) for n, ours in variants.items()}
@@ -118,7 +126,10 @@ def causes(sizes: Sizes, rounds: int) -> list[str]:
     for name, found in rows.items():
         columns = ("simulated", "measured", *CAUSES, "threads")
         shown = [median(row[column] * 1e3 for row in found) for column in columns]
-        lines.append(f"| {name} | " + " | ".join(f"{ms:.1f}" for ms in shown) + " |")
+        faults = median(row["faults"] for row in found)
+        lines.append(
+            f"| {name} | " + " | ".join(f"{ms:.1f}" for ms in shown) + f" | {faults:.0f} |"
+        )
     return lines
 
 
@@ -238,19 +249,25 @@ def message(sizes: Sizes, rounds: int) -> list[str]:
 
 
 class Receiving:
-    """A counter of the bytes of live tensors that were used as receive buffers."""
+    """A counter of the bytes of live tensors that were used as receive buffers.
+
+    `shared` are bytes in the shared memory of messages that this rank has sent, and that it does
+    not know to be received.
+    """
 
     def __init__(self) -> None:
-        self.alive = self.peak = 0
+        self.alive = self.shared = self.peak = 0
         self._known: set[int] = set()
 
     def note(self, tensor: Tensor) -> None:
-        if id(tensor) in self._known:
-            return
-        self._known.add(id(tensor))
-        self.alive += tensor.nbytes
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(tensor, self._gone, id(tensor), tensor.nbytes)
+        if id(tensor) not in self._known:
+            self._known.add(id(tensor))
+            self.alive += tensor.nbytes
+            weakref.finalize(tensor, self._gone, id(tensor), tensor.nbytes)
+        self.update_peak()
+
+    def update_peak(self) -> None:
+        self.peak = max(self.peak, self.alive + self.shared)
 
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -267,12 +284,30 @@ def receiving() -> Iterator[Receiving]:
             counter.note(tensor)
         return recv.__get__(group)(tensors, *rest)
 
+    wait_for_tensors, send = Inbox.wait_for_tensors, Outbox.send
+
+    def counting_wait(self: Inbox, *args: Any) -> list[Tensor]:
+        tensors = wait_for_tensors(self, *args)
+        for tensor in tensors:
+            counter.note(tensor)
+        return tensors
+
+    def counting_send(self: Outbox, tag: int, tensors: Sequence[Tensor]) -> None:
+        send(self, tag, tensors)
+        # All messages of this benchmark have the same size.
+        counter.shared = len(self._sent_blocks) * sum(tensor.nbytes for tensor in tensors)
+        counter.update_peak()
+
     kinds: Any = (c10d.ProcessGroup, c10d.Backend)
     before = [(kind, kind.__dict__["recv"]) for kind in kinds]
     for kind, recv in before:
         kind.recv = lambda *args, recv=recv: counting(recv, *args)
     try:
-        yield counter
+        with (
+            patch.object(Inbox, "wait_for_tensors", counting_wait),
+            patch.object(Outbox, "send", counting_send),
+        ):
+            yield counter
     finally:
         for kind, recv in before:
             kind.recv = recv
