@@ -7,8 +7,10 @@ Every round runs each variant once, so that all see the same noise. A step lasts
 rank is done. Before the first round, the losses and the gradients of both are checked against the
 unsplit model.
 
-heavy   Large layers. The simulated step uses the durations of each stage in a plain loop, measured
-        on both ranks at once in the same round. I and W are half a backward each.
+heavy   Large layers. The simulated step uses the durations of the same computations in plain
+        PyTorch, measured on both ranks at once in the same round, in the order of the schedule. A
+        full backward counts as half I, half W. The last columns take the durations from a loop
+        with one micro-batch alive instead, which finds more in the caches than any pipeline can.
 causes  The same steps of Penstock alone: the milliseconds by which a step is longer than the
         simulated one, by cause, as means over the ranks. See `causes.py`.
 tiny    Layers so small that overhead dominates. The first columns have the time above the simulated
@@ -27,12 +29,13 @@ torch.distributed.pipelining does.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +44,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from benchmarks.causes import CAUSES, find_causes
-from benchmarks.contestants import SCHEDULES, Alone, Ours, Sizes, Theirs, check
+from benchmarks.contestants import SCHEDULES, Alone, HotLoop, Ours, Sizes, Theirs, check
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -56,7 +59,8 @@ class Turn(NamedTuple):
 
     ours: float
     theirs: float
-    paper: float  # simulated with the durations of the plain loop
+    paper: float  # simulated with the durations of plain PyTorch in the order of the schedule
+    hot_paper: float  # simulated with the durations of the hot loop
     our_paper: float  # simulated with the durations of our actions
     their_paper: float
 
@@ -71,38 +75,48 @@ def timed(run: Callable[[], object]) -> float:
     return float(seconds)
 
 
-def contest(sizes: Sizes, rounds: int) -> dict[str, tuple[Program, list[Turn]]]:
+def contest(
+    sizes: Sizes, rounds: int, ours_only: Collection[str]
+) -> dict[str, tuple[Program, list[Turn]]]:
     """Measure all schedules and all variants, in alternation."""
-    variants: dict[str, tuple[Ours, Theirs, Alone]] = {}
+    variants: dict[str, tuple[Ours, Theirs | None, Alone, HotLoop]] = {}
     for name in SCHEDULES:
         ours = Ours(name, sizes)
         placement = ours.program.schedule.placement
-        variants[name] = ours, Theirs(name, sizes, placement), Alone(sizes, placement)
-        check(*variants[name][:2], sizes)
+        theirs = Theirs(name, sizes, placement) if name not in ours_only else None
+        variants[name] = ours, theirs, Alone(sizes, ours.program), HotLoop(sizes, placement)
+        check(ours, theirs, sizes)
     turns_by_schedule: dict[str, list[Turn]] = {name: [] for name in SCHEDULES}
     for round_index in range(rounds + 2):
-        for name, (ours, theirs, alone) in variants.items():
-            alone.step()
-            measured = timed(ours.step), timed(theirs.step)
-            costs = alone.cost(), ours.cost(), theirs.cost()
+        for name, (ours, theirs, alone, hot_loop) in variants.items():
+            for plain in (hot_loop, alone):
+                dist.barrier()
+                plain.step()
+            measured = timed(ours.step), timed(theirs.step) if theirs else math.nan
+            costs = [alone.cost(), hot_loop.cost(), ours.cost()]
+            if theirs:
+                costs.append(theirs.cost())
             simulated = [penstock.simulate(ours.program, cost).makespan for cost in costs]
             if round_index > 1:
-                turns_by_schedule[name].append(Turn(*measured, *simulated))
+                turn = Turn(*measured, *simulated, *[] if theirs else [math.nan])
+                turns_by_schedule[name].append(turn)
     return {name: (variants[name][0].program, turns) for name, turns in turns_by_schedule.items()}
 
 
-def heavy(sizes: Sizes, rounds: int) -> list[str]:
+def heavy(sizes: Sizes, rounds: int, ours_only: Collection[str]) -> list[str]:
     lines = [
-        "| schedule | ours, ms | theirs | theirs / ours | simulated | ours: of that | theirs |",
-        "|---|---|---|---|---|---|---|",
+        "| schedule | ours, ms | theirs | theirs / ours | simulated | ours: of that | theirs "
+        "| simulated, hot | ours: of that |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, (_, turns) in contest(sizes, rounds).items():
-        ours, theirs, paper, _, _ = medians(turns)
+    for name, (_, turns) in contest(sizes, rounds, ours_only).items():
+        ours, theirs, paper, hot_paper, *_ = medians(turns)
         lines.append(
             f"| {name} | {ours * 1e3:.1f} | {theirs * 1e3:.1f} | "
             f"{median(t.theirs / t.ours for t in turns):.2f} | {paper * 1e3:.1f} | "
-            f"{median(t.paper / t.ours for t in turns):.2f} | "
-            f"{median(t.paper / t.theirs for t in turns):.2f} |"
+            f"{median(t.paper / t.ours for t in turns):.3f} | "
+            f"{median(t.paper / t.theirs for t in turns):.3f} | {hot_paper * 1e3:.1f} | "
+            f"{median(t.hot_paper / t.ours for t in turns):.3f} |"
         )
     return lines
 
@@ -115,10 +129,11 @@ def causes(sizes: Sizes, rounds: int) -> list[str]:
         "|---|---|---|" + "---|" * (len(CAUSES) + 2),
     ]
     variants = {name: Ours(name, sizes) for name in SCHEDULES}
-    alone = {n: Alone(sizes, ours.program.schedule.placement) for n, ours in variants.items()}
+    alone = {name: Alone(sizes, ours.program) for name, ours in variants.items()}
     rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in variants}
     for round_index in range(rounds + 2):
         for name, ours in variants.items():
+            dist.barrier()
             alone[name].step()
             row = find_causes(ours.step, ours.program, alone[name].cost())
             if round_index > 1:
@@ -133,15 +148,15 @@ def causes(sizes: Sizes, rounds: int) -> list[str]:
     return lines
 
 
-def tiny(sizes: Sizes, rounds: int) -> list[str]:
+def tiny(sizes: Sizes, rounds: int, ours_only: Collection[str]) -> list[str]:
     lines = [
         "| schedule | messages | layers alone, ms | ours | theirs | above that, us a message: ours "
         "| theirs | ratio | above own actions: ours | theirs | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, (program, turns) in contest(sizes, rounds).items():
+    for name, (program, turns) in contest(sizes, rounds, ours_only).items():
         sends = sum(isinstance(action, Send) for lane in program.lanes for action in lane)
-        ours, theirs, paper, our_paper, their_paper = medians(turns)
+        ours, theirs, paper, _, our_paper, their_paper = medians(turns)
         above = [
             (seconds / sends * 1e6)
             for seconds in (ours - paper, theirs - paper, ours - our_paper, theirs - their_paper)
@@ -284,19 +299,25 @@ def receiving() -> Iterator[Receiving]:
             counter.note(tensor)
         return recv.__get__(group)(tensors, *rest)
 
-    wait_for_tensors, send = Inbox.wait_for_tensors, Outbox.send
+    recv_shared, send_shared = Inbox.recv, Outbox.send
 
-    def counting_wait(self: Inbox, *args: Any) -> list[Tensor]:
-        tensors = wait_for_tensors(self, *args)
-        for tensor in tensors:
-            counter.note(tensor)
-        return tensors
+    def counting_recv(self: Inbox, *args: Any) -> Any:
+        wait_for_tensors = recv_shared(self, *args)
 
-    def counting_send(self: Outbox, tag: int, tensors: Sequence[Tensor]) -> None:
-        send(self, tag, tensors)
+        def counting_wait() -> list[Tensor]:
+            tensors = wait_for_tensors()
+            for tensor in tensors:
+                counter.note(tensor)
+            return tensors
+
+        return counting_wait
+
+    def counting_send(self: Outbox, tag: int, tensors: Sequence[Tensor]) -> Any:
+        wait = send_shared(self, tag, tensors)
         # All messages of this benchmark have the same size.
         counter.shared = len(self._sent_blocks) * sum(tensor.nbytes for tensor in tensors)
         counter.update_peak()
+        return wait
 
     kinds: Any = (c10d.ProcessGroup, c10d.Backend)
     before = [(kind, kind.__dict__["recv"]) for kind in kinds]
@@ -304,7 +325,7 @@ def receiving() -> Iterator[Receiving]:
         kind.recv = lambda *args, recv=recv: counting(recv, *args)
     try:
         with (
-            patch.object(Inbox, "wait_for_tensors", counting_wait),
+            patch.object(Inbox, "recv", counting_recv),
             patch.object(Outbox, "send", counting_send),
         ):
             yield counter
@@ -343,6 +364,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="rows of a heavy micro-batch")
     parser.add_argument("--width", type=int, default=768, help="width of the heavy model")
     parser.add_argument("--only", choices=("heavy", "causes", "tiny", "message", "memory"))
+    parser.add_argument(
+        "--ours",
+        nargs="*",
+        default=(),
+        choices=tuple(SCHEDULES),
+        help="schedules without torch.distributed.pipelining, whose zb-v fails in PyTorch 2.11",
+    )
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -350,9 +378,12 @@ def main() -> None:
     rounds = args.rounds
     links = Ours("gpipe", Sizes(8, 2, 1, 2)).links
     parts: dict[str, tuple[Sizes, Callable[[Sizes], list[str]]]] = {
-        "heavy": (Sizes(args.width, 8, args.rows, args.chunks), partial(heavy, rounds=rounds)),
+        "heavy": (
+            Sizes(args.width, 8, args.rows, args.chunks),
+            partial(heavy, rounds=rounds, ours_only=args.ours),
+        ),
         "causes": (Sizes(args.width, 8, args.rows, args.chunks), partial(causes, rounds=rounds)),
-        "tiny": (Sizes(8, 4, 1, 64), partial(tiny, rounds=rounds)),
+        "tiny": (Sizes(8, 4, 1, 64), partial(tiny, rounds=rounds, ours_only=args.ours)),
         "message": (Sizes(8, 4, 1, 64), partial(message, rounds=rounds)),
         "memory": (Sizes(64, 8, 32, 4), memory),
     }

@@ -6,7 +6,7 @@ copies it out. Each pair (sender, receiver) has one memory file and two pipes of
 
     sender                                                            receiver
     copy the tensors into a free block of the memory file
-    ── doorbell (tag, size, offset, capacity of the block) ─────────► read when it waits for a tag
+    ── doorbell (tag, size, offset and capacity of the block) ──────► read when it waits for a tag
     ◄────────────────────────────── notice _POSTED: a receive is posted ──
     ◄───────── notice (offset): the block was copied out, and is free ──
 
@@ -135,54 +135,61 @@ class RecordPipe:
 
 
 class Outbox:
-    """The sender's end of a pair of ranks."""
+    """The sender's end of a pair of ranks.
+
+    Capacities of blocks are powers of two, so that messages of many sizes share blocks. The pages
+    of a block that are never written take no memory.
+    """
 
     def __init__(self, memory: int, doorbell: RecordPipe, notices: RecordPipe) -> None:
         self._memory, self._doorbell, self._notices = memory, doorbell, notices
-        self._free_blocks: list[Block] = []
+        self._free_blocks: dict[int, list[Block]] = defaultdict(list)  # by capacity
         self._sent_blocks: dict[int, Block] = {}  # by offset
         self._file_size = _FIRST_BLOCK
-        self.unposted = 0  # messages whose receive has not been posted
+        self._unposted = 0  # messages whose receive is not known to be posted
 
-    def send(self, tag: int, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors into a block, and tell the receiver."""
-        offsets, size = _lay_out([t.nbytes for t in tensors])
-        self.read_notices(wait=False)
+    def send(self, tag: int, tensors: Sequence[Tensor]) -> SendWait | None:
+        """Copy the tensors into a block, and tell the receiver.
+
+        Return a function that waits for posted receives if too many of them are missing.
+        """
+        offsets, size = _lay_out([tensor.nbytes for tensor in tensors])
         block = self._take_block(size)
         for tensor, offset in zip(tensors, offsets, strict=True):
             ctypes.memmove(block.address + offset, tensor.data_ptr(), tensor.nbytes)
         self._sent_blocks[block.offset] = block
-        self.unposted += 1
         self._doorbell.write(tag, size, block.offset, block.capacity)
+        self._unposted += 1
+        if self._unposted > MAX_IN_FLIGHT:
+            self._read_notices(wait=False)
+        return partial(self.wait, MAX_IN_FLIGHT) if self._unposted > MAX_IN_FLIGHT else None
 
-    def wait_until_posted(self, allowed: int) -> None:
-        """Wait until at most `allowed` messages lack a receive."""
-        while self.unposted > allowed:
-            self.read_notices(wait=True)
-
-    def read_notices(self, wait: bool) -> None:
-        """Count posted receives, and take blocks back that were copied out."""
-        for (notice,) in self._notices.read(wait):
-            if notice == _POSTED:
-                self.unposted -= 1
-            else:
-                self._free_blocks.append(self._sent_blocks.pop(notice))
+    def wait(self, allowed: int) -> None:
+        """Wait until the receives of all messages but this many are posted."""
+        while self._unposted > allowed:
+            self._read_notices(wait=True)
 
     def _take_block(self, size: int) -> Block:
-        """Return the smallest free block for this many bytes, or a new one.
-
-        Capacities are powers of two, so that messages of slowly growing sizes share blocks. The
-        pages of a block that are never written take no memory.
-        """
-        fitting = [block for block in self._free_blocks if block.capacity >= size]
-        if fitting:
-            block = min(fitting, key=_get_capacity)
-            self._free_blocks.remove(block)
-            return block
-        offset, capacity = self._file_size, 1 << max(size, _FIRST_BLOCK).bit_length()
+        """Return a free block for this many bytes, or a new one."""
+        capacity = 1 << max(size - 1, _FIRST_BLOCK - 1).bit_length()
+        free_blocks = self._free_blocks[capacity]
+        if not free_blocks:
+            self._read_notices(wait=False)
+        if free_blocks:
+            return free_blocks.pop()
+        offset = self._file_size
         self._file_size += capacity
         os.ftruncate(self._memory, self._file_size)
         return Block.map(self._memory, offset, capacity)
+
+    def _read_notices(self, wait: bool) -> None:
+        """Count posted receives, and take blocks back that were copied out."""
+        for (notice,) in self._notices.read(wait):
+            if notice == _POSTED:
+                self._unposted -= 1
+            else:
+                block = self._sent_blocks.pop(notice)
+                self._free_blocks[block.capacity].append(block)
 
 
 class Inbox:
@@ -194,33 +201,37 @@ class Inbox:
         # Sizes and blocks of messages that nobody has waited for yet, by tag.
         self._arrived: dict[int, deque[tuple[int, Block]]] = defaultdict(deque)
 
-    def post(self) -> None:
-        """Tell the sender that a receive is posted."""
+    def recv(self, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
+        """Tell the sender that a receive is posted. The wait copies the tensors."""
+        offsets, expected_size = _lay_out([spec.nbytes for spec in tensor_specs])
+        if not expected_size:  # both ends skip empty tensors: the spec describes them fully
+            return lambda: [spec.allocate("cpu") for spec in tensor_specs]
         self._notices.write(_POSTED)
 
-    def wait_for_tensors(self, tag: int, tensor_specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """Wait for the message with this tag, copy its tensors, and give the block back."""
+        def wait_for_tensors() -> list[Tensor]:
+            block = self._wait_for_block(tag, expected_size)
+            tensors = [spec.allocate("cpu") for spec in tensor_specs]
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                ctypes.memmove(tensor.data_ptr(), block.address + offset, tensor.nbytes)
+            self._notices.write(block.offset)
+            return tensors
+
+        return wait_for_tensors
+
+    def _wait_for_block(self, tag: int, expected_size: int) -> Block:
         arrived = self._arrived[tag]
         while not arrived:
-            for other_tag, size, *place in self._doorbell.read(wait=True):
-                self._arrived[other_tag].append((size, self._find_block(*place)))
+            for other_tag, size, offset, capacity in self._doorbell.read(wait=True):
+                block = self._blocks.get(offset)
+                if block is None:
+                    block = self._blocks[offset] = Block.map(self._memory, offset, capacity)
+                self._arrived[other_tag].append((size, block))
         size, block = arrived.popleft()
-        offsets, expected_size = _lay_out([spec.nbytes for spec in tensor_specs])
         if size != expected_size:
             raise RunError(
                 f"a message has {size} bytes, but {expected_size} were expected: the ranks do not "
                 "run the same program. This is a bug in Penstock. Please report it."
             )
-        tensors = [spec.allocate("cpu") for spec in tensor_specs]
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            ctypes.memmove(tensor.data_ptr(), block.address + offset, tensor.nbytes)
-        self._notices.write(block.offset)
-        return tensors
-
-    def _find_block(self, offset: int, capacity: int) -> Block:
-        block = self._blocks.get(offset)
-        if block is None:
-            block = self._blocks[offset] = Block.map(self._memory, offset, capacity)
         return block
 
 
@@ -235,26 +246,16 @@ class SharedMemoryLinks:
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> SendWait | None:
         """Copy the tensors into shared memory, where the receiver finds them."""
         flats = [flatten_dense(tensor) for tensor in tensors if tensor.numel()]
-        if not flats:  # both ends skip empty tensors: the spec describes them fully
-            return None
-        outbox = self._outboxes[peer]
-        outbox.send(tag, flats)
-        if outbox.unposted > MAX_IN_FLIGHT:
-            return partial(outbox.wait_until_posted, MAX_IN_FLIGHT)
-        return None
+        return self._outboxes[peer].send(tag, flats) if flats else None
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Tell the sender that it may go on. The wait copies the tensors from shared memory."""
-        if not any(spec.numel for spec in tensor_specs):
-            return lambda: [spec.allocate("cpu") for spec in tensor_specs]
-        inbox = self._inboxes[peer]
-        inbox.post()
-        return partial(inbox.wait_for_tensors, tag, tensor_specs)
+        return self._inboxes[peer].recv(tag, tensor_specs)
 
     def flush(self) -> None:
         """Wait until the receives of all messages are posted."""
         for outbox in self._outboxes.values():
-            outbox.wait_until_posted(0)
+            outbox.wait(0)
 
     def abort(self) -> None:
         """Make every wait fail."""
@@ -349,10 +350,6 @@ def _lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return offsets, end
-
-
-def _get_capacity(block: Block) -> int:
-    return block.capacity
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
