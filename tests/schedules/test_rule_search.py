@@ -80,7 +80,7 @@ def test_refilling_weight_grads_keeps_the_order_of_the_others() -> None:
     pipeline = pipeline_of(vee(4), 12, 8)
     starts = schedule_in_rounds(pipeline, RoundRule())
     assert starts is not None
-    refilled = refill_weight_grads(pipeline, starts, [5.0] * 4)
+    refilled = refill_weight_grads(pipeline, pipeline.orders_by_start(starts, False), [5.0] * 4)
     assert refilled is not None
     before, after = pipeline.schedule(starts), pipeline.schedule(refilled)
     check_schedule(pipeline, after, 8)

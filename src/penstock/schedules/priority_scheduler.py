@@ -7,8 +7,9 @@ all stages, then I of all stages, then W of all stages. Each queue takes the mic
 
     schedule_by_priority   F, I and W by their priority numbers
     refill_weight_grads    F and I in the order of a given schedule, W placed anew
+    time_orders            F, I and W in given orders
 
-Both return the start of every action, as `starts[queue][microbatch]`, or None if they get stuck.
+All return the start of every action, as `starts[queue][microbatch]`, or None if they get stuck.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _OPS = (Op.F, Op.I, Op.W)
 _ROUNDING = 1 + 1e-9  # caps may be exceeded by the rounding errors of a sum
 
 Starts = list[list[float]]
+Orders = Sequence[Sequence[int]]  # the queues of each rank, in the order of its actions
 
 
 class Pipeline:
@@ -111,6 +113,21 @@ class Pipeline:
             assert isinstance(span.action, Compute)
             lanes[span.rank].append(span.action)
         return Schedule(self.placement, self.chunks, tuple(map(tuple, lanes)))
+
+    def orders(self, schedule: Schedule) -> list[list[int]]:
+        """Return the orders of a schedule of F, I and W."""
+        return [
+            [_OPS.index(action.op) * self.stages + action.stage for action in lane]
+            for lane in schedule.lanes
+        ]
+
+    def orders_by_start(self, starts: Starts, with_weight_grads: bool = True) -> list[list[int]]:
+        """Return the orders of a schedule that is given by its starts."""
+        queues = (3 if with_weight_grads else 2) * self.stages
+        return [
+            [q for _, q in sorted((t, q) for q in mine if q < queues for t in starts[q])]
+            for mine in self.queues_by_rank
+        ]
 
     def measure(self, starts: Starts, objective: Objective) -> float:
         """Return the makespan of a schedule, or its period: see `fit`."""
@@ -265,9 +282,9 @@ def schedule_by_priority(
 
 
 def refill_weight_grads(
-    pipeline: Pipeline, starts: Starts, allowances: Sequence[float]
+    pipeline: Pipeline, orders: Orders, allowances: Sequence[float]
 ) -> Starts | None:
-    """Keep the order of F and I of a schedule, and place its Ws anew.
+    """Return a schedule with given orders of F and I, in which only the Ws are placed.
 
     A W runs where it fits before the next F or I, where memory is full, and where its rank would
     otherwise be idle for longer than its allowance.
@@ -285,10 +302,6 @@ def refill_weight_grads(
         pipeline.rank,
     )
     ranks = pipeline.ranks
-    orders = [
-        [queue for _, queue in sorted((t, q) for q in mine if q < 2 * stages for t in starts[q])]
-        for mine in pipeline.queues_by_rank
-    ]
     ends: Starts = [[] for _ in range(pipeline.queues)]
     free_at, live, idle = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     pending: list[list[int]] = [[] for _ in range(ranks)]  # the queues of Ws, in the order of Is
@@ -337,6 +350,48 @@ def refill_weight_grads(
         for other, delay in outputs[queue]:
             if rank_of[other] != rank:
                 heappush(events, (end + delay, rank_of[other]))
+    if any(len(done) < pipeline.chunks for done in ends):
+        return None
+    return [[end - seconds[queue] for end in done] for queue, done in enumerate(ends)]
+
+
+def time_orders(pipeline: Pipeline, orders: Orders) -> Starts | None:
+    """Return the starts of all actions in given orders, or None if they wait for each other."""
+    seconds, inputs, outputs, rank_of = (
+        pipeline.seconds,
+        pipeline.inputs,
+        pipeline.outputs,
+        pipeline.rank,
+    )
+    ends: Starts = [[] for _ in range(pipeline.queues)]
+    free_at, positions = [0.0] * pipeline.ranks, [0] * pipeline.ranks
+    ready = list(range(pipeline.ranks))
+    while ready:
+        rank = ready.pop()
+        order, now = orders[rank], free_at[rank]
+        position = positions[rank]
+        while position < len(order):
+            queue = order[position]
+            mine = ends[queue]
+            microbatch = len(mine)
+            start = now
+            for source, delay in inputs[queue]:
+                done = ends[source]
+                if len(done) <= microbatch:
+                    break
+                time = done[microbatch] + delay
+                if time > start:
+                    start = time
+            else:
+                now = start + seconds[queue]
+                mine.append(now)
+                position += 1
+                for other, _ in outputs[queue]:
+                    if rank_of[other] != rank:
+                        ready.append(rank_of[other])
+                continue
+            break
+        free_at[rank], positions[rank] = now, position
     if any(len(done) < pipeline.chunks for done in ends):
         return None
     return [[end - seconds[queue] for end in done] for queue, done in enumerate(ends)]

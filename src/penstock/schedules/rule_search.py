@@ -13,9 +13,10 @@ one stage a rank, the first rank's fill often decides, and a rule that aims at t
 
 An attempt ends as soon as a rank is idle for longer than in every schedule worth keeping. Most do.
 
-Bubbles are in the fill and in the drain, and both look alike for any large number of micro-batches.
-So with more than three micro-batches per rank, half of the search is for three, and the other half
-begins with the rules that it found.
+A rule that is good at once must not keep others from being changed until they are better. So of
+all rules that come from the same ancestor, only the best is changed further. And a long search has
+several populations, one after the other: each begins without the ancestor of the best rule of the
+one before.
 
 The random numbers have a fixed seed: the same problem always has the same result.
 """
@@ -37,9 +38,9 @@ from penstock.schedules.priority_scheduler import (
 )
 from penstock.schedules.round_scheduler import RoundRule, schedule_in_rounds
 
-_SEARCHED_CHUNKS = 3  # micro-batches per rank with which rules are searched
-_PARENTS = 4  # rules from which others are made
-_FINALISTS = 6  # rules that run with all micro-batches
+_PARENTS = 6  # rules from which others are made, each with another ancestor
+_POPULATION = 150  # attempts that are worth one more population
+_MORE_POPULATIONS = 5  # at most
 _NEARLY_BEST = 1.003  # the Ws of a schedule that is not much slower than the best are placed anew
 _REFILLS = (0.0, 0.5, 1.0)  # the idle times that these aim at: see PriorityRule.aim
 
@@ -142,6 +143,7 @@ def _change_rule(draw: Random, rule: Rule) -> Rule:
         lambda r: r._replace(patience=draw.uniform(0, 1.6)),
         lambda r: r._replace(headroom=draw.choice(_HEADROOMS)),
         lambda r: r._replace(allowance=draw.choice(_ALLOWANCES), aim=draw.choice(_AIMS)),
+        lambda r: r._replace(allowance=draw.uniform(0.2, 2.0), aim=draw.choice(_AIMS)),
     ]
     for _ in range(draw.choice((1, 1, 2))):
         rule = draw.choice(changes)(rule)
@@ -187,10 +189,10 @@ class _Trial(NamedTuple):
         highest = best - self.pipeline.work if best < inf else self.pipeline.period
         return lowest + aim * max(0.0, highest - lowest)
 
-    def run(self, rule: Rule, best: float, slowest: float) -> Starts | None:
+    def run(self, rule: Rule, best: float, slowest: float, near: float) -> Starts | None:
         """Return the schedule of a rule, or None if it takes more than `slowest` seconds.
 
-        If it is nearly as good as `best`, its Ws are placed anew.
+        If it takes less than `near` seconds, its Ws are placed anew.
         """
         if isinstance(rule, RoundRule):
             starts = schedule_in_rounds(self.pipeline, rule)
@@ -199,10 +201,11 @@ class _Trial(NamedTuple):
         if starts is None:
             return None
         seconds = self.seconds(starts)
-        if self.goal < seconds < best * _NEARLY_BEST:
+        if self.goal < seconds < near:
+            orders = self.pipeline.orders_by_start(starts, with_weight_grads=False)
             for aim in _REFILLS:
                 allowances = [self.idle_time(seconds, aim)] * self.pipeline.ranks
-                refilled = refill_weight_grads(self.pipeline, starts, allowances)
+                refilled = refill_weight_grads(self.pipeline, orders, allowances)
                 if refilled and self.seconds(refilled) < seconds:
                     starts, seconds = refilled, self.seconds(refilled)
         return starts
@@ -220,7 +223,7 @@ def try_known_rules(
         if effort < pipeline.actions or best <= goal:
             return
         effort -= pipeline.actions
-        starts = trial.run(rule, best, best * _NEARLY_BEST)
+        starts = trial.run(rule, best, best * _NEARLY_BEST, best * _NEARLY_BEST)
         if starts and trial.seconds(starts) < best:
             best = trial.seconds(starts)
             yield starts
@@ -238,16 +241,19 @@ def search_rules(
         goal: Seconds that cannot be beaten. The search ends when it reaches them.
         best: Seconds of the best schedule so far. Only faster ones are yielded.
     """
-    full = _Trial(pipeline, objective, goal)
-    most = _SEARCHED_CHUNKS * pipeline.ranks
-    seeds: list[Rule] = []
-    if pipeline.chunks > most:
-        short_goal = goal - (pipeline.chunks - most) * pipeline.period
-        short = _Trial(pipeline.with_chunks(most), objective, short_goal)
-        rules = [rule for _, rule, _ in _evolve(short, effort // 2, [])]
-        seeds, effort = rules[: -_FINALISTS - 1 : -1], effort // 2
-    for _, _, starts in _evolve(full, effort, seeds, best):
-        yield starts
+    trial, rules = _Trial(pipeline, objective, goal), _first_rules(pipeline)
+    populations = 1 + min(_MORE_POPULATIONS, effort // (_POPULATION * pipeline.actions))
+    for population in range(populations):
+        winner: Rule | None = None
+        share = effort // populations
+        for seconds, ancestor, starts in _evolve(trial, Random(population), share, rules):
+            winner = ancestor
+            if seconds < best:
+                best = seconds
+                yield starts
+        if best <= goal:
+            return
+        rules = [rule for rule in rules if rule != winner]
 
 
 def _is_vee(pipeline: Pipeline) -> bool:
@@ -259,37 +265,45 @@ def _first_rules(pipeline: Pipeline) -> list[Rule]:
 
 
 def _evolve(
-    trial: _Trial, effort: int, seeds: Sequence[Rule], best: float = inf
+    trial: _Trial, draw: Random, effort: int, first_rules: Sequence[Rule]
 ) -> Iterator[tuple[float, Rule, Starts]]:
-    """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
-    draw, pipeline, attempt = Random(0), trial.pipeline, 0
-    first_rules = [*seeds, *_first_rules(pipeline)]
-    parents: dict[float, Rule] = {}  # the best so far; of those that take equally long, the newest
+    """Yield (seconds, ancestor, starts) of ever better rules.
+
+    The ancestor is the one of `first_rules`, or the random rule, from which a rule was made.
+    """
+    pipeline, attempt, best = trial.pipeline, 0, inf
+    # By ancestor: the fastest rule that comes from it, and its seconds.
+    parents: dict[Rule, tuple[float, Rule]] = {}
     while effort >= pipeline.actions and best > trial.goal:
-        rule: Rule
         if attempt < len(first_rules):
-            rule = first_rules[attempt]
+            rule = ancestor = first_rules[attempt]
         elif _is_vee(pipeline) and draw.random() < 0.15:
-            rule = _draw_round_rule(draw)
-        elif not parents or draw.random() < 0.25:
-            rule = _draw_rule(draw)
+            rule = ancestor = _draw_round_rule(draw)
+        elif not parents or draw.random() < 0.15:
+            rule = ancestor = _draw_rule(draw)
         else:
-            rule = _change_rule(draw, draw.choice(list(parents.values())))
+            ancestor = draw.choice(list(parents))
+            rule = _change_rule(draw, parents[ancestor][1])
         attempt += 1
         effort -= pipeline.actions
-        slowest = max(parents) if len(parents) == _PARENTS else inf
-        starts = trial.run(rule, best, max(slowest, best * _NEARLY_BEST))
+        slowest = inf
+        if len(parents) == _PARENTS:
+            slowest = max(seconds for seconds, _ in parents.values())
+        before = parents[ancestor][0] if ancestor in parents else inf
+        near = max(best, min(before, slowest)) * _NEARLY_BEST
+        starts = trial.run(rule, best, max(slowest, best * _NEARLY_BEST), near)
         if starts is None:
             continue
         seconds = trial.seconds(starts)
-        if seconds < best * _NEARLY_BEST:
+        if seconds < near:
             effort -= len(_REFILLS) * pipeline.actions
-        parents[seconds] = rule
-        if len(parents) > _PARENTS:
-            del parents[max(parents)]
+        if seconds <= before:
+            parents[ancestor] = seconds, rule
+            if len(parents) > _PARENTS:
+                del parents[max(parents, key=lambda ancestor: parents[ancestor][0])]
         if seconds < best:
             best = seconds
-            yield seconds, rule, starts
+            yield seconds, ancestor, starts
 
 
 # ---- from a rule to priorities --------------------------------------------------------------
