@@ -109,7 +109,7 @@ def test_attempts_end_early_when_a_rank_is_idle_for_too_long() -> None:
 
     def run(limit: float) -> object:
         limits = [limit] * pipeline.ranks
-        return schedule_by_priority(pipeline, priorities, 0.0, None, [0.0] * 4, None, limits)
+        return schedule_by_priority(pipeline, priorities, 0.0, 0.0, None, [0.0] * 4, None, limits)
 
     assert run(idle / 100) is None
     assert run(1e9) is not None

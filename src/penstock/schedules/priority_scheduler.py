@@ -154,6 +154,7 @@ def schedule_by_priority(
     pipeline: Pipeline,
     priorities: Sequence[Sequence[float]],
     patience: float,
+    drain_patience: float,
     allowances: Sequence[float] | None,
     handicaps: Sequence[float],
     limits: Sequence[int] | None,
@@ -168,6 +169,7 @@ def schedule_by_priority(
         pipeline: The pipeline.
         priorities: The priority number of each action, by queue and micro-batch.
         patience: A rank waits for a more urgent action that comes within so many seconds.
+        drain_patience: The same after the last F of the rank, if it has only Ws to start.
         allowances: How long each rank may be idle in all before it prefers a W to waiting. None: as
             long as the rank that has been idle longest so far, less its handicap.
         handicaps: Seconds by which each rank is expected to be idle later than the others.
@@ -194,6 +196,7 @@ def schedule_by_priority(
     oldest = [0] * ranks  # the first micro-batch that still needs the rank
     forwards = [[q for q in mine if q < stages] for mine in queues_by_rank]
     shares = [sum(allocated[q] for q in mine) for mine in forwards]
+    forwards_left = [chunks * len(mine) for mine in forwards]
     weights_from = 2 * stages
     worst_handicap = max(handicaps)
     events: list[tuple[float, int]] = []
@@ -222,13 +225,14 @@ def schedule_by_priority(
         # `best` can start now. Something with `coming_priority` can start at `arrival`.
         best = -1
         best_priority = coming_priority = arrival = inf
+        latest_arrival = now + (patience if forwards_left[rank] else drain_patience)
         for queue in queues_by_rank[rank]:
             microbatch = len(starts[queue])
             if microbatch >= len(ready[queue]):
                 continue
             time = ready[queue][microbatch]
             priority = priorities[queue][microbatch]
-            if time > now + patience or priority >= (
+            if time > latest_arrival or priority >= (
                 best_priority if time <= now else coming_priority
             ):
                 continue
@@ -245,8 +249,9 @@ def schedule_by_priority(
             else:
                 coming_priority, arrival = priority, time
         if coming_priority < best_priority:
-            waits = best < weights_from  # nothing to start, or an F or I that is less urgent
-            if not waits:
+            # Nothing to start, or an F or I that is less urgent.
+            waits = best < 0 or (best < weights_from and arrival <= now + patience)
+            if best >= weights_from:
                 if allowances is None:
                     allowed = max(max(idle), worst_handicap - handicaps[rank])
                 else:
@@ -263,6 +268,7 @@ def schedule_by_priority(
             if idle_limits and idle[rank] > idle_limits[rank]:
                 return None
         starts[best].append(now)
+        forwards_left[rank] -= best < stages
         end = free_at[rank] = now + seconds[best]
         change = allocated[best] - freed[best]
         live[rank] += change

@@ -61,6 +61,8 @@ class PriorityRule(NamedTuple):
                 time to reach; -1 for as long as any other rank so far
     aim         which idle time to reach: 0 that of the lower bound, 1 that of the best schedule so
                 far
+    drain       the patience of a rank after its last F, or None for the same as before. If it is
+                larger, no W holds up the last input gradients on their way to the first rank.
     """
 
     forward: tuple[float, float]
@@ -72,12 +74,14 @@ class PriorityRule(NamedTuple):
     headroom: float | None
     allowance: float
     aim: float = 1.0
+    drain: float | None = None
 
 
 Rule = PriorityRule | RoundRule
 
 # Where the search begins: a few rules that, together, are good for pipelines of 16 to 32 ranks with
-# memory for one to three micro-batches per rank. First those for one stage a rank.
+# memory for one to three micro-batches per rank. The first ones are better for one stage a rank,
+# the last ones for a V.
 _FIRST_RULES = (
     PriorityRule((4, 1.5), (3, 1.5), -0.5, 1, 1000, 1.5, 1, 1, 0),
     PriorityRule((1, 1.5), (2, 2), -0.5, 0.8, 1000, 1.5, 2, 1),
@@ -85,6 +89,7 @@ _FIRST_RULES = (
     PriorityRule((1, 2), (1, 2), 0, 1.5, 1000, 0.1, 0, inf, 0),
     PriorityRule((1.976, 0.863), (5.25, 5.157), 0, 1.2, 1000, 0.56, 0, 0.25, 0),
     PriorityRule((3.176, 1.291), (2.344, 2.795), 0, 0.914, 1000, 0.896, 1, 0.25, 0),
+    PriorityRule((2.071, 0.778), (5.839, 4.919), 0.054, 1.288, 1000, 1.426, 0.25, 0.594, 0),
     PriorityRule((3.966, 4.953), (3.047, 0.926), 0.585, 0.89, 1000, 0.2, 0.75, -1),
     PriorityRule((1.9, 2.3), (7, 5.6), -0.35, 1.35, 1000, 0.5, 0, 1),
     PriorityRule((4.135, 8.728), (4.758, 0.874), 0.958, 1.569, 1000, 0.329, None, -1),
@@ -95,6 +100,8 @@ _FIRST_RULES = (
     PriorityRule((1.9, 2.3), (7, 5.6), -0.437, 1.211, 1000, 0.411, 1.5, inf, 0.9),
     PriorityRule((1.9, 2.3), (9.555, 5.005), -0.921, 1.35, 1000, 0.5, 0, 1),
     PriorityRule((2.364, 2.759), (6.2, 9.346), -1.026, 1.126, 1000, 0.411, 2, 1, 0.5),
+    PriorityRule((2.5, 2.9), (5.88, 9.55), -0.956, 1.12, 1000, 0.39, 1, 0.675, 1, 0.75),
+    PriorityRule((2.45, 2.2), (6.14, 10.1), -0.88, 1.3, 1000, 0.41, 0, 0.69, 1, 0.75),
 )
 _FIRST_ROUND_RULES = (
     RoundRule(),
@@ -111,6 +118,7 @@ _WEIGHT_LAGS = (0, 1, 2, 5, 20, 1000, 1000, 1000)
 _HEADROOMS = (None, -2, -1, 0, 0.25, 0.5, 0.75, 1, 1.5, 2)
 _ALLOWANCES = (inf, -1, -1, 0.25, 0.5, 0.75, 1, 1)
 _AIMS = (0, 0.5, 0.9, 1)
+_DRAINS = (None, None, 0.5, 0.75, 1)
 
 
 def _draw_rule(draw: Random) -> PriorityRule:
@@ -124,6 +132,7 @@ def _draw_rule(draw: Random) -> PriorityRule:
         draw.choice(_HEADROOMS),
         draw.choice(_ALLOWANCES),
         draw.choice(_AIMS),
+        draw.choice(_DRAINS),
     )
 
 
@@ -131,16 +140,26 @@ def _change_rule(draw: Random, rule: Rule) -> Rule:
     if isinstance(rule, RoundRule):
         return _change_round_rule(draw, rule)
 
-    def stretch(pair: tuple[float, float]) -> tuple[float, float]:
-        return pair[0] * draw.uniform(0.7, 1.4), pair[1] * draw.uniform(0.7, 1.4)
+    # Large changes find other kinds of schedules, small ones the best of a kind.
+    width = draw.choice((1.0, 1.0, 0.2))
+
+    def stretch(number: float) -> float:
+        return number * draw.uniform(1 - 0.3 * width, 1 + 0.4 * width)
+
+    def stretch_both(pair: tuple[float, float]) -> tuple[float, float]:
+        return stretch(pair[0]), stretch(pair[1])
+
+    def shift(number: float) -> float:
+        return number + width * draw.uniform(-0.5, 0.5)
 
     changes: list[Callable[[PriorityRule], PriorityRule]] = [
-        lambda r: r._replace(forward=stretch(r.forward)),
-        lambda r: r._replace(backward=stretch(r.backward)),
-        lambda r: r._replace(shift=r.shift + draw.uniform(-0.5, 0.5)),
-        lambda r: r._replace(pace=r.pace * draw.uniform(0.8, 1.25)),
+        lambda r: r._replace(forward=stretch_both(r.forward)),
+        lambda r: r._replace(backward=stretch_both(r.backward)),
+        lambda r: r._replace(shift=shift(r.shift)),
+        lambda r: r._replace(pace=r.pace * draw.uniform(1 - 0.2 * width, 1 + 0.25 * width)),
         lambda r: r._replace(weight_lag=draw.choice(_WEIGHT_LAGS)),
         lambda r: r._replace(patience=draw.uniform(0, 1.6)),
+        lambda r: r._replace(drain=draw.choice(_DRAINS)),
         lambda r: r._replace(headroom=draw.choice(_HEADROOMS)),
         lambda r: r._replace(allowance=draw.choice(_ALLOWANCES), aim=draw.choice(_AIMS)),
         lambda r: r._replace(allowance=draw.uniform(0.2, 2.0), aim=draw.choice(_AIMS)),
@@ -261,7 +280,9 @@ def _is_vee(pipeline: Pipeline) -> bool:
 
 
 def _first_rules(pipeline: Pipeline) -> list[Rule]:
-    return [*(_FIRST_ROUND_RULES if _is_vee(pipeline) else ()), *_FIRST_RULES]
+    if _is_vee(pipeline):
+        return [*_FIRST_ROUND_RULES, *reversed(_FIRST_RULES)]
+    return [*_FIRST_RULES]
 
 
 def _evolve(
@@ -320,7 +341,9 @@ def _apply_rule(trial: _Trial, rule: PriorityRule, best: float, slowest: float) 
         *(time + (rule.shift + rule.weight_lag) * period for time in backward),
     ]
     priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first_times]
-    patience = rule.patience * sum(cost.W) / stages
+    weight = sum(cost.W) / stages
+    patience = rule.patience * weight
+    drain_patience = patience if rule.drain is None else rule.drain * weight
     limits = None
     if rule.headroom is not None:
         limits = _limits_in_flight(pipeline, rule.headroom)
@@ -330,13 +353,13 @@ def _apply_rule(trial: _Trial, rule: PriorityRule, best: float, slowest: float) 
         allowances = [rule.allowance * idle if idle > 0 else 0.0] * ranks
     idle_limits = [slowest - pipeline.chunks * load for load in pipeline.loads]
     starts = schedule_by_priority(
-        pipeline, priorities, patience, allowances, even, limits, idle_limits
+        pipeline, priorities, patience, drain_patience, allowances, even, limits, idle_limits
     )
     if starts and allowances is None:
         # Once more, now that it is known which ranks are idle for long anyway.
         idle_seconds = pipeline.idle_seconds(starts)
         again = schedule_by_priority(
-            pipeline, priorities, patience, None, idle_seconds, limits, idle_limits
+            pipeline, priorities, patience, drain_patience, None, idle_seconds, limits, idle_limits
         )
         if again and pipeline.measure(again, "period") < pipeline.measure(starts, "period"):
             return again
