@@ -190,7 +190,7 @@ def _swaps_on_critical_path(
 
 _MIN_STRATEGIES = 20  # how many are tried before rules are searched, if the effort allows it
 _KNOWN_RULES = 24  # about as many as there are
-_RULE_ATTEMPTS = 2000
+_RULE_ATTEMPTS = 1000
 _SHORT_CHUNKS = 4  # micro-batches per rank of the schedules that are extended to more of them
 
 
