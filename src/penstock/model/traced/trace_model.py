@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.fingerprint import are_same_objects
 from penstock.model.isolation import isolated
 from penstock.model.traced.containers import (
     MODULE_ATTRIBUTES,
@@ -57,7 +58,7 @@ from penstock.model.traced.trace import (
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.unit_shapes import SizeBinding, SizesDiffer, UnitShapes
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
-from penstock.nested_values import are_same_objects, flatten, iter_tensors, unflatten
+from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
 from penstock.torch_compat import FakeTensor, force_eager, without_fake_tensor_log
 
