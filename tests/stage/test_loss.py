@@ -14,7 +14,7 @@ from torch.nn import functional
 from penstock import Pipe, Weighted
 from penstock.errors import RunError
 from penstock.stage import loss_terms
-from penstock.stage.loss import is_entry_mean
+from penstock.stage.loss import TargetCounter, is_entry_mean
 from penstock.stage.row_means import RowMeanProver
 from tests.support import closely
 
@@ -143,6 +143,14 @@ def test_loss_fn_that_counts_all_targets_or_is_known_is_exact(kind: str, row_cou
     expected = EVEN[kind](model(x), target)
     found = pipe_of(model, EVEN[kind]).step(x, target=target).loss
     assert closely(found, (expected[0] if isinstance(expected, Weighted) else expected).detach())
+
+
+def test_target_counter_leaves_ignored_targets_out() -> None:
+    target = torch.tensor([0, 1, 3, -100])
+    assert TargetCounter()(target) == 3
+    assert TargetCounter(ignore_index=1)(target) == 3
+    assert TargetCounter(-100, CLASS_WEIGHTS)(target) == 7
+    assert TargetCounter(1, CLASS_WEIGHTS)(torch.tensor([0, 1, 3])) == 2
 
 
 # ---- losses of PyTorch that need no proof -------------------------------------------------------

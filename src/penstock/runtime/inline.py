@@ -47,7 +47,7 @@ class InlineExecutor:
     def _execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         # On the CPU there is nothing to activate, and a context per action costs time.
         needs_contexts = self._action_context is not _no_context or any(
-            worker.device.has_streams or worker.device.device.type != "cpu" for worker in workers
+            worker.device.needs_activation for worker in workers
         )
         for worker in workers:
             worker.shares_thread = len(workers) > 1
