@@ -179,9 +179,7 @@ class Auditor:
             return
         if self._settings is None:
             self._settings = SettingsWatch(partition.names)
-        snapshot = self._settings.snapshot
-        is_unchanged = snapshot is not None and snapshot.is_unchanged()  # in most calls
-        self._has_other_numbers = not is_unchanged and self._settings.read()
+        self._has_other_numbers = self._settings.read()
 
     def note_changed_attributes(self, attributes: Iterable[AttributeKey]) -> None:
         """Remember the attributes that forwards change. They are no settings."""

@@ -37,15 +37,11 @@ class SettingsWatch:
 
     Args:
         list_modules: Returns the modules as they are now.
-
-    Attributes:
-        snapshot: Tells whether anything has changed since the settings were read. None: never read.
-        key: What calls with the same settings share.
     """
 
     def __init__(self, list_modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._list_modules = list_modules
-        self.snapshot: ModuleSnapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._numbers: list[int | float] = []
         self._setting_count = self._change_count = 0
         # Attributes that forwards change themselves, such as a counter of calls.
@@ -58,11 +54,11 @@ class SettingsWatch:
 
     def read(self) -> bool:
         """Read the settings. Return whether numbers have changed that are looked at now."""
-        if self.snapshot is not None and self.snapshot.is_unchanged():
+        if self._snapshot is not None and self._snapshot.is_unchanged():
             return False
-        is_first = self.snapshot is None
+        is_first = self._snapshot is None
         modules = list(self._list_modules())
-        self.snapshot = ModuleSnapshot(modules)
+        self._snapshot = ModuleSnapshot(modules)
         description = _Description()
         key = CachedHash(
             tuple([description.describe_module(m, self._own_attributes) for m in modules])

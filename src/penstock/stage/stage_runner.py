@@ -837,10 +837,10 @@ class StageRunner:
             return True
         peers = (reference() for reference in self.peers)
         return any(
-            own is parameter
+            peer_parameter is parameter
             for peer in peers
             if peer is not None and peer is not self
-            for own in peer.parameters
+            for peer_parameter in peer.parameters
         )
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:

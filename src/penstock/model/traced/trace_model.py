@@ -45,7 +45,6 @@ from penstock.model.traced.settings import SettingsReader, find_attribute_names
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     REFLECTED_COMPARISONS,
-    is_metadata_only,
 )
 from penstock.model.traced.trace import (
     ArgumentLeaf,
@@ -133,14 +132,6 @@ class _ConsistencyChecker(OpInterceptor):
             isinstance(tensor, RemoteTensor) and tensor.value_index == value
         ):
             raise EscapedTensor(self._unit_by_value[value], location)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Skip an operation, unless it reads metadata only."""
-        if is_metadata_only(func, args):
-            return func(*args, **(kwargs or {}))
-        return self.intercept_op(func, args, kwargs or {}, func)
 
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
