@@ -68,6 +68,17 @@ def test_gradients_of_weighted_and_unweighted_steps_add_up() -> None:
     assert pipe[0].weight.grad is there
 
 
+@each_runtime
+def test_gradients_of_inputs_with_a_weighted_loss(runtime: str) -> None:
+    model, pipe = both(chunks=3, schedule="1f1b", runtime=runtime, loss_fn=as_tuple)
+    x, target = uneven(7)
+    encoder, other = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+    other.load_state_dict(encoder.state_dict())
+    pipe.step(encoder(x), target=target)
+    as_tuple(model(other(x)), target)[0].backward()
+    assert closely(encoder.weight.grad, other.weight.grad)
+
+
 def test_weighted_loss_with_parameters_outside_the_pipe() -> None:
     """A loss with parameters, and a tensor from outside that a layer uses, get their gradients."""
 
