@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ _ENTRY_LOSSES = {
     nn.BCELoss: functional.binary_cross_entropy,
     nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
 }
-_ENTRY_LOSS_FUNCTIONS = frozenset(_ENTRY_LOSSES.values())
+_ENTRY_LOSS_FUNCTIONS = tuple(_ENTRY_LOSSES.values())
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def is_entry_mean(loss_fn: LossFn | None, output: Any, targets: tuple[Any, ...])
         is_plain = not (hooks or has_weights or "forward" in attributes)
         if type(loss_fn) not in _ENTRY_LOSSES or not is_plain or any(get_global_hook_ids()):
             return False
-    elif not isinstance(loss_fn, FunctionType) or loss_fn not in _ENTRY_LOSS_FUNCTIONS:
+    elif loss_fn not in _ENTRY_LOSS_FUNCTIONS:
         return False
     if type(output) is not Tensor or len(targets) != 1 or type(targets[0]) is not Tensor:
         return False
