@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import gelu, relu
 
 from penstock.fingerprint import (
+    Fingerprinter,
     ModuleSnapshot,
     build_cost_key,
     fingerprint_attributes,
@@ -127,6 +128,10 @@ def test_fingerprint_ignores_values_in_tensors() -> None:
     layer.norm.weight.grad = torch.ones(2)
     assert snapshot.is_unchanged()
     assert (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)) == fingerprints
+
+
+def test_fingerprint_tells_a_float_from_an_int() -> None:
+    assert Fingerprinter()([1, 2]) != Fingerprinter()([1.0, 2])
 
 
 def test_fingerprint_tensors_by_column_matches_fingerprint_tensor() -> None:

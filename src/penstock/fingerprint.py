@@ -24,17 +24,18 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.nested_values import are_same_objects, iter_captured_values
+from penstock.nested_values import iter_captured_values
 from penstock.tensor_spec import TensorSpec
 
 _VALUE_TYPES = (str, int, type(None), Enum, torch.dtype, torch.device, type)
@@ -50,6 +51,11 @@ _MAX_OBJECTS = 20_000
 
 
 # ---- values ---------------------------------------------------------------------------------
+
+
+def are_same_objects(first: Collection[Any], second: Collection[Any]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 class ObjectIdentity:

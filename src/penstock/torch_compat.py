@@ -1355,6 +1355,10 @@ get_mps_generator: Callable[[], torch.Generator] = _probe(
 
 # ---- torch.distributed ---------------------------------------------------------------------------
 
+# The module of some classes in checkpoints that releases before 2.3 have written. It is a name in a
+# pickle, which is compared and not imported.
+OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+
 
 # From a mesh to the one that it was sliced from, or to itself.
 get_root_mesh: Callable[[DeviceMesh], DeviceMesh] = _probe(

@@ -232,3 +232,19 @@ def test_name_that_is_another_one_in_each_step_is_audited_seldom() -> None:
         watch.read()
         keys.add(watch.key)
     assert len(keys) == 16 + 3  # 32, 64 and 128
+
+
+def test_number_that_becomes_0_is_another_setting() -> None:
+    layer = nn.Linear(2, 2)
+    layer.factor = 1.0  # type: ignore[assignment]
+    watch = SettingsWatch(lambda: [layer])
+    watch.read()
+    keys, looked_at = {watch.key}, []
+    for factor in (2.0, 3.0, 4.0):
+        layer.factor = factor  # type: ignore[assignment]
+        looked_at.append(watch.read())
+        keys.add(watch.key)
+    assert (looked_at, len(keys)) == ([True, True, False], 1)  # the third change is not looked at
+    layer.factor = 0.0  # type: ignore[assignment]
+    watch.read()
+    assert watch.key not in keys

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, RunError, is_checkpointing, is_recomputing
-from penstock.stage.recompute import mark_checkpointing, mark_recomputing
+from penstock.stage.recompute import (
+    find_written,
+    mark_checkpointing,
+    mark_recomputing,
+    snapshot_buffers,
+)
 from tests.support import Do, each_door, each_runtime, same_gradients
 
 
@@ -504,3 +509,21 @@ def test_buffer_registered_in_the_first_forward_is_put_back_after_recomputations
     pipe = Pipe(model, 4, "always", stages=2, devices=["cpu"], loss_fn=torch.sum, audit="off")
     pipe.step(torch.ones(4, 2))
     assert float(layer.count) == 4
+
+
+def test_buffers_that_a_forward_has_written_are_found() -> None:
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("read", "written", "replaced"):
+                self.register_buffer(name, torch.ones(2))
+
+    module, other = Buffers(), Buffers()
+    snapshots = snapshot_buffers([module, other])
+    assert find_written(snapshots, {}) == []
+    module.get_buffer("written").mul_(1)  # the version counter tells, although the value is equal
+    module.replaced = torch.ones(2)
+    other.get_buffer("written").data.add_(1)  # only the value tells
+    written = {(snapshot.module, snapshot.name) for snapshot in find_written(snapshots, {})}
+    others = {(other, name) for name in ("read", "written", "replaced")}
+    assert written == {(module, "written"), (module, "replaced"), *others}

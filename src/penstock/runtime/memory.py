@@ -35,7 +35,7 @@ from penstock.device.device import Device
 from penstock.draw.notebook import memory_html
 from penstock.draw.style import PictureFile
 from penstock.errors import RunError
-from penstock.runtime.inline import InlineExecutor
+from penstock.runtime.execution import InlineExecutor
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import BoundAction
 from penstock.schedules.cost import Cost

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.model.profiler import ExampleLoss, bind_target
-from penstock.runtime.inline import InlineExecutor
+from penstock.runtime.execution import InlineExecutor
 from penstock.runtime.memory import HostStorageProbe
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import BoundAction

@@ -208,11 +208,11 @@ def schedule_by_priority(
     def is_safe(rank: int, queue: int, microbatch: int) -> bool:
         # The same as SchedulerState.is_safe.
         size, mine = allocated[queue], forwards[rank]
-        alive, first = live[rank] + size, oldest[rank]
+        alive, oldest_open = live[rank] + size, oldest[rank]
         done = [len(starts[q]) + (q == queue) for q in mine]
         for other in done:
             if other < chunks:
-                gone = sum(held[rank][first:other]) + (size if microbatch < other else 0.0)
+                gone = sum(held[rank][oldest_open:other]) + (size if microbatch < other else 0.0)
                 ahead = sum([allocated[q] for q, n in zip(mine, done, strict=True) if n <= other])
                 if alive - gone + ahead > caps[rank]:
                     return False

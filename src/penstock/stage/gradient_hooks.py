@@ -11,7 +11,7 @@ An optimizer that steps in such a hook changes the parameter itself, which other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -29,20 +29,16 @@ class GradientHookWatch:
 
     Args:
         stage: The stage, for messages.
-        parameters: Its parameters. Those without such hooks are left out.
+        parameters: Its parameters that have such hooks.
     """
 
-    def __init__(self, stage: Stage, parameters: Iterable[Tensor]) -> None:
-        self._stage = stage
-        self._parameters = [p for p in parameters if p._post_accumulate_grad_hooks]
+    def __init__(self, stage: Stage, parameters: Sequence[Tensor]) -> None:
+        self._stage, self._parameters = stage, parameters
         self._versions: list[int] | None = None
         self._counts: dict[Tensor, int] = {}  # of the accumulations
         self._rewritten: set[Tensor] = set()
         # The entries that hooks have set to 0, and those that they have kept.
         self._masks: dict[Tensor, tuple[Tensor, Tensor]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._parameters)
 
     def check_not_stepped(self) -> None:
         """Raise if a hook has changed a parameter that another micro-batch still needs."""

@@ -203,7 +203,8 @@ class StageRunner:
         self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
-        self._gradient_hooks = GradientHookWatch(stage, self.parameters)
+        hooked = [p for p in self.parameters if p._post_accumulate_grad_hooks]
+        self._gradient_hooks = GradientHookWatch(stage, hooked) if hooked else None
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -252,7 +253,7 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
-        if self._gradient_hooks:
+        if self._gradient_hooks is not None:
             self._gradient_hooks.check_not_stepped()
         # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
         read_only = []
@@ -331,7 +332,7 @@ class StageRunner:
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
             return {}
-        if self._gradient_hooks:
+        if self._gradient_hooks is not None:
             self._gradient_hooks.check_not_stepped()
         self.has_recomputed = True
         inputs = self._copy_inputs(saved)
@@ -801,7 +802,7 @@ class StageRunner:
         backward of the cell can run again: from the same graph, or, if the graph was recomputed,
         after another recomputation.
         """
-        if self._gradient_hooks:
+        if self._gradient_hooks is not None:
             self._gradient_hooks.check_not_stepped()
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
@@ -812,7 +813,7 @@ class StageRunner:
             if self.collected_grads is None:
                 self._check_loss_requires_grad(graph, gradients)
                 hooks = self._gradient_hooks
-                with hooks.watch_backward(self._is_shared) if hooks else nullcontext():
+                with nullcontext() if hooks is None else hooks.watch_backward(self._is_shared):
                     return graph.backward_accumulate(gradients, retain_graph)
             parameters = self.parameters if self._proxies is None else self._used_parameters()
             input_grads, parameter_grads = graph.backward_collect(
@@ -836,10 +837,10 @@ class StageRunner:
             return True
         peers = (reference() for reference in self.peers)
         return any(
-            own is parameter
+            peer_parameter is parameter
             for peer in peers
             if peer is not None and peer is not self
-            for own in peer.parameters
+            for peer_parameter in peer.parameters
         )
 
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:

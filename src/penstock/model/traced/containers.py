@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from penstock.nested_values import are_same_objects
+from penstock.fingerprint import are_same_objects
 from penstock.state_copy import LIBRARY_PACKAGES
 from penstock.torch_compat import get_eager_function
 

@@ -64,8 +64,7 @@ from penstock.runtime.cuda_graph.static_buffers import (
     flatten_inputs,
     redirect_grads_for_replay,
 )
-from penstock.runtime.execution import CaptureOverrides, LaneExecutor, MeasuredRun
-from penstock.runtime.inline import InlineExecutor
+from penstock.runtime.execution import CaptureOverrides, InlineExecutor, LaneExecutor, MeasuredRun
 from penstock.runtime.step import StepResult
 from penstock.runtime.transport import Mailboxes
 from penstock.schedules.timeline import Timeline
