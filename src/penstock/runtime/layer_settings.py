@@ -15,16 +15,14 @@ temperature does. It is looked at each time that the number of changes has doubl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
-from operator import itemgetter
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.fingerprint import CachedHash
-from penstock.nested_values import are_same_objects
+from penstock.fingerprint import CachedHash, ModuleSnapshot
 from penstock.state_copy import LIBRARY_PACKAGES, MODULE_INTERNALS, get_package
 
 _PLAIN_TYPES = frozenset((bool, str, type(None)))
@@ -43,7 +41,7 @@ class SettingsWatch:
 
     def __init__(self, list_modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._list_modules = list_modules
-        self._snapshot: _SettingsSnapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._numbers: list[int | float] = []
         self._setting_count = self._change_count = 0
         # Attributes that forwards change themselves, such as a counter of calls.
@@ -60,11 +58,11 @@ class SettingsWatch:
             return False
         is_first = self._snapshot is None
         modules = list(self._list_modules())
+        self._snapshot = ModuleSnapshot(modules)
         description = _Description()
         key = CachedHash(
             tuple([description.describe_module(m, self._own_attributes) for m in modules])
         )
-        self._snapshot = _SettingsSnapshot(modules, description.containers)
         has_other_numbers = description.numbers != self._numbers
         self._numbers = description.numbers
         if key != self.key:
@@ -78,95 +76,11 @@ class SettingsWatch:
         return _is_power_of_two(self._change_count)
 
 
-class _SettingsSnapshot:
-    """The objects that settings are read from, to find out cheaply whether one is another one.
-
-    A call reads the settings of all layers, so this must take no time of a step. If all attributes
-    and entries are the same objects, the settings are the same. (An attribute that was set to an
-    equal number only costs one more description.)
-
-    Args:
-        modules: The modules.
-        containers: The tables and lists that were looked into, except for those of modules.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], containers: Sequence[Any]) -> None:
-        self._attributes = [vars(module) for module in modules]
-        # Most tables are empty: that they still are is one `any` over all of them.
-        tables = [table[name] for table in self._attributes for name in _TABLES]
-        self._empty_tables = [table for table in tables if not table]
-        self._getters = [_build_getter(table) for table in self._attributes]
-        self._mappings = [table for table in tables if table]
-        self._mappings += [c for c in containers if isinstance(c, Mapping)]
-        self._lists = [c for c in containers if not isinstance(c, Mapping)]
-        self._parameters = [
-            parameter
-            for table in self._attributes
-            for parameter in table["_parameters"].values()
-            if parameter is not None
-        ]
-        self._sizes = [*map(len, self._attributes)]
-        self._objects, self._hook_tables = self._list_objects(), self._list_hook_tables()
-        self._hooks = _list_values(self._hook_tables)
-
-    def is_unchanged(self) -> bool:
-        """Return whether all objects are those that there were."""
-        hook_tables = self._list_hook_tables()
-        try:
-            objects = self._list_objects()
-        except KeyError:  # an attribute that was deleted
-            return False
-        return (
-            not any(self._empty_tables)
-            and [*map(len, self._attributes)] == self._sizes
-            and are_same_objects(objects, self._objects)
-            and are_same_objects(hook_tables, self._hook_tables)
-            and are_same_objects(_list_values(hook_tables), self._hooks)
-        )
-
-    def _list_objects(self) -> list[Any]:
-        objects: list[Any] = []
-        for getter, table in zip(self._getters, self._attributes, strict=True):
-            objects += getter(table)
-        for mapping in self._mappings:
-            objects += mapping  # the names
-            objects += mapping.values()
-        for values in self._lists:
-            if len(values) <= _MAX_ENTRIES:
-                objects += values
-        return objects
-
-    def _list_hook_tables(self) -> list[Any]:
-        """Return the hooks of each parameter, and of its gradient. Most have none."""
-        tables = [parameter._backward_hooks for parameter in self._parameters]
-        return tables + [parameter._post_accumulate_grad_hooks for parameter in self._parameters]
-
-
-def _build_getter(attributes: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterable[Any]]:
-    """Return a function that returns the settings of a module, and its tables with entries."""
-    names = [
-        name
-        for name, value in attributes.items()
-        if name not in MODULE_INTERNALS or (name in _TABLES and value)
-    ]
-    return itemgetter("training", "_parameters", *names)  # two or more names: it returns a tuple
-
-
-def _list_values(tables: Iterable[Mapping[Any, Any] | None]) -> list[Any]:
-    return [value for table in tables if table for value in table.values()]
-
-
 class _Description:
-    """Describes the settings of modules, and collects the numbers in them.
-
-    Attributes:
-        numbers: The numbers.
-        containers: The dicts, lists and attributes of objects that have settings.
-    """
+    """Describes the settings of modules, and collects the numbers in them."""
 
     def __init__(self) -> None:
         self.numbers: list[int | float] = []
-        self.containers: list[Any] = []
 
     def describe_module(self, module: nn.Module, left_out: set[tuple[nn.Module, str]]) -> Hashable:
         """Return the settings of a module, without those of its children."""
@@ -198,7 +112,6 @@ class _Description:
         if not depth or isinstance(value, Tensor | nn.Module | type):
             return kind
         if isinstance(value, list | tuple | set | frozenset):
-            self.containers.append(value)
             items: Iterable[Any] = value if len(value) <= _MAX_ENTRIES else ()
             return kind, tuple([self.describe(item, depth - 1) for item in items])
         if not isinstance(value, Mapping):
@@ -206,7 +119,6 @@ class _Description:
             if is_of_library or not hasattr(value, "__dict__"):
                 return kind
             value = vars(value)
-        self.containers.append(value)
         entries = value.items() if len(value) <= _MAX_ENTRIES else ()
         return kind, tuple([(str(key), self.describe(v, depth - 1)) for key, v in entries])
 
@@ -214,7 +126,6 @@ class _Description:
 _HOOK_TABLES = tuple(
     sorted(name for name, table in vars(nn.Module()).items() if name.endswith("_hooks"))
 )
-_TABLES = frozenset(("_parameters", "_modules", *_HOOK_TABLES))
 
 
 def _find_code(function: Any) -> Any:

@@ -71,11 +71,6 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
 }
 # The names of functions that add up the entries of a dim by an index, such as rows of one group.
 _GROUPINGS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_reduce"))
-# The functions to look at. Most have other names.
-_POSSIBLE_SHAPE_READS = _SHAPE_READS | {"__getitem__"}
-_POSSIBLE_SELECTIONS = frozenset(
-    (*_SELECTIONS, "__getitem__", *_GROUPINGS, *(f"{name}_" for name in _GROUPINGS))
-)
 _PLAIN_TYPES = (bool, float, str)
 # Functions whose whole numbers are not sizes.
 _ARITHMETIC = frozenset(
@@ -264,18 +259,16 @@ class RowWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)
-        if name in _READS or (
-            name in _POSSIBLE_SHAPE_READS
-            and (_reads_shape(name, args) or _list_tensor_bounds(args[1]))
+        if (
+            name in _READS
+            or _reads_shape(name, args)
+            or (name == "__getitem__" and _list_tensor_bounds(args[1]))
         ):
             self.reads.append((name, result if type(result) in (bool, int) else None))
             self.reads_rows = self.reads_rows or not self._are_constant((args, kwargs))
             if len(self.reads) == self._max_reads:
                 raise LastNumberRead
-        elif (
-            name in _POSSIBLE_SELECTIONS
-            and (selection := _find_selection(name, args, kwargs)) is not None
-        ):
+        elif (selection := _find_selection(name, args, kwargs)) is not None:
             self.selections.append(selection)
         if isinstance(result, Tensor):
             if result.dtype is torch.float32:
@@ -292,13 +285,10 @@ class RowWatch(TorchFunctionMode):
             for value in (*args, *kwargs.values()):
                 self._constants.pop(id(value), None)
             return
-        is_constant_function = name in _CONSTANT_FUNCTIONS
-        if not (is_constant_function or self._constants):
-            return
-        # Most operations have an operand that is not constant, which is seen first.
-        if self._are_constant((args, kwargs)) and (
-            is_constant_function or (_has_tensor((args, kwargs)) and not _DRAWS.search(name))
-        ):
+        may_be_constant = name in _CONSTANT_FUNCTIONS or (
+            self._constants and _has_tensor((args, kwargs)) and not _DRAWS.search(name)
+        )
+        if may_be_constant and self._are_constant((args, kwargs)):
             self._constants[id(result)] = result, result._version
 
     def _are_constant(self, values: Any) -> bool:
