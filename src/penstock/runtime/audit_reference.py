@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.microbatch import find_related_rows, find_unlike_rows, list_tensors, take_rows
-from penstock.model.isolation import (
-    StateSnapshot,
-    isolated,
-    iter_module_tensors,
-    preserve_gradients,
-)
+from penstock.model.isolation import StateSnapshot, isolated, preserve_gradients
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
@@ -177,7 +173,7 @@ class Reference:
         self._model_modules = list(partition.names())
         self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
-        parameters = [p for module in self.modules for p in module.parameters(False)]
+        parameters = list_parameters(self.modules)
         # Hooks may change the gradient of these, or take it away, so it is not compared.
         self.hooked_parameters = {
             id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
@@ -306,8 +302,8 @@ class Reference:
         for value in containers:
             if id(value) not in attributes:
                 other_state.record(value)
-        loss_parameters = [p for module in other_modules for p in module.parameters(False)]
-        parameters = [p for module in self.modules for p in module.parameters(False)]
+        loss_parameters = list_parameters(other_modules)
+        parameters = list_parameters(self.modules)
 
         def exchange_tensor(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
@@ -608,7 +604,8 @@ class Reference:
 
     def list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""
-        tensors = [t for module in self.modules for t in iter_module_tensors(module)]
+        tables = [table for m in self.modules for table in (m._parameters, m._buffers)]
+        tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
         request = self._request
         return [t.dtype for t in (*tensors, *list_tensors((request.inputs, request.target)))]
 
@@ -708,6 +705,11 @@ def _list_entries(container: Any) -> list[Any]:
     return list(container) if isinstance(container, list | deque) else []
 
 
+def list_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules, without those of their children."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
 def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
     """Return the buffers of modules that have numbers."""
     return {
@@ -760,7 +762,7 @@ class StateWatch:
             self._copier(value)
         self._host_generators = StateSnapshot(())
         for value in self._copier.list_originals():
-            if _is_host_generator(value):
+            if type(value) not in _NO_GENERATORS and _is_host_generator(value):
                 self._host_generators.record(value)
 
     def _read(self) -> dict[Any, tuple[str, Any]]:
@@ -769,11 +771,12 @@ class StateWatch:
         for module, prefix in self._names.items():
             if isinstance(module, DeferredStatsBatchNorm):
                 continue  # its attributes are the sums of the micro-batches so far
-            tables = [vars(module)]
+            attributes = vars(module)
+            names = attributes.keys() - MODULE_INTERNALS
+            for name in [name for name in attributes if name in names] if names else ():
+                values[module, name] = f"{prefix}.{name}".lstrip("."), attributes[name]
             if module in self._other_modules:  # those of the model have digests
-                tables.append(module._buffers)
-            for name, value in ((n, v) for table in tables for n, v in table.items()):
-                if name not in MODULE_INTERNALS:
+                for name, value in module._buffers.items():
                     values[module, name] = f"{prefix}.{name}".lstrip("."), value
         for index, variable in enumerate(self._variables):
             values[index] = variable.name, variable.read()
@@ -781,8 +784,8 @@ class StateWatch:
 
     def _measure_tables(self) -> list[int]:
         """Return how many hooks, members and so on the modules have."""
-        tables = (vars(m).get(name) for m in self._names for name in MODULE_INTERNALS)
-        return [len(table) for table in tables if isinstance(table, dict)]
+        tables = chain.from_iterable(map(_get_tables, map(vars, self._names)))
+        return [*map(len, tables)]
 
     def rewind_generators(self) -> None:
         """Set the random generators of the model back, so that the next forward draws the same."""
@@ -792,7 +795,7 @@ class StateWatch:
 
     def has_host_draws(self) -> bool:
         """Return whether a forward has drawn from the model's own generators of Python or NumPy."""
-        values = self._copier.list_originals()
+        values = [v for v in self._copier.list_originals() if type(v) not in _NO_GENERATORS]
         return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
 
     def advance_counters(self) -> bool:
@@ -845,13 +848,18 @@ class StateWatch:
             if parameter is not None and _get_storage_address(parameter) in written
         ]
         now = self._read()
+        have_changed: dict[int, bool] = {}  # by id: modules may share a configuration
         for key in {**self._before, **now}:
             name, value = now.get(key, ("", None))
             old_name, old = self._before.get(key, ("", None))
             is_same = value is old or (type(value) in SCALARS and value == old)
-            if isinstance(value, torch.Generator) or _is_host_generator(value):
+            if type(value) not in _NO_GENERATORS and (
+                isinstance(value, torch.Generator) or _is_host_generator(value)
+            ):
                 continue
-            if not is_same or self._copier.has_changed(value):
+            if id(value) not in have_changed:
+                have_changed[id(value)] = self._copier.has_changed(value)
+            if not is_same or have_changed[id(value)]:
                 names.append(name or old_name)
         if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
             names.append(_UNNAMED)
@@ -870,6 +878,11 @@ def _is_counter(value: Any) -> bool:
 
 _UNNAMED = "a variable outside of the modules"
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+# Types of most attributes, none of which is a random generator.
+_NO_GENERATORS = frozenset((*SCALARS, dict, list, tuple, Tensor, nn.Parameter))
+_get_tables = itemgetter(*(n for n, table in vars(nn.Module()).items() if isinstance(table, dict)))
 
 
 def _is_host_generator(value: Any) -> bool:
