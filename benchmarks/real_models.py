@@ -2,12 +2,20 @@
 
     python benchmarks/real_models.py                                 all models, 2, 4 and 8 devices
     python benchmarks/real_models.py --models llama --devices 8 --schedules zb-v --chunks 32
+    python benchmarks/real_models.py --seconds 200                   no row begins after 200 seconds
 
 Llama, GPT-2, T5 and ViT of transformers with random weights, and a plain GPT in an `nn.Sequential`,
-in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. The columns:
+in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. A model is built
+and measured unsplit once, for all its rows. The columns:
 
 step        median milliseconds of a step
 forecast    the simulated step, from the costs that the last step has measured
+ceiling     the step that the GPU allows, as in `benchmarks/graph.py`: the units' kernels are timed
+            alone on one group of multiprocessors, with the loss; these times are simulated under
+            the schedule with the cut of the row, messages free; and the result is divided by the
+            contention, the speed of a block while all groups are busy relative to one alone. Then
+            the share of it that the step reaches; above 1 where devices that wait leave more of
+            the clock and of the memory's bandwidth to the others
 bubble      the share of the step in which a device is idle, measured; then in the forecast; then
             under the schedule if all stages took equally long
 slowest     the busiest device over the mean of all: how even the cut is
@@ -22,9 +30,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping
-from itertools import product
-from math import nan
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf, nan
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -36,14 +44,28 @@ from torch.nn import functional
 
 import penstock
 from penstock import Cost, Pipe
+from penstock.model.cut import build_unit_calls, measure_tail
+from penstock.model.model_profile import trace_for_plan
+from penstock.model.profiler import bind_target, profile_calls, profile_layers
+from penstock.model.traced.traced_partition import UnitCost
+from penstock.nested_values import map_tensors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.virtual import Block, graph_of, head, line, needs_cuda
+from benchmarks.virtual import (
+    Block,
+    contention_of_graphs,
+    graph_of,
+    head,
+    line,
+    needs_cuda,
+    simulate_units,
+)
 
 WORDS, TOKENS = 32_000, 1024
 WARM_UP = 3  # the first step runs eagerly, the second is captured
-HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast", "bubble"]
+HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast"]
+HEADS += ["ceiling", "of the ceiling", "bubble"]
 HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
 HEADS += ["plain graph", "x plain graph", "loss"]
 
@@ -223,24 +245,71 @@ def measure_unsplit(case: Case, chunks: int, times: int) -> Unsplit:
     except RuntimeError as error:  # the forward reads a value on the host
         print(f"the unsplit model cannot be captured: {error}".splitlines()[0], file=sys.stderr)
         captured = nan
-    case.model.zero_grad()
     return Unsplit(eager, captured, loss)
 
 
-def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.Namespace) -> str:
+class GroupCosts(NamedTuple):
+    """The units' costs on one group of multiprocessors, and the contention of all groups."""
+
+    units: Sequence[UnitCost]
+    contention: float
+
+    def ceiling(self, pipe: Pipe) -> float:
+        """Return the milliseconds of the step that the GPU allows, under the schedule of a pipe."""
+        return 1e3 * simulate_units(pipe, self.units) / self.contention
+
+
+def measure_groups(case: Case, places: list[Any], chunks: int) -> GroupCosts:
+    """Time the units alone on the first group, and a block on all groups at the same time."""
+    model, first = case.model, places[0]
+    if isinstance(model, nn.Sequential):
+        assert case.loss_fn is not None
+        loss = bind_target(case.loss_fn, case.target, chunks)
+        with first.activate():
+            units = profile_layers(
+                list(model), (case.inputs,), chunks=chunks, device=first.device, loss=loss
+            )
+        block = model[1:3]  # both halves
+        with torch.no_grad():
+            args: Any = (model[0](case.inputs[: len(case.inputs) // chunks]),)  # type: ignore[index]
+        kwargs: Any = {}
+    else:
+        traced = trace_for_plan(model, case.inputs, chunks, None, [first] * 2 * len(places))
+        calls = list(build_unit_calls(traced))
+        measure = partial(profile_calls, device=first.device)
+        with first.activate():
+            units = measure(calls)
+            for cost in measure_tail(traced.trace, None, measure):
+                units[-1] = units[-1].with_loss(cost.forward, cost.input_grad)
+        kinds = [type(module) for module, _, _ in calls]
+        block, args, kwargs = calls[kinds.index(max(kinds, key=kinds.count))]
+        args, kwargs = map_tensors((args, kwargs), Tensor.detach)
+    return GroupCosts(units, contention_of_graphs(places, block, args, kwargs))
+
+
+def row(
+    name: str,
+    case: Case,
+    places: list[Any],
+    schedule: str,
+    unsplit: Unsplit,
+    groups: GroupCosts,
+    args: argparse.Namespace,
+) -> str:
     """Measure one model under one schedule, and return a line of the table."""
-    case = build(name, args.chunks)
     pipe = Pipe(
         case.model,
         args.chunks,
         "never",
-        devices=penstock.virtual_devices("cuda:0", ranks),
+        devices=places,
         balance="time",
         example=case.inputs,
         target=case.target,
         loss_fn=case.loss_fn,
         schedule=schedule,
         runtime="graph",
+        # The audit takes time in the first step, and this benchmark builds many pipes.
+        audit="off",
     )
 
     def step() -> Any:
@@ -255,15 +324,18 @@ def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.N
     program = forecast.program
     even = pipe.forecast(Cost.even(program.schedule.placement)).bubble
     busy = [sum(span.end - span.start for span in lane) for lane in timeline.computes]
+    ceiling = groups.ceiling(pipe)
     return line(
         [
             name,
-            ranks,
+            len(places),
             schedule,
             args.chunks,
             f"{duration:.1f}",
             f"{1e3 * forecast.makespan:.1f}",
             f"{duration / (1e3 * forecast.makespan):.3f}",
+            f"{ceiling:.1f}",
+            f"{ceiling / duration:.3f}",
             f"{timeline.bubble:.1%}",
             f"{forecast.bubble:.1%}",
             f"{even:.1%}",
@@ -278,6 +350,40 @@ def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.N
     )
 
 
+def tidy(case: Case) -> None:
+    """Free the memory of the last measurement."""
+    case.model.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure_model(name: str, args: argparse.Namespace, end: float) -> None:
+    """Print the rows of one model. None begins after `end`."""
+    begin = perf_counter()
+    case = build(name, args.chunks)
+    unsplit = measure_unsplit(case, args.chunks, args.times)
+    report(f"{name} unsplit", begin)
+    for ranks in args.devices:
+        places, groups = list(penstock.virtual_devices("cuda:0", ranks)), None
+        for schedule in args.schedules:
+            if perf_counter() > end:
+                return
+            tidy(case)
+            begin = perf_counter()
+            try:
+                groups = groups or measure_groups(case, places, args.chunks)
+                report(f"{name} {ranks} contention {groups.contention:.3f}", begin)
+                tidy(case)
+                print(row(name, case, places, schedule, unsplit, groups, args), flush=True)
+            except RuntimeError as error:  # the other rows are still worth their time
+                print(line([name, ranks, schedule, args.chunks, error]), flush=True)
+            report(f"{name} {ranks} {schedule}", begin)
+
+
+def report(what: str, begin: float) -> None:
+    print(f"{what}: {perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -287,19 +393,17 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved", "zb-v"])
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--times", type=int, default=5, help="timed steps")
+    parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
     args = parser.parse_args()
     needs_cuda()
+    end = perf_counter() + args.seconds
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.times}\n")
     print(head(HEADS), flush=True)
     for name in args.models:
-        unsplit = measure_unsplit(build(name, args.chunks), args.chunks, args.times)
-        for ranks, schedule in product(args.devices, args.schedules):
+        if perf_counter() < end:
+            measure_model(name, args, end)
             gc.collect()
             torch.cuda.empty_cache()
-            try:
-                print(row(name, ranks, schedule, unsplit, args), flush=True)
-            except RuntimeError as error:  # the other rows are still worth their time
-                print(line([name, ranks, schedule, args.chunks, error]), flush=True)
 
 
 if __name__ == "__main__":
