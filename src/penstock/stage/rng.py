@@ -10,7 +10,9 @@ the cell's own (`DrawRedirect`):
     seed of the call             drawn once from the caller's default generator (`peek_seed`)
     seed of the cell             hash of (call seed, stage, micro-batch)  (`derive_cell_seed`)
     operation takes generator=   it is called with the cell's generator
-    operation takes none         the default generator has the cell's state during the operation
+    dropout on a GPU             its kernel is called with the cell's generator
+    operation takes none         the default generator has the cell's state during the operation,
+                                 while the operations of other threads wait
 
 The forward and the recomputation of a cell use the same seed, so they draw the same numbers.
 
@@ -45,6 +47,7 @@ from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     DisableTorchFunction,
     add_draw_kernel,
+    drop_with_generator,
     get_innermost_dispatch_mode,
     get_schema_arguments,
     is_under_compiler,
@@ -62,6 +65,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # device has a default generator. The parts of a virtual GPU share one, and so do CPU threads.
 _shared_generator_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 _CPU = torch.device("cpu")
+_NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
 
 
 # ---- default generators ------------------------------------------------------------------------
@@ -200,8 +204,8 @@ class SeededRng:
         Only one thread can be in such a context, as the default generator belongs to all threads.
         The new state goes back to `generator`, and the default generator gets its old state again.
         """
+        shared = get_default_generator(generator.device)
         with _shared_generator_locks[generator.device]:
-            shared = get_default_generator(generator.device)
             if generator.device.type == "cuda":
                 # Both refer to one state, which costs less than to copy it forth and back.
                 shared_state = shared.graphsafe_get_state()
@@ -273,7 +277,11 @@ class DrawRedirect:
         cell_generator = self._source.generator_for(_find_device(args, kwargs))
         if _takes_generator(func):
             return func(*args, **{**kwargs, "generator": cell_generator})
-        # Some operations, such as native_dropout, take no generator= and read the default one.
+        if func is _NATIVE_DROPOUT:
+            dropped = drop_with_generator(*args, generator=cell_generator)
+            if dropped is not None:
+                return dropped
+        # Some operations, such as attention, take no generator= and read the default one.
         with self._source.replace_shared_generator(cell_generator):
             return func(*args, **kwargs)
 
