@@ -1,6 +1,6 @@
 """Measure steps captured as one CUDA graph, against threads and against the ceiling.
 
-    python benchmarks/graph.py                              blocks: all sizes, about eight minutes
+    python benchmarks/graph.py                              blocks: all sizes, about five minutes
     python benchmarks/graph.py --devices 8 --rows 128 512   some of them
     python benchmarks/graph.py --figure 2                   8 devices, 512 and 128 rows
     python benchmarks/graph.py --figure 3                   4 devices, 4,096 rows
@@ -8,7 +8,6 @@
     python benchmarks/graph.py --figure 5                   one device, against accumulation
     python benchmarks/graph.py --host                       host time of a replay, at all sizes
     python benchmarks/graph.py --transformers               TransformerEncoderLayer, with dropout
-    python benchmarks/graph.py --papers unet                U-Net, resnet101, amoebanet
 
 The model has eight blocks x + W2 gelu(W1 norm(x)) in bf16. It runs with 32 micro-batches on 2, 4 or
 8 virtual GPUs, without recomputation. The table has median milliseconds per step:
@@ -47,13 +46,12 @@ import penstock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import papers
 from benchmarks.bench import GRAPH, NAIVE, THREADS, TORCHGPIPE, Bench
 from benchmarks.virtual import blocks_of, head, line, milliseconds, needs_cuda
 
 BLOCKS, WIDTH, CHUNKS = 8, 2048, 32
 DEVICES = (2, 4, 8)
-ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (64, 128, 512, 2048)
 
 HEADS = ["devices", "rows", "naive", "threads", "graph", "torchgpipe", "unsplit", "plain graph"]
 HEADS += ["contention", "ceiling", "x threads", "of the ceiling", "host", "memory"]
@@ -226,28 +224,6 @@ def transformers(args: argparse.Namespace) -> None:
         print(line([ranks, *cells, f"{host / graph:.1%}"]), flush=True)
 
 
-def of_papers(args: argparse.Namespace) -> None:
-    """Measure the models of `benchmarks/papers.py`, with its sizes and its recomputation."""
-    print(head(["model", "K", "naive", "threads", "graph", "x threads"]))
-    options = ["--chunks", str(args.chunks), "--steps", "3"]
-    for model in args.papers:
-        naive = float("nan")
-        built = papers.Model.build(
-            papers.case(model, papers.arguments(options)), papers.arguments(options)
-        )
-        for K in sorted(args.devices, reverse=True):
-            ways = (NAIVE, THREADS, GRAPH) if max(args.devices) == K else (THREADS, GRAPH)
-            durations = []
-            for schedule, runtime in ways:
-                more = ["--schedule", schedule, "--runtime", runtime]
-                paper_args = papers.arguments([*options, *more])
-                durations.append(1e3 * papers.measure(built, K, args.chunks, paper_args).seconds)
-            *first, threads, graph = durations
-            naive = first[0] if first else naive  # naive does not depend on the number of devices
-            cells = [f"{duration:.0f}" for duration in (naive, threads, graph)]
-            print(line([built.case.label, K, *cells, f"{threads / graph:.2f}"]), flush=True)
-
-
 # ---- options -------------------------------------------------------------------------------
 
 
@@ -265,11 +241,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
     parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--papers", nargs="*", choices=papers.SIZES)
     args = parser.parse_args(argv)
     args.end = perf_counter() + args.seconds
-    if args.papers == []:
-        args.papers = list(papers.SIZES)
     return args
 
 
@@ -283,7 +256,6 @@ def main() -> None:
     others: list[tuple[Any, Callable[[argparse.Namespace], None]]] = [
         (args.host, hosts),
         (args.transformers, transformers),
-        (args.papers, of_papers),
     ]
     chosen = [show for selected, show in others if selected]
     for show in chosen or [sizes]:

@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a micro-batch")
     parser.add_argument("--width", type=int)
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--runtimes", nargs="+", choices=["inline", "threads", "graph"])
     args = parser.parse_args()
     on_gpu, ranks = args.sms > 0, args.ranks
     chunks = args.chunks or 4 * ranks
@@ -150,7 +151,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {machine}: {ranks} ranks, {args.schedule}, {chunks}")
     print(f"micro-batches, 2 blocks of width {width} a rank, medians of {args.rounds}\n")
     print(head(HEADS))
-    for runtime in runtimes:
+    for runtime in args.runtimes or runtimes:
         for rows in sizes:
 
             def make(runtime: str = runtime) -> Pipe:

@@ -92,7 +92,7 @@ def _step(pipe: Pipe, small: bench.Bench, expected: list[torch.Tensor]) -> None:
 def test_benchmark_command_line_options() -> None:
     given = graph.arguments(["--devices", "8", "--rows", "128", "512"])
     assert (given.devices, given.rows, given.chunks, given.figure) == ([8], [128, 512], 32, None)
-    assert graph.arguments(["--papers"]).papers == list(papers.SIZES)
+    assert graph.arguments(["--host"]).rows == graph.ROWS
     assert set(graph.FIGURES) == {2, 3, 4, 5}
     assert papers.arguments(["--cpu", "--runtime", "graph"]).runtime == "graph"
 
