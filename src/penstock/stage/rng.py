@@ -36,6 +36,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from penstock.device.accelerator import get_default_generator, resolve_index
 from penstock.errors import RunError
@@ -56,6 +57,7 @@ from penstock.torch_compat import (
     pytree,
     register_draw_kernels,
     set_draw_key,
+    top_saved_tensor_hooks,
     without_innermost_dispatch_mode,
 )
 
@@ -66,6 +68,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _shared_generator_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 _CPU = torch.device("cpu")
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
 # ---- default generators ------------------------------------------------------------------------
@@ -77,13 +80,13 @@ def seed_shared_generators(seed: int, device: torch.device) -> None:
         get_default_generator(where).manual_seed(seed)
 
 
-def read_shared_cpu_state() -> torch.Tensor:
+def read_shared_cpu_state() -> Tensor:
     """Return the state of the CPU's default generator, at a moment when no cell replaces it."""
     with _shared_generator_locks[_CPU]:
         return torch.default_generator.get_state()
 
 
-def _check_not_seeded(state_before: torch.Tensor) -> None:
+def _check_not_seeded(state_before: Tensor) -> None:
     """Raise if the CPU's default generator was seeded since it had this state.
 
     Draws of other threads move it on, too, but do not bring it to the beginning of a seed.
@@ -245,7 +248,7 @@ class DrawRedirect:
         self,
         source: RngSource | int,
         detect_seeding: bool = False,
-        own_states: dict[torch.Generator, torch.Tensor] | None = None,
+        own_states: dict[torch.Generator, Tensor] | None = None,
     ) -> None:
         self._own_states = own_states
         self._source = SeededRng(source) if isinstance(source, int) else source
@@ -271,10 +274,15 @@ class DrawRedirect:
                     "one), or set checkpoint='never'."
                 )
             return func(*args, **kwargs)  # the layer manages its own generator
-        _reject_inside_torch_checkpoint()
         if self._shared_state is not None:
+            _reject_inside_torch_checkpoint()
             _check_not_seeded(self._shared_state)
+        elif _may_be_inside_torch_checkpoint():
+            _reject_inside_torch_checkpoint()
         cell_generator = self._source.generator_for(_find_device(args, kwargs))
+        if func is _BERNOULLI and not kwargs:
+            # The operation of most dropouts on a CPU. As a method it takes half the time.
+            return Tensor.bernoulli_(*args, generator=cell_generator)
         if _takes_generator(func):
             return func(*args, **{**kwargs, "generator": cell_generator})
         if func is _NATIVE_DROPOUT:
@@ -481,10 +489,10 @@ def _find_redirect() -> DrawRedirect:
 
 def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Return the device on which an operation draws."""
-    if args and isinstance(args[0], torch.Tensor):
+    if args and isinstance(args[0], Tensor):
         return args[0].device
     for leaf in pytree.tree_iter((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             return leaf.device
     return resolve_index(torch.device(kwargs.get("device") or "cpu"))
 
@@ -536,6 +544,16 @@ def mark_cell_boundary(function: F) -> F:
     code: CodeType = function.__code__
     _cell_boundaries[id(code)] = code
     return function
+
+
+def _may_be_inside_torch_checkpoint() -> bool:
+    """Return False if no `torch.utils.checkpoint` of this thread is running a forward.
+
+    A reentrant one runs it without grad, the other one under hooks on saved tensors. The search on
+    the stack takes longer than all else that a draw costs, so only the first forward of a stage
+    does it for every draw: that also finds a reentrant one whose layers switch grad on again.
+    """
+    return not torch.is_grad_enabled() or top_saved_tensor_hooks(True) is not None
 
 
 def _reject_inside_torch_checkpoint() -> None:
