@@ -1033,7 +1033,7 @@ _fused_dropout = _probe("torch._fused_dropout", RANDOM_NUMBERS, fallback=None)
 
 
 def drop_with_generator(
-    tensor: Tensor, probability: float, is_training: bool | None, generator: torch.Generator
+    generator: torch.Generator, tensor: Tensor, probability: float, is_training: bool | None
 ) -> tuple[Tensor, Tensor] | None:
     """Return what `native_dropout` returns if the default generator has the generator's state.
 

@@ -37,5 +37,4 @@ def test_captured_networks_of_the_papers(name: str, schedule: str) -> None:
         for captured, eager in zip(graph.parameters(), inline.parameters(), strict=True):
             torch.testing.assert_close(captured.grad, eager.grad)
     assert replays_of(graph) == 3
-    for captured, eager in zip(graph.buffers(), inline.buffers(), strict=True):
-        torch.testing.assert_close(captured, eager)
+    torch.testing.assert_close(dict(graph.named_buffers()), dict(inline.named_buffers()))

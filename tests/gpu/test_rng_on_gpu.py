@@ -24,7 +24,7 @@ def test_dropout_with_a_generator_equals_dropout_with_the_default_one(
     generator = torch.Generator(GPU).manual_seed(5)
     torch.manual_seed(5)
     for _ in range(3):  # the generators move on alike
-        dropped = drop_with_generator(x, 0.1, True, generator)
+        dropped = drop_with_generator(generator, x, 0.1, True)
         assert dropped is not None
         expected = torch.native_dropout(x, 0.1, True)
         for found, wanted in zip(dropped, expected, strict=True):

@@ -286,7 +286,7 @@ class DrawRedirect:
         if _takes_generator(func):
             return func(*args, **{**kwargs, "generator": cell_generator})
         if func is _NATIVE_DROPOUT:
-            dropped = drop_with_generator(*args, generator=cell_generator)
+            dropped = drop_with_generator(cell_generator, *args)
             if dropped is not None:
                 return dropped
         # Some operations, such as attention, take no generator= and read the default one.
