@@ -3,10 +3,14 @@
     python benchmarks/real_models.py                                 all models, 2, 4 and 8 devices
     python benchmarks/real_models.py --models llama --devices 8 --schedules zb-v --chunks 32
     python benchmarks/real_models.py --seconds 200                   no row begins after 200 seconds
+    python benchmarks/real_models.py --models t5 --lock FILE         beside others with this FILE
+
+A row takes seconds to set up, in which the GPU is mostly idle. So several processes with the same
+`--lock` may share the GPU: only one of them measures at a time, while the others do nothing on it.
 
 Llama, GPT-2, T5 and ViT of transformers with random weights, and a plain GPT in an `nn.Sequential`,
-in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. A model is built
-and measured unsplit once, for all its rows. The columns:
+in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. A model is
+built, traced and measured unsplit once, for all its rows. The columns:
 
 step        median milliseconds of a step
 forecast    the simulated step, from the costs that the last step has measured
@@ -30,7 +34,8 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -47,6 +52,7 @@ from penstock import Cost, Pipe
 from penstock.model.cut import build_unit_calls, measure_tail
 from penstock.model.model_profile import trace_for_plan
 from penstock.model.profiler import bind_target, profile_calls, profile_layers
+from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.nested_values import map_tensors
 
@@ -63,7 +69,7 @@ from benchmarks.virtual import (
 )
 
 WORDS, TOKENS = 32_000, 1024
-WARM_UP = 3  # the first step runs eagerly, the second is captured
+WARM_UP = 2  # the first step runs eagerly, the second is captured
 HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast"]
 HEADS += ["ceiling", "of the ceiling", "bubble"]
 HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
@@ -181,6 +187,31 @@ def vit(rows: int) -> Case:
 MODELS = {"llama": llama, "gpt2": gpt2, "gpt": plain_gpt, "t5": t5, "vit": vit}
 
 
+# ---- one process at a time -------------------------------------------------------------------
+
+
+class GpuLock:
+    """A lock on a file, by which processes that share the GPU take turns; without a file, none."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file = None if path is None else open(path, "a")  # noqa: SIM115
+
+    @contextmanager
+    def hold(self, exclusive: bool) -> Iterator[None]:
+        """Hold the lock: alone for a measurement, with others for work that is not measured."""
+        if self._file is None:
+            yield
+            return
+        import fcntl
+
+        fcntl.flock(self._file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        try:
+            yield
+            torch.cuda.synchronize()
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
 # ---- measurements ----------------------------------------------------------------------------
 
 
@@ -259,67 +290,75 @@ class GroupCosts(NamedTuple):
         return 1e3 * simulate_units(pipe, self.units) / self.contention
 
 
-def measure_groups(case: Case, places: list[Any], chunks: int) -> GroupCosts:
+def measure_groups(
+    case: Case, traced: TracedModel | None, places: list[Any], chunks: int
+) -> GroupCosts:
     """Time the units alone on the first group, and a block on all groups at the same time."""
     model, first = case.model, places[0]
-    if isinstance(model, nn.Sequential):
+    if traced is None:
+        assert isinstance(model, nn.Sequential)
+        assert isinstance(case.inputs, Tensor)
         assert case.loss_fn is not None
         loss = bind_target(case.loss_fn, case.target, chunks)
         with first.activate():
             units = profile_layers(
                 list(model), (case.inputs,), chunks=chunks, device=first.device, loss=loss
             )
-        block = model[1:3]  # both halves
         with torch.no_grad():
-            args: Any = (model[0](case.inputs[: len(case.inputs) // chunks]),)  # type: ignore[index]
-        kwargs: Any = {}
-    else:
-        traced = trace_for_plan(model, case.inputs, chunks, None, [first] * 2 * len(places))
-        calls = list(build_unit_calls(traced))
-        measure = partial(profile_calls, device=first.device)
-        with first.activate():
-            units = measure(calls)
-            for cost in measure_tail(traced.trace, None, measure):
-                units[-1] = units[-1].with_loss(cost.forward, cost.input_grad)
-        kinds = [type(module) for module, _, _ in calls]
-        block, args, kwargs = calls[kinds.index(max(kinds, key=kinds.count))]
-        args, kwargs = map_tensors((args, kwargs), Tensor.detach)
+            hidden = model[0](case.inputs[: len(case.inputs) // chunks])
+        both_halves = model[1:3]
+        return GroupCosts(units, contention_of_graphs(places, both_halves, [hidden]))
+    calls = list(build_unit_calls(traced))
+    measure = partial(profile_calls, device=first.device)
+    with first.activate():
+        units = measure(calls)
+        for cost in measure_tail(traced.trace, None, measure):
+            units[-1] = units[-1].with_loss(cost.forward, cost.input_grad)
+    kinds = [type(module) for module, _, _ in calls]
+    block, *arguments = calls[kinds.index(max(kinds, key=kinds.count))]
+    args, kwargs = map_tensors(arguments, lambda tensor: tensor.detach().to(first.device))
     return GroupCosts(units, contention_of_graphs(places, block, args, kwargs))
 
 
 def row(
     name: str,
     case: Case,
+    traced: TracedModel | None,
     places: list[Any],
     schedule: str,
     unsplit: Unsplit,
     groups: GroupCosts,
+    lock: GpuLock,
     args: argparse.Namespace,
 ) -> str:
     """Measure one model under one schedule, and return a line of the table."""
-    pipe = Pipe(
-        case.model,
-        args.chunks,
-        "never",
-        devices=places,
-        balance="time",
-        example=case.inputs,
-        target=case.target,
-        loss_fn=case.loss_fn,
-        schedule=schedule,
-        runtime="graph",
-        # The audit takes time in the first step, and this benchmark builds many pipes.
-        audit="off",
-    )
+    with lock.hold(exclusive=True):  # it measures the units
+        pipe = Pipe(
+            case.model,
+            args.chunks,
+            "never",
+            devices=places,
+            balance="time",
+            example=traced or case.inputs,
+            target=case.target,
+            loss_fn=case.loss_fn,
+            schedule=schedule,
+            runtime="graph",
+            # The audit takes time in the first step, and this benchmark builds many pipes.
+            audit="off",
+        )
 
     def step() -> Any:
         if isinstance(case.inputs, Tensor):
             return pipe.step(case.inputs, target=case.target)
         return pipe.step(**case.inputs)
 
-    for _ in range(WARM_UP):
+    with lock.hold(exclusive=False):
+        for _ in range(WARM_UP):
+            step()
+    with lock.hold(exclusive=True):
         result = step()
-    duration, host = timed(step, args.times)
+        duration, host = timed(step, args.times)
     timeline, forecast = result.timeline, pipe.forecast()
     program = forecast.program
     even = pipe.forecast(Cost.even(program.schedule.placement)).bubble
@@ -357,11 +396,20 @@ def tidy(case: Case) -> None:
     torch.cuda.empty_cache()
 
 
-def measure_model(name: str, args: argparse.Namespace, end: float) -> None:
+def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float) -> None:
     """Print the rows of one model. None begins after `end`."""
     begin = perf_counter()
-    case = build(name, args.chunks)
-    unsplit = measure_unsplit(case, args.chunks, args.times)
+    with lock.hold(exclusive=False):
+        case = build(name, args.chunks)
+    report(f"{name} built", begin)
+    traced = None
+    if not isinstance(case.model, nn.Sequential):
+        # One trace for all rows, with enough units for two stages a device.
+        devices = penstock.virtual_devices("cuda:0", max(args.devices))
+        traced = trace_for_plan(case.model, case.inputs, args.chunks, None, [*devices, *devices])
+    report(f"{name} traced", begin)
+    with lock.hold(exclusive=True):
+        unsplit = measure_unsplit(case, args.chunks, min(args.times, 3))
     report(f"{name} unsplit", begin)
     for ranks in args.devices:
         places, groups = list(penstock.virtual_devices("cuda:0", ranks)), None
@@ -371,12 +419,19 @@ def measure_model(name: str, args: argparse.Namespace, end: float) -> None:
             tidy(case)
             begin = perf_counter()
             try:
-                groups = groups or measure_groups(case, places, args.chunks)
-                report(f"{name} {ranks} contention {groups.contention:.3f}", begin)
-                tidy(case)
-                print(row(name, case, places, schedule, unsplit, groups, args), flush=True)
+                if groups is None:
+                    with lock.hold(exclusive=True):
+                        groups = measure_groups(case, traced, places, args.chunks)
+                    report(f"{name} {ranks} contention {groups.contention:.3f}", begin)
+                    tidy(case)
+                print(
+                    row(name, case, traced, places, schedule, unsplit, groups, lock, args),
+                    flush=True,
+                )
             except RuntimeError as error:  # the other rows are still worth their time
                 print(line([name, ranks, schedule, args.chunks, error]), flush=True)
+                if groups is None:
+                    break
             report(f"{name} {ranks} {schedule}", begin)
 
 
@@ -394,14 +449,15 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--times", type=int, default=5, help="timed steps")
     parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
+    parser.add_argument("--lock", help="a file by which processes that share the GPU take turns")
     args = parser.parse_args()
     needs_cuda()
-    end = perf_counter() + args.seconds
+    end, lock = perf_counter() + args.seconds, GpuLock(args.lock)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.times}\n")
     print(head(HEADS), flush=True)
     for name in args.models:
         if perf_counter() < end:
-            measure_model(name, args, end)
+            measure_model(name, lock, args, end)
             gc.collect()
             torch.cuda.empty_cache()
 
