@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ from torch import nn
 
 from penstock import ArgumentError, Pipe, Schedule, loads, schedules
 from penstock.model import placement
+from penstock.model.cut import ResourceLimits, find_cut_within
 from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
 from penstock.model.sequential import cut_sequential, group_by_device
 from penstock.model.tied import describe_tied_parameters
 from penstock.model.traced.traced_partition import UnitCost
+from penstock.schedules.balance import DeviceCapacity, UnitOutput
 from tests.support import Do
 
 
@@ -206,3 +209,18 @@ def test_lazy_layers_cannot_be_balanced_by_parameters() -> None:
     layers = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3))
     with pytest.raises(ArgumentError, match=r"'0\.weight' has no shape yet"):
         Pipe(layers, stages=2, devices=["cpu"] * 2)
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("on_one_device", "counts"), [(True, (2, 1)), (False, (1, 2))])
+def test_messages_between_ranks_on_one_gpu_do_not_move_the_cut(
+    on_one_device: bool, counts: tuple[int, ...]
+) -> None:
+    """Virtual GPUs share their memory. A large value was as dear as between two GPUs."""
+    devices = (torch.device("cuda", 0),) * 2
+    limits = ResourceLimits(devices, (1, 1), (0, 1), (inf, inf), on_one_device=on_one_device)
+    costs = [UnitCost(seconds, 0.0, 0.0, 0, 0) for seconds in (1.0, 1.0, 1.5)]
+    large = UnitOutput(src=1, dsts=(2,), size=40e9)
+    assert find_cut_within(limits, costs, (DeviceCapacity(),) * 2, (large,)) == counts

@@ -82,7 +82,8 @@ BALANCE_MODES = ("time", "memory", "parameters")
 
 MeasurementT = TypeVar("MeasurementT")
 
-# A GPU sends about 20 GB/s over PCIe. Stages on the CPU share memory, so there a transfer is free.
+# A GPU sends about 20 GB/s over PCIe. Ranks on the CPU, or on one GPU, share memory, so there a
+# transfer is free.
 _SECONDS_PER_BYTE = 1 / 20e9
 
 
@@ -94,7 +95,7 @@ class ResourceLimits:
     each stage, and `placement` is the rank of each stage. `memory` is the number of bytes that each
     rank may use. `measured_together` says that other processes may measure the same units at the
     same time. With `nearest`, a cut that needs a little too much is better than an error: the
-    caller measures what it really needs.
+    caller measures what it really needs. With `on_one_device`, the ranks share its memory.
     """
 
     devices: tuple[torch.device, ...]
@@ -103,6 +104,7 @@ class ResourceLimits:
     memory: tuple[float, ...]
     measured_together: bool = False
     nearest: bool = False
+    on_one_device: bool = False
 
     @property
     def rank_devices(self) -> list[torch.device]:
@@ -193,13 +195,14 @@ def find_cut_within(
     values: tuple[UnitOutput, ...] = (),
 ) -> tuple[int, ...]:
     """Return the number of units of each stage, within the memory of the devices."""
+    sends_copies = is_accelerator(limits.devices[0]) and not limits.on_one_device
     problem = CutProblem(
         tuple(UnitLoad(c.seconds, c.resident_bytes, c.activation_bytes) for c in costs),
         devices,
         values,
         placement=limits.placement,
         in_flight=limits.in_flight,
-        seconds_per_byte=_SECONDS_PER_BYTE if is_accelerator(limits.devices[0]) else 0.0,
+        seconds_per_byte=_SECONDS_PER_BYTE if sends_copies else 0.0,
     )
     try:
         return find_best_cut(problem)

@@ -335,6 +335,8 @@ def partition_model(
         limits = _build_resource_limits(
             request, stage_devices, placement, nearest=request.memory is not None
         )
+        on_one_device = len({device.device for device in stage_devices}) == 1
+        limits = replace(limits, on_one_device=on_one_device)
         example = ExampleMicrobatch.from_batch(request.example, request.chunks)
         # Units are measured on the compute stream of the device, as those of a Sequential are.
         with stage_devices[0].activate():
