@@ -75,8 +75,9 @@ from penstock.torch_compat import is_compiled_wrapper
 
 # ---- choosing the cut ----------------------------------------------------------------------------
 #
-# balance="time"        measure every unit, then search for the cut whose slowest rank takes the
-#                       least time, transfers included, and that fits the memory of the devices
+# balance="time"        measure every unit, then search for the cut whose slowest stage takes the
+#                       least time, transfers included, and that fits the memory of the devices; if
+#                       ranks have several stages, also for one with even ranks, and simulate both
 # balance="memory"      measure every unit, and even out the bytes of the stages
 # balance="parameters"  measure nothing, and even out the bytes of the parameters
 #
