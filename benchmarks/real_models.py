@@ -17,7 +17,7 @@ forecast    the simulated step, from the costs that the last step has measured
 ceiling     the step that the GPU allows, as in `benchmarks/graph.py`: the units' kernels are timed
             alone on one group of multiprocessors, with the loss; these times are simulated under
             the schedule with the cut of the row, messages free; and the result is divided by the
-            contention, the speed of a block while all groups are busy relative to one alone. Then
+            contention, the speed of units while all groups are busy relative to one alone. Then
             the share of it that the step reaches; above 1 where devices that wait leave more of
             the clock and of the memory's bandwidth to the others
 bubble      the share of the step in which a device is idle, measured; then in the forecast; then
@@ -34,7 +34,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
@@ -48,13 +48,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import Cost, Pipe
-from penstock.model.cut import build_unit_calls, measure_tail
+from penstock import Cost, Pipe, schedules
+from penstock.fingerprint import build_cost_key
+from penstock.model.cut import (
+    ResourceLimits,
+    build_unit_calls,
+    find_cut_within,
+    find_unit_transfers,
+    measure_tail,
+)
 from penstock.model.model_profile import trace_for_plan
-from penstock.model.profiler import bind_target, profile_calls, profile_layers
+from penstock.model.profiler import ModuleCall, bind_target, profile_calls, profile_layers
 from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.nested_values import map_tensors
+from penstock.schedules.balance import DeviceCapacity, UnitOutput, count_in_flight
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -69,7 +77,6 @@ from benchmarks.virtual import (
 )
 
 WORDS, TOKENS = 32_000, 1024
-WARM_UP = 2  # the first step runs eagerly, the second is captured
 HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast"]
 HEADS += ["ceiling", "of the ceiling", "bubble"]
 HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
@@ -191,25 +198,49 @@ MODELS = {"llama": llama, "gpt2": gpt2, "gpt": plain_gpt, "t5": t5, "vit": vit}
 
 
 class GpuLock:
-    """A lock on a file, by which processes that share the GPU take turns; without a file, none."""
+    """A lock on two files, by which processes that share the GPU take turns; or none.
+
+    Who waits for the first file is next for the second, so that those who share the lock do not
+    keep out for ever who wants to be alone.
+    """
 
     def __init__(self, path: str | None) -> None:
-        self._file = None if path is None else open(path, "a")  # noqa: SIM115
+        paths = [] if path is None else [path, f"{path}.next"]
+        self._files = [open(path, "a") for path in paths]  # noqa: SIM115
 
     @contextmanager
     def hold(self, exclusive: bool) -> Iterator[None]:
         """Hold the lock: alone for a measurement, with others for work that is not measured."""
-        if self._file is None:
+        if not self._files:
             yield
             return
         import fcntl
 
-        fcntl.flock(self._file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        held, turnstile = self._files
+        fcntl.flock(turnstile, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
         try:
             yield
             torch.cuda.synchronize()
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+    @contextmanager
+    def around_replays(self) -> Iterator[None]:
+        """Hold the lock with others around each replay of a graph only, not around its capture."""
+        graphs: Any = torch.cuda.CUDAGraph
+        replay = graphs.replay
+
+        def locked(graph: torch.cuda.CUDAGraph) -> None:
+            with self.hold(exclusive=False):
+                replay(graph)
+
+        graphs.replay = locked
+        try:
+            yield
+        finally:
+            graphs.replay = replay
 
 
 # ---- measurements ----------------------------------------------------------------------------
@@ -283,41 +314,78 @@ class GroupCosts(NamedTuple):
     """The units' costs on one group of multiprocessors, and the contention of all groups."""
 
     units: Sequence[UnitCost]
+    values: tuple[UnitOutput, ...]
     contention: float
 
     def ceiling(self, pipe: Pipe) -> float:
         """Return the milliseconds of the step that the GPU allows, under the schedule of a pipe."""
         return 1e3 * simulate_units(pipe, self.units) / self.contention
 
+    def choose_cut(self, name: str, places: list[Any], chunks: int) -> tuple[int, ...]:
+        """Return the cut that `Pipe(balance="time")` chooses, from these costs."""
+        schedule = schedules.make(name, len(places), chunks)
+        memory = (inf,) * len(places)
+        limits = ResourceLimits(
+            tuple(places[rank].device for rank in schedule.placement),
+            count_in_flight(schedule),
+            schedule.placement,
+            memory,
+            on_one_device=True,
+            schedule=schedule,
+        )
+        return find_cut_within(limits, self.units, (DeviceCapacity(),) * len(places), self.values)
+
 
 def measure_groups(
     case: Case, traced: TracedModel | None, places: list[Any], chunks: int
 ) -> GroupCosts:
-    """Time the units alone on the first group, and a block on all groups at the same time."""
-    model, first = case.model, places[0]
+    """Time the units alone on the first group, and the most costly ones on all groups at once."""
+    first = places[0]
     if traced is None:
-        assert isinstance(model, nn.Sequential)
+        assert isinstance(case.model, nn.Sequential)
         assert isinstance(case.inputs, Tensor)
         assert case.loss_fn is not None
         loss = bind_target(case.loss_fn, case.target, chunks)
+        layers = list(case.model)
         with first.activate():
             units = profile_layers(
-                list(model), (case.inputs,), chunks=chunks, device=first.device, loss=loss
+                layers, (case.inputs,), chunks=chunks, device=first.device, loss=loss
             )
         with torch.no_grad():
-            hidden = model[0](case.inputs[: len(case.inputs) // chunks])
-        both_halves = model[1:3]
-        return GroupCosts(units, contention_of_graphs(places, both_halves, [hidden]))
+            hidden = layers[0](case.inputs[: len(case.inputs) // chunks])
+        ids = case.inputs[: len(case.inputs) // chunks]
+        calls = [(layer, (hidden if index else ids,), {}) for index, layer in enumerate(layers)]
+        return GroupCosts(units, (), measure_contention(places, calls, units))
     calls = list(build_unit_calls(traced))
     measure = partial(profile_calls, device=first.device)
     with first.activate():
         units = measure(calls)
         for cost in measure_tail(traced.trace, None, measure):
             units[-1] = units[-1].with_loss(cost.forward, cost.input_grad)
-    kinds = [type(module) for module, _, _ in calls]
-    block, *arguments = calls[kinds.index(max(kinds, key=kinds.count))]
-    args, kwargs = map_tensors(arguments, lambda tensor: tensor.detach().to(first.device))
-    return GroupCosts(units, contention_of_graphs(places, block, args, kwargs))
+    values = tuple(find_unit_transfers(traced.trace))
+    return GroupCosts(units, values, measure_contention(places, calls, units))
+
+
+def measure_contention(
+    places: list[Any], calls: Sequence[ModuleCall], units: Sequence[UnitCost]
+) -> float:
+    """Return the contention of the units that take four fifths of the time, by their time.
+
+    Equal units count as one kind, and a kind is measured once.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for index, (module, args, kwargs) in enumerate(calls):
+        kinds.setdefault(build_cost_key(module, args, kwargs), []).append(index)
+    seconds = {key: sum(units[index].seconds for index in same) for key, same in kinds.items()}
+    alone = together = 0.0
+    for key in sorted(seconds, key=lambda key: -seconds[key]):
+        if alone > 0.8 * sum(seconds.values()):
+            break
+        block, *arguments = calls[kinds[key][0]]
+        args, kwargs = map_tensors(arguments, lambda tensor: tensor.detach().to(places[0].device))
+        alone += seconds[key]
+        together += seconds[key] / contention_of_graphs(places, block, args, kwargs)
+    return alone / together
 
 
 def row(
@@ -332,21 +400,19 @@ def row(
     args: argparse.Namespace,
 ) -> str:
     """Measure one model under one schedule, and return a line of the table."""
-    with lock.hold(exclusive=True):  # it measures the units
-        pipe = Pipe(
-            case.model,
-            args.chunks,
-            "never",
-            devices=places,
-            balance="time",
-            example=traced or case.inputs,
-            target=case.target,
-            loss_fn=case.loss_fn,
-            schedule=schedule,
-            runtime="graph",
-            # The audit takes time in the first step, and this benchmark builds many pipes.
-            audit="off",
-        )
+    pipe = Pipe(
+        case.model,
+        args.chunks,
+        "never",
+        stages=groups.choose_cut(schedule, places, args.chunks),
+        devices=places,
+        example=traced or case.inputs,
+        loss_fn=case.loss_fn,
+        schedule=schedule,
+        runtime="graph",
+        # The audit takes time in the first step, and this benchmark builds many pipes.
+        audit="off",
+    )
 
     def step() -> Any:
         if isinstance(case.inputs, Tensor):
@@ -354,8 +420,9 @@ def row(
         return pipe.step(**case.inputs)
 
     with lock.hold(exclusive=False):
-        for _ in range(WARM_UP):
-            step()
+        step()
+    with lock.around_replays():
+        step()
     with lock.hold(exclusive=True):
         result = step()
         duration, host = timed(step, args.times)
@@ -409,7 +476,7 @@ def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float
         traced = trace_for_plan(case.model, case.inputs, args.chunks, None, [*devices, *devices])
     report(f"{name} traced", begin)
     with lock.hold(exclusive=True):
-        unsplit = measure_unsplit(case, args.chunks, min(args.times, 3))
+        unsplit = measure_unsplit(case, args.chunks, args.times)
     report(f"{name} unsplit", begin)
     for ranks in args.devices:
         places, groups = list(penstock.virtual_devices("cuda:0", ranks)), None
