@@ -340,7 +340,7 @@ def measure_groups(
     case: Case, traced: TracedModel | None, places: list[Any], chunks: int
 ) -> GroupCosts:
     """Time the units alone on the first group, and the most costly ones on all groups at once."""
-    first = places[0]
+    first, calls = places[0], list[ModuleCall]()
     if traced is None:
         assert isinstance(case.model, nn.Sequential)
         assert isinstance(case.inputs, Tensor)
@@ -354,9 +354,9 @@ def measure_groups(
         with torch.no_grad():
             hidden = layers[0](case.inputs[: len(case.inputs) // chunks])
         ids = case.inputs[: len(case.inputs) // chunks]
-        calls = [(layer, (hidden if index else ids,), {}) for index, layer in enumerate(layers)]
+        calls += [(layer, (hidden if index else ids,), {}) for index, layer in enumerate(layers)]
         return GroupCosts(units, (), measure_contention(places, calls, units))
-    calls = list(build_unit_calls(traced))
+    calls += build_unit_calls(traced)
     measure = partial(profile_calls, device=first.device)
     with first.activate():
         units = measure(calls)
