@@ -90,6 +90,8 @@ _log = logging.getLogger("penstock")
 
 
 _CALLS_TO_MOVE = 4
+# So many other sizes of graphs are looked at one by one, and then every doubling.
+_MAX_GRAPH_SIZES = 8
 
 
 class AuditChoice(NamedTuple):
@@ -119,6 +121,10 @@ class Auditor:
     _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
     # By kind, the call in which weights that were 0 have moved. None: it was audited.
     _repeats: dict[Any, int | None] = field(default_factory=dict)
+    # By kind, how many nodes the graphs of the stages had in calls that were found right.
+    _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
+    _size_count: int = 0  # of calls with graphs of other sizes
+    _kind: Any = None  # of the call that runs, if it may be audited
     _settings: SettingsWatch | None = None
     _has_other_numbers: bool = False  # among the settings
 
@@ -127,12 +133,13 @@ class Auditor:
 
     def select(self, request: Request, inputs: StageInputs) -> AuditChoice | None:
         """Return what should be audited in a call, or None."""
+        self._kind = None
         if request.audit == "off" or running.is_running:
             return None
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
-        kind = self.identify(request, inputs)
+        kind = self._kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
         repeat = self._repeats.get(kind)
         if repeat is not None and self._call_count >= repeat:
@@ -161,17 +168,48 @@ class Auditor:
         mean over rows by chance, as the deviation of equal numbers is. It is audited each time that
         the number of calls has grown eightfold.
         """
-        if not sizes or request.audit == "off":
+        # Without gradients there is no audit before the call, but outputs are joined all the same.
+        joins_outputs = request.is_step and request.return_outputs and not torch.is_grad_enabled()
+        if not (sizes or joins_outputs) or request.audit == "off" or running.is_running:
             return None
         self._add_age(sizes)
         kind = self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None:
-            return None
+            return kind if joins_outputs else None
         for key, size in sizes.items():
             if size > (8 if key == OTHER_TERMS else 2) * audited.get(key, 0.0):
                 return kind
         return None
+
+    def find_new_graph(self, sizes: tuple[int | None, ...], is_audited: bool) -> Any:
+        """Return the kind of a call if its layers have run other operations than so far, or None.
+
+        The number of nodes that they made for a backward tells, whatever they went by. Where it is
+        another one in many calls, as with layers that are skipped at random, it is looked at each
+        time that the number of these calls has doubled. Branches have a watch of their own.
+        """
+        kind = self._kind
+        if kind is None or kind not in self._audited_kinds or kind in self._branches:
+            return None
+        known = self._graph_sizes.setdefault(kind, set())
+        if sizes in known or not any(sizes):
+            return None
+        if is_audited or not known:
+            known.add(sizes)
+            return None
+        self._size_count += 1
+        if self._size_count > _MAX_GRAPH_SIZES and self._size_count & (self._size_count - 1):
+            return None
+        return kind
+
+    def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
+        """Remember that a call whose graphs had these sizes was found right.
+
+        The next call of this kind is audited as a first one is.
+        """
+        self._graph_sizes[kind].add(sizes)
+        self.forget(kind)
 
     def read_settings(self, request: Request, partition: Partition) -> None:
         """Look whether users have changed something in the layers since the last call."""
@@ -181,8 +219,8 @@ class Auditor:
             self._settings = SettingsWatch(partition.names)
         self._has_other_numbers = self._settings.read()
 
-    def note_changed_attributes(self, attributes: Iterable[AttributeKey]) -> None:
-        """Remember the attributes that forwards change. They are no settings."""
+    def note_changed_state(self, attributes: Iterable[AttributeKey]) -> None:
+        """Remember the attributes and buffers that forwards change. They are no settings."""
         if self._settings is not None:
             self._settings.ignore(attributes)
 
@@ -191,6 +229,7 @@ class Auditor:
         batch = *request.inputs, *request.keyword_inputs.values(), *request.target
         return (
             request.is_step,
+            request.return_outputs,
             request.training,
             torch.is_grad_enabled(),
             request.checkpoint,
@@ -212,7 +251,9 @@ class Auditor:
         if self._settings is not None and isinstance(kind, tuple):
             # A forward may have filled a cache, or set a flag.
             self._settings.read()
-            self._audited_kinds.setdefault((*kind[:-1], self._settings.key), audited)
+            alias = *kind[:-1], self._settings.key
+            self._audited_kinds.setdefault(alias, audited)
+            self._graph_sizes[alias] = self._graph_sizes.setdefault(kind, set())
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
@@ -458,7 +499,7 @@ class Audit:
         self._reference.is_stateless = not (
             changes or keeps_state or forward.uses_own_generator or watch.has_host_draws()
         )
-        self._auditor.note_changed_attributes(forward.changed_attributes)
+        self._auditor.note_changed_state(forward.changed_attributes | forward.changed_buffers)
         self._auditor.note_kept(self._reference.find_kept_places())
         self._note_outputs(forward.values, loss)
         return _AuditedMicrobatch(forward, changes, keeps_state)
@@ -1135,6 +1176,28 @@ def audit_branches(
             are_equal = True
         finally:
             record.note_compared(ways, are_equal)
+
+
+def audit_graph_sizes(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+    audit: Audit | None,
+) -> None:
+    """Audit the rows of a call that has run, if its layers have run other operations than so far.
+
+    `audit` is that of the call itself, if there was one.
+    """
+    auditor, sizes = pipe.auditor, execution.read_graph_sizes()
+    kind = auditor.find_new_graph(sizes, audit is not None)
+    if kind is None:
+        return
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        audit.check_new_terms({})
+    auditor.note_graph_sizes(kind, sizes)
 
 
 def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReduction) -> bool:

@@ -501,7 +501,7 @@ class Reference:
             None if loss_fn is None else compute_loss,
             self._reduction,
             bool(targets),
-            return_outputs=False,
+            self._request.return_outputs,
         )
         losses = CollectedLosses()
         previous_sink, thread_state.sink = thread_state.sink, losses

@@ -337,25 +337,42 @@ class RowsCheck:
 
         Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
         """
-        if self.reduction is not None:
-            return self._compare_losses(parts, whole, rows)
-        merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(
-            [part.values[0] for part in parts]
+        if self.reduction is None:
+            outputs = [part.values[0] for part in parts]
+            merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(outputs)
+            return self._compare_outputs(outputs, whole.values[0], merged, whole.uses_float32)
+        problem = self._compare_losses(parts, whole, rows)
+        outputs = [_find_step_output(part) for part in (*parts, whole)]
+        if problem is not None or not all(outputs):
+            return problem
+        *parts_outputs, (expected,) = outputs
+        merged = replace(self.inputs, rows=rows).merge_step_outputs(
+            [output for (output,) in parts_outputs], self._combine_losses(parts, rows)
         )
-        expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
-        path = self._find_joined_table([part.values[0] for part in parts], whole.values[0])
-        if path is not None:
-            return (
-                f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has no "
-                "rows: it is the same size for any number of them. Here it has as many entries on "
-                "dim 0 as each micro-batch has rows, so that the pipe would join it as if they "
-                "were rows. Return only what has rows, or use another number of chunks."
-            )
+        return self._compare_outputs(
+            [output for (output,) in parts_outputs], expected, merged, whole.uses_float32
+        )
+
+    def _compare_outputs(
+        self, parts: Sequence[Any], whole: Any, merged: Any, uses_float32: bool
+    ) -> str | None:
+        """Return how the merged outputs of the parts differ from those of all together, or None."""
+        expected = dict(pytree.tree_flatten_with_path(whole)[0])
+        tables = _find_tables(parts, whole)
+        for path in tables:
+            if self._is_joined(path, whole):
+                return (
+                    f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has "
+                    "no rows: it is the same size for any number of them. Here it has as many "
+                    "entries on dim 0 as each micro-batch has rows, so that the pipe would join it "
+                    "as if they were rows. Return only what has rows, or use another number of "
+                    "chunks."
+                )
         for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
             other = expected.get(path)
-            if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+            if path in tables or not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = find_split_tolerance(other.dtype, whole.uses_float32, self.rounding)
+            tolerance = find_split_tolerance(other.dtype, uses_float32, self.rounding)
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -369,23 +386,10 @@ class RowsCheck:
             )
         return None
 
-    def _find_joined_table(self, parts: Sequence[Any], whole: Any) -> Any:
-        """Return where an output has a tensor without rows that `pipe(x)` joins by rows, or None.
-
-        Such a tensor, as a table or a weight, has the same shape for every number of rows, and by
-        chance the number of rows of each micro-batch.
-        """
-        joined = dict(
-            pytree.tree_flatten_with_path(gather([whole] * self.inputs.chunks, self.inputs.rows))[0]
-        )
-        leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
-        for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or path not in joined:
-                continue
-            others = [leaves.get(path) for leaves in leaves_by_part]
-            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
-                return path
-        return None
+    def _is_joined(self, path: Any, whole: Any) -> bool:
+        """Return whether the call joins this output of its micro-batches, which has this shape."""
+        joined = gather([whole] * self.inputs.chunks, self.inputs.rows)
+        return path in dict(pytree.tree_flatten_with_path(joined)[0])
 
     def _adds_losses(self) -> bool:
         """Return whether `pipe(x)` adds the losses of micro-batches."""
@@ -394,7 +398,9 @@ class RowsCheck:
     def _compare_losses(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
     ) -> str | None:
-        if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
+        if whole.adds_losses and any(
+            isinstance(v, LossExtras) and v.weight is not None for v in whole.values
+        ):
             return None  # auxiliary losses share the weight of the loss, and not the rows
         losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
         total = self._combine_losses([whole], MicrobatchRows((1,)))
@@ -540,7 +546,28 @@ def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int]) -> Tensor:
     return angles.cos().add(0.1).to(tensor.dtype).view_as(tensor)
 
 
-def _count_parts(parts: Sequence[ReferenceForward]) -> str:
+def _find_tables(parts: Sequence[Any], whole: Any) -> list[Any]:
+    """Return where an output has tensors without rows, such as tables or weights.
+
+    They have the same shape for every number of rows.
+    """
+    leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
+    tables = []
+    for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            others = [leaves.get(path) for leaves in leaves_by_part]
+            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
+                tables.append(path)
+    return tables
+
+
+def _find_step_output(forward: ReferenceForward) -> tuple[Any, ...]:
+    """Return the output of a model in a tuple, if a step has returned it beside its loss."""
+    extras = (value for value in forward.values if isinstance(value, LossExtras))
+    return next((extra.output for extra in extras), ())
+
+
+def _count_parts(parts: Sequence[Any]) -> str:
     return "two parts" if len(parts) == 2 else f"{len(parts)} parts"
 
 

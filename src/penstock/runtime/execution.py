@@ -214,6 +214,16 @@ class Execution:
         """Return True if any stage has drawn random numbers."""
         return any(runner.has_drawn for runner in self.stage_runners)
 
+    def read_graph_sizes(self) -> tuple[int | None, ...]:
+        """Return how many nodes of a graph the layers of each stage made for the last micro-batch.
+
+        None: it has no graph yet, or needs none. Others are recomputed, so they get it later.
+        """
+        last = max(
+            (index for runner in self.stage_runners for index in runner.graph_sizes), default=0
+        )
+        return tuple([runner.graph_sizes.get(last) for runner in self.stage_runners])
+
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
         """Run a phase. With `retain_graph`, the backwards keep what a further one would need."""
         with self.ordered_with_caller(retain_graph, phase.runs_layers):

@@ -47,6 +47,7 @@ from penstock.model.stage_inputs import (
 from penstock.runtime.audit import (
     Auditor,
     audit_branches,
+    audit_graph_sizes,
     audit_new_terms,
     can_check_whole_loss,
     check_whole_loss,
@@ -453,6 +454,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 audit_new_terms(pipe, call, execution, program, reduction, term_sizes)
             if branches is not None:
                 audit_branches(pipe, call, execution, program, reduction, branches, watched)
+            audit_graph_sizes(pipe, call, execution, program, reduction, audit)
             if comparison.kept_outputs:
                 check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
@@ -503,6 +505,7 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
                     audit_new_terms(pipe, call, execution, program, None, sizes)
             if branches is not None:
                 audit_branches(pipe, call, execution, program, None, branches, watched_branches)
+            audit_graph_sizes(pipe, call, execution, program, None, audit)
             if pipe.auditor.kept_places and in_caller_graph:
                 guard_kept_tensors(pipe.auditor.kept_places)
             return output

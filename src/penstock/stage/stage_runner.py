@@ -100,7 +100,7 @@ from penstock.stage.rng import (
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
-from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH
+from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH, count_graph_nodes
 
 
 @dataclass(slots=True)
@@ -173,6 +173,7 @@ class StageRunner:
         self.parameters = find_trainable_parameters(modules)
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False
+        self.graph_sizes: dict[int, int] = {}  # by micro-batch, the nodes that its layers made
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
         # The seed of the call, for draws from `random` and `numpy.random`, and the lock that a cell
@@ -612,6 +613,7 @@ class StageRunner:
         # Walking the graph is slow, so a stage is checked in one forward only.
         is_checked = behavior.uses_only_parameters if self._is_tracked else behavior.stays_in_stage
         versions = [] if is_checked else self._read_parameter_versions()
+        node_count = count_graph_nodes()
         try:
             outputs = flatten_outputs(self._run_layers(microbatch, values))
         except RuntimeError as error:
@@ -628,6 +630,7 @@ class StageRunner:
                 "leaves of a graph, which PyTorch does not let them change. Repeat the step: from "
                 "now on they get other tensors. Or change inputs in place always or never."
             ) from error
+        self.graph_sizes[microbatch] = count_graph_nodes() - node_count
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}

@@ -65,7 +65,7 @@ class SettingsReader:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._variables = _CodeVariables(self._modules)
+        self._variables = CodeVariables(self._modules)
         self._hook_tables = [vars(m).get(name, {}) for m in self._modules for name in HOOK_TABLES]
         self._leaves, self._tensors = list[Any](), list[Tensor]()
         self._values, self._identities = CachedHash(()), tuple[ObjectIdentity, ...]()
@@ -220,7 +220,7 @@ def _make_leaf_key(leaf: Any) -> Any:
 # ---- variables that the code of a forward refers to ----------------------------------------------
 
 
-class _CodeVariables:
+class CodeVariables:
     """The variables outside of a module that its methods may read.
 
     The names are taken from the compiled code. Functions of the same program are followed, those of
@@ -231,10 +231,13 @@ class _CodeVariables:
         self._slots: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
         self._visited, self.code_names = set[CodeType](), set[str]()
+        self._methods: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         for module in modules:
             for kind in iter_classes(module):
                 for name, member in vars(kind).items():
-                    if not name.startswith("__") and not callable(member):
+                    if isinstance(member, FunctionType | staticmethod | classmethod):
+                        self._methods[id(kind), name] = vars(kind), name
+                    elif not name.startswith("__") and not callable(member):
                         self._slots[id(kind), name] = vars(kind), name
             for function in _iter_methods(module):
                 self._visit(function)
@@ -253,6 +256,10 @@ class _CodeVariables:
                 yield cell.cell_contents
             except ValueError:  # an empty cell: the variable has no value yet
                 yield None
+
+    def read_methods(self) -> list[Any]:
+        """Return the current methods of the classes, always in the same order."""
+        return [namespace.get(name) for namespace, name in self._methods.values()]
 
     def _visit(self, function: FunctionType) -> None:
         if function.__code__ in self._visited or is_of_library(function):
