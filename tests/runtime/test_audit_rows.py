@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from penstock import AuditError, PenstockError, Pipe, RunError, Weighted
 from penstock.runtime.audit import Audit
 from penstock.runtime.audit_reference import Reference
 from penstock.stage.rng import CellRngMode
+from penstock.stage.row_counts import RowCounts
 from tests.oracle import closely
 
 WIDTH, ROWS = 6, 16
@@ -158,16 +160,68 @@ def test_rows_that_are_sorted_are_found_in_groups(door: str, audit: Any) -> None
         run_twice()
 
 
-def test_layer_that_mixes_more_rows_than_a_micro_batch_has_is_found_every_n_steps() -> None:
+def test_layer_that_mixes_more_rows_than_a_micro_batch_has_is_found_every_n_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def center_many(x: Tensor) -> Tensor:
-        # The number of rows is not seen here: the function takes its value in C.
         return x - x.mean(0) if math.log2(x.shape[0]) > 2 else x
 
+    # As if the number of rows were read in a way that is not known.
+    monkeypatch.setattr(RowCounts, "note_plain", lambda counts: None)
     pipe = made(layers(Layer(center_many)), audit=3)
     for _ in range(2):
         run(pipe, "step")
     with pytest.raises(AuditError, match="depends on how it is split"):
         run(pipe, "step")
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "is_large",
+    [
+        lambda x: 0.5 * x.shape[0] > 4,
+        lambda x: math.log(x.shape[0]) > 2,
+        lambda x: x.shape.numel() > 8 * WIDTH,
+        lambda x: sum(1 for _ in range(x.shape[0])) > 8,
+        lambda x: str(x.size(0)) == "16",
+        lambda x: x.nbytes > 8 * 8 * WIDTH,
+        lambda x: x.untyped_storage().nbytes() > 8 * 8 * WIDTH,
+        lambda x: torch.ones(x.shape[0]).sum() > 8,
+        lambda x: numpy.sqrt(x.shape[0]) > 3,  # it does not take such a number
+    ],
+)
+def test_branch_on_a_number_that_is_computed_from_the_rows(is_large: Any, door: str) -> None:
+    """A micro-batch has 4 rows, and the few rows that are tried together have two."""
+    pipe = made(layers(Layer(lambda x: x - x.mean(0) if is_large(x) else x)), loss_fn=None)
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        run(pipe, door)
+
+
+@pytest.mark.parametrize(
+    "loss_factor",
+    [
+        lambda x: 1 + (0.5 * x.shape[0] > 4),
+        lambda x: 1 + (math.log(x.shape[0]) > 2),
+        lambda x: 1 + (x.shape.numel() > 8 * WIDTH),
+        lambda x: 1 + (x.nbytes > 8 * 8 * WIDTH),
+    ],
+)
+def test_loss_that_goes_by_a_number_that_is_computed_from_the_rows(loss_factor: Any) -> None:
+    def compute_loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) * loss_factor(output)
+
+    pipe = made(layers(nn.Linear(WIDTH, WIDTH)), loss_fn=compute_loss)
+    for _ in range(2):
+        with pytest.raises(AuditError, match="the loss of the whole batch is"):
+            pipe.step(rows(), target=rows(2))
+
+
+def test_model_that_takes_plain_sizes_only_is_audited(caplog: pytest.LogCaptureFixture) -> None:
+    """NumPy does not take a size that knows of other numbers of rows."""
+    layer = Layer(lambda x: x + float(numpy.sqrt(x.shape[1])) + 0 * float(numpy.log(x.shape[0])))
+    pipe = made(layers(layer), loss_fn=nn.MSELoss())
+    pipe.step(rows(), target=rows(2))
+    assert "was not compared" not in caplog.text
 
 
 @pytest.mark.parametrize("door", ["step", "call"])

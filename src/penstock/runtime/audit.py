@@ -468,12 +468,20 @@ class Audit:
         try:
             with ExitStack() as isolation:
                 isolation.enter_context(self._reference.isolate())
-                try:
-                    microbatch = self._run_microbatch(loss)
-                except HostDrawsError:
+                while True:
+                    try:
+                        microbatch = self._run_microbatch(loss)
+                        break
+                    except HostDrawsError:
+                        pass
+                    except Exception as error:
+                        if not self._reference.replaces_sizes:
+                            raise
+                        # Code of C may not take them.
+                        close_failed_checkpoints(error)
+                        self._reference.replaces_sizes = False
                     isolation.close()
                     isolation.enter_context(self._reference.isolate())
-                    microbatch = self._run_microbatch(loss)
                 if not self._reference.is_stateless:
                     isolation.close()  # each of the others has one of its own
                 self._compare_parts(microbatch)

@@ -42,7 +42,7 @@ from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossReduction, LossStageFunction, find_loss_tensor
 from penstock.stage.recompute import has_write_only_buffers
-from penstock.stage.row_counts import RowCounts
+from penstock.stage.row_counts import RowCounts, unwrap_numbers
 from penstock.stage.row_means import RowMeanProver
 from penstock.stage.row_statistics import RowStatistics
 from penstock.stage.stage import OUTSIDE
@@ -167,6 +167,7 @@ class Reference:
         self._separates_host_streams = False
         self._uses_float32: bool | None = None  # not known before a forward
         self._has_own_gradients: bool | None = None  # not known before a forward
+        self.replaces_sizes = True  # whether forwards get sizes that know of other numbers of rows
         self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
@@ -409,7 +410,9 @@ class Reference:
         counts = self._rows.counts
         buffers = {id(t) for m in self.modules for t in m._buffers.values()}
         row_counts = RowCounts(stop - start, {*counts, sum(counts)}, buffers)
-        return _ForwardWatch(row_counts=row_counts, statistics=RowStatistics())
+        watch = _ForwardWatch(row_counts=row_counts, statistics=RowStatistics())
+        watch.replaces_sizes = self.replaces_sizes
+        return watch
 
     def _build_cells(self, fixes_draws: bool = False) -> UnsplitCells:
         """Return the cells of a forward in the running isolation, which restores generators."""
@@ -907,7 +910,8 @@ class _ForwardWatch(RowWatch):
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
             self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if not self.is_in_model:
-            return func(*args, **(kwargs or {}))
+            # The model may have returned a size.
+            return func(*unwrap_numbers(args), **unwrap_numbers(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.recompute import is_recomputing
-from penstock.stage.row_counts import RowCounts
+from penstock.stage.row_counts import RowCounts, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
 
@@ -202,7 +202,10 @@ class RowWatch(TorchFunctionMode):
             numbers alone, as a mask of `arange` is.
         selections: The selections among the entries of a first dim.
         uses_float32: Whether an operation returned a tensor of float32.
+        replaces_sizes: Whether sizes that depend on the rows are replaced (row_counts.py).
     """
+
+    replaces_sizes = True
 
     def __init__(
         self,
@@ -255,8 +258,12 @@ class RowWatch(TorchFunctionMode):
     ) -> Any:
         """Run a function, and look at its name and at what it is computed from."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if self.replaces_sizes:
+            if self._row_counts is not None:
+                self._row_counts.note_operands(name, args)
+            args, kwargs = unwrap_numbers(args), unwrap_numbers(kwargs)
+        result = func(*args, **kwargs)
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)
         if (
@@ -274,8 +281,11 @@ class RowWatch(TorchFunctionMode):
             if result.dtype is torch.float32:
                 self.uses_float32 = True
             self._note_result(name, args, kwargs, result)
-        if self._row_counts is not None:
+        if self._row_counts is None:
+            return result
+        if self.replaces_sizes:
             return self._row_counts.replace_sizes(name, args, result)
+        self._row_counts.note_sizes(name, args, result)
         return result
 
     def _note_result(
