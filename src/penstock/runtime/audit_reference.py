@@ -367,7 +367,7 @@ class Reference:
         cells = self._build_cells(fixes_draws)
         before = self._digest_buffers() if records_state else {}
         attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
-        watch = self._build_watch(microbatch) if records_state else _ForwardWatch()
+        watch = self._build_watch(microbatch if records_state else None)
         generators = set(self._write_log.generators)
         hooks = self._list_hooks() if records_state else {}
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
@@ -404,13 +404,15 @@ class Reference:
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
         )
 
-    def _build_watch(self, microbatch: int) -> _ForwardWatch:
-        """Return what watches the forward of a micro-batch, and the sizes that it reads."""
+    def _build_watch(self, microbatch: int | None) -> _ForwardWatch:
+        """Return what watches the forward of some rows, or of a micro-batch with what it reads."""
+        buffers = {id(t) for m in self.modules for t in m._buffers.values()}
+        if microbatch is None:
+            return _ForwardWatch(buffer_ids=buffers)
         start, stop = self.find_rows(microbatch)
         counts = self._rows.counts
-        buffers = {id(t) for m in self.modules for t in m._buffers.values()}
         row_counts = RowCounts(stop - start, {*counts, sum(counts)}, buffers)
-        watch = _ForwardWatch(row_counts=row_counts, statistics=RowStatistics())
+        watch = _ForwardWatch(row_counts=row_counts, statistics=RowStatistics(), buffer_ids=buffers)
         watch.replaces_sizes = self.replaces_sizes
         return watch
 

@@ -128,11 +128,27 @@ class RowsCheck:
             and torch.is_grad_enabled()
             and (whole.has_own_gradients or self.reference.has_zero_weights)
         )
-        for ranges, together in self._choose_rows(None if with_gradients else whole):
+        choices = self._choose_rows(None if with_gradients else whole)
+        for ranges, together in choices:
             problem = self._try_modes(ranges, together, with_gradients)
             if problem is not None:
                 return problem
+            # A table with an entry for each row may hold equal numbers so far.
+            if whole is not None and not with_gradients and self._selects_rows(whole.row_watch):
+                with_gradients = torch.is_grad_enabled()
+                problem = self._try_modes(ranges, None, with_gradients)
+                if problem is not None:
+                    return problem
         return None
+
+    def _selects_rows(self, watch: RowWatch) -> bool:
+        """Return whether the forward of the micro-batch has selected rows, or by their positions.
+
+        Forwards of other numbers of rows have selected from dims of other sizes then.
+        """
+        if not watch.may_select_rows:
+            return False
+        return not self._watches or not all(map(watch.selects_the_same, self._watches))
 
     def has_branches(self, whole: ReferenceForward) -> bool:
         """Return whether the forward of the micro-batch did what may depend on the whole batch.
@@ -143,8 +159,7 @@ class RowsCheck:
         watch = whole.row_watch
         if watch.reads_rows or watch.meets_rows or any(number is None for _, number in watch.reads):
             return True
-        selects_the_same = bool(self._watches) and all(map(watch.selects_the_same, self._watches))
-        if watch.may_select_rows and not selects_the_same:
+        if self._selects_rows(watch):
             return True
         if not watch.reads:
             return False
