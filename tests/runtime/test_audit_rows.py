@@ -438,32 +438,18 @@ def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:
 @pytest.mark.parametrize(
     "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g / g.norm()], ids=["clip", "normalise"]
 )
-def test_hook_of_a_parameter_that_is_not_linear_is_found_in_a_step(hook: Function) -> None:
-    """`pipe(x)` calls it once, with the gradient of the batch."""
-    gradients: list[Any] = []
-    for door in ("unsplit", "call", "step"):
-        torch.manual_seed(0)
-        model, seen = layers(), list[Tensor]()
-        model[0].weight.register_hook(lambda g, seen=seen: seen.append(g) or hook(g))
-        if door == "step":
-            with pytest.raises(AuditError, match="in a hook of a tensor or a parameter"):
-                run(made(model), "step")
-            assert len(seen) <= 4  # those of the step, and nothing of the audit
-        else:
-            run(model if door == "unsplit" else made(model), "call")
-            gradients.append(model[0].weight.grad)
-    assert closely(*gradients)
-
-
-def test_hook_of_a_parameter_that_is_linear_is_equal() -> None:
+def test_hook_of_a_parameter_that_is_not_linear_is_equal(hook: Function) -> None:
+    """It runs once, with the gradient of the batch."""
     gradients: list[Any] = []
     for door in ("call", "step"):
-        torch.manual_seed(0)
-        model = layers()
-        model[0].weight.register_hook(lambda g: 0.5 * g)
-        run(model if door == "call" else made(model), door)
-        gradients.append(model[0].weight.grad)
-    assert closely(*gradients)
+        for is_split in (False, True):
+            torch.manual_seed(0)
+            model, seen = layers(), list[Tensor]()
+            model[0].weight.register_hook(lambda g, seen=seen: seen.append(g) or hook(g))
+            run(made(model) if is_split else model, door if is_split else "call")
+            gradients.append(model[0].weight.grad)
+            assert len(seen) == 1  # that of the step, and nothing of the audit
+    assert all(closely(gradients[0], gradient) for gradient in gradients[1:])
 
 
 # ---- gradients of inputs and of outputs --------------------------------------------------------

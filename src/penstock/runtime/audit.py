@@ -859,8 +859,6 @@ class Audit:
         largest = max((d.norm for d in expected.values() if math.isfinite(d.norm)), default=0.0)
         least_size = self._rounding * largest * abs(scale)
         for key, name in names.items():
-            if key in self._reference.hooked_parameters:
-                continue
             computed, wanted = actual.get(key, zero), expected.get(key, zero)
             foreign = self._record.foreign_gradients.get(key)
             if foreign and computed.find_difference(wanted, self._rounding, scale, least_size):

@@ -178,14 +178,6 @@ class Reference:
         self._model_modules = list(partition.names())
         self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
-        parameters = [p for module in self.modules for p in module.parameters(False)]
-        # Hooks may change the gradient of these, or take it away, so it is not compared.
-        self.hooked_parameters = {
-            id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
-        }
-        self._parameter_hooks = [
-            hook for p in parameters if p._backward_hooks for hook in p._backward_hooks.values()
-        ]
 
     def find_rows(self, microbatch: int) -> tuple[int, int]:
         """Return the first row of a micro-batch, and the one after its last."""
@@ -276,10 +268,7 @@ class Reference:
         Looking for it takes as long as the rest of an isolation. Each of the isolations of an audit
         leaves it as it was, so it is looked for once.
         """
-        # A hook may be a method of a list: `gradients.append`.
-        owners = [getattr(hook, "__self__", None) for hook in self._parameter_hooks]
-        roots = [*self.modules, *self._parameter_hooks, *owners]
-        reached = find_reachable(roots, self._reached)
+        reached = find_reachable(self.modules, self._reached)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
         return reached, other_modules, reached.list_containers()
@@ -378,7 +367,7 @@ class Reference:
             self._separates_host_streams = True
             raise HostDrawsError
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
-        has_own_gradients = bool(self._parameter_hooks) or watch.has_own_gradients
+        has_own_gradients = watch.has_own_gradients
         if not has_own_gradients and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
             has_own_gradients = has_python_nodes(nodes)
@@ -661,13 +650,10 @@ class Reference:
             if parameter is not None
         }
 
-    def run_backward(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
-    ) -> dict[int, Digest]:
+    def run_backward(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Digest]:
         """Run the backward, and return the digests of the gradients by id of their parameter.
 
-        `pairs` are tensors with their gradients. With `calls_hooks`, the hooks of a parameter
-        change its gradient, as in a real backward.
+        `pairs` are tensors with their gradients. Hooks of parameters are not called.
         """
         tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
@@ -690,9 +676,6 @@ class Reference:
         )
         with preserve_gradients(leaves), ExitStack() as hooks:
             for leaf in leaves:
-                own_hooks = self._aliases.get(leaf, leaf)._backward_hooks if calls_hooks else None
-                for hook in (own_hooks or {}).values() if leaf in self._aliases else ():
-                    hooks.callback(leaf.register_hook(hook).remove)
                 hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
             # As in a worker: gradients do not depend on the caller's autocast.
             # Only Python code can write to a parameter: hooks, and the backward of a function. What

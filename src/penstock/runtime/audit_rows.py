@@ -323,9 +323,7 @@ class RowsCheck:
                 if count != self.inputs.rows.counts[self.microbatch]:
                     self._watches.append(forward.row_watch)
             pairs = seeds(forward.values) if seeds is not None else ()
-            # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
-            calls_hooks = self.reduction is not None
-            gradients = self.reference.run_backward(pairs, calls_hooks) if pairs else {}
+            gradients = self.reference.run_backward(pairs) if pairs else {}
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
 
@@ -490,8 +488,8 @@ def _describe_gradient(what: str) -> str:
     return (
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
-        "in a hook of a tensor or a parameter, in the backward of an autograd.Function, or by a "
-        "value that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
+        "in a hook of a tensor or a module, in the backward of an autograd.Function, or by a value "
+        "that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
         "it in the results. Let each row have its own gradient, change the gradients after the "
         "step, or use chunks=1."
     )

@@ -14,7 +14,7 @@ The order of events in a step:
          `Call.build_execution`  workers, transport and tied weights of this call
          run the lanes           forwards, losses and backwards, under any schedule
          `Call.combine`          the loss and the scale of the gradients, of all ranks
-         scale gradients, and reduce those of replicated stages once
+         scale gradients, run the hooks of parameters, and reduce gradients of replicas once
          pass gradients of the inputs on to the caller's graph
     4. `optimizer.step()`, if `step` was called with an optimizer
 """
@@ -66,6 +66,7 @@ from penstock.schedules.ir import Compute, Op, Program
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
 from penstock.stage.branches import BranchRecord, BranchStageFunction
+from penstock.stage.gradient_hooks import DeferredHooks
 from penstock.stage.loss import (
     LossReduction,
     OutputStageFunction,
@@ -443,6 +444,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     replicas, group = pipe.replicas, call.replica_group
     needs_sync = group is not None or not replicas.is_empty
     with replicas.deferred_sync(group) if needs_sync else nullcontext(DeferredSync()) as deferred:
+        hooks = DeferredHooks(execution.find_hooked_parameters())
         try:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
@@ -459,8 +461,10 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
             loss.restore_gradients()
+            hooks.restore()
             raise
         loss.finish_gradients(totals.rescale_factor)
+        hooks.run()
         # FSDP keeps its gradients elsewhere and needs the factor itself.
         deferred.rescale_factor = totals.rescale_factor
     call.complete(totals)

@@ -50,7 +50,6 @@ from penstock.stage.cell_graph import (
     find_gradient_edge,
 )
 from penstock.stage.compile_support import has_compiled_module
-from penstock.stage.gradient_hooks import GradientHookWatch
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
@@ -204,7 +203,6 @@ class StageRunner:
         self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
-        self._gradient_hooks = GradientHookWatch(stage, self.parameters)
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -253,8 +251,6 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
-        if self._gradient_hooks:
-            self._gradient_hooks.check_not_stepped()
         # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
         read_only = []
         for payload in input_payloads.values():
@@ -332,8 +328,6 @@ class StageRunner:
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
             return {}
-        if self._gradient_hooks:
-            self._gradient_hooks.check_not_stepped()
         self.has_recomputed = True
         inputs = self._copy_inputs(saved)
         with self._restore_state(saved):
@@ -804,8 +798,6 @@ class StageRunner:
         backward of the cell can run again: from the same graph, or, if the graph was recomputed,
         after another recomputation.
         """
-        if self._gradient_hooks:
-            self._gradient_hooks.check_not_stepped()
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
             self._recompute_inputs.pop(microbatch, None)
@@ -814,9 +806,7 @@ class StageRunner:
         try:
             if self.collected_grads is None:
                 self._check_loss_requires_grad(graph, gradients)
-                hooks = self._gradient_hooks
-                with hooks.watch_backward(self._is_shared) if hooks else nullcontext():
-                    return graph.backward_accumulate(gradients, retain_graph)
+                return graph.backward_accumulate(gradients, retain_graph)
             parameters = self.parameters if self._proxies is None else self._used_parameters()
             input_grads, parameter_grads = graph.backward_collect(
                 gradients, parameters, retain_graph, self._behavior.hides_parameters
@@ -833,18 +823,6 @@ class StageRunner:
         self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
 
-    def _is_shared(self, parameter: Tensor) -> bool:
-        """Return whether another stage adds to the gradient of a parameter as well."""
-        if self._proxies is not None and id(parameter) in self._proxies.shared_ids:
-            return True
-        peers = (reference() for reference in self.peers)
-        return any(
-            own is parameter
-            for peer in peers
-            if peer is not None and peer is not self
-            for own in peer.parameters
-        )
-
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
         if (
@@ -860,6 +838,18 @@ class StageRunner:
     def backward_weights(self, microbatch: int) -> None:
         """Compute the weight gradients that the backward of the inputs has left, and add them."""
         accumulate_weight_grads(self._pending_weight_grads.pop(microbatch))
+
+    def find_hooked_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters with hooks on their gradients.
+
+        `fully_shard` runs those of its parameters by itself, when it has reduced the gradients.
+        """
+        # In every step, so without a call for each parameter.
+        hooked = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked and self.stage.resharding_modules:
+            static_ids = {id(p) for m in self._static_modules for p in m._parameters.values()}
+            hooked = [parameter for parameter in hooked if id(parameter) in static_ids]
+        return hooked
 
     def find_leaves(self, microbatch: int) -> list[Tensor]:
         """Return all tensors whose `.grad` the backwards of the cell may add to.
