@@ -127,9 +127,6 @@ class _Description:
             ]
         )
         tables = [attributes[name] for name in _HOOK_TABLES]
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
         hooks = tuple([tuple([_find_code(hook) for hook in t.values()]) for t in tables if t])
         return type(module), module.training, values, hooks
 
