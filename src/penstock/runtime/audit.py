@@ -123,6 +123,8 @@ class Auditor:
     _repeats: dict[Any, int | None] = field(default_factory=dict)
     # By kind, how many nodes the graphs of the stages had in calls that were found right.
     _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
+    # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
+    _read_counts: dict[str, int] = field(default_factory=dict)
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
     _settings: SettingsWatch | None = None
@@ -202,6 +204,24 @@ class Auditor:
         if self._size_count > _MAX_GRAPH_SIZES and self._size_count & (self._size_count - 1):
             return None
         return kind
+
+    def compares_reads(self, inputs: StageInputs) -> bool:
+        """Return whether the whole batch is compared because Python reads other numbers from it.
+
+        Where it does so in many calls, as with lengths, the comparison is made each time that the
+        number of these calls has doubled.
+        """
+        if self._kind is None:
+            return False
+        is_due = False
+        for reads in inputs.other_reads:
+            count = self._read_counts[reads] = self._read_counts.get(reads, 0) + 1
+            is_due |= not count & (count - 1)
+        return is_due
+
+    def note_other_reads(self) -> None:
+        """Let the next call in which the batch reads other numbers be compared, after an error."""
+        self._read_counts.clear()
 
     def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
         """Remember that a call whose graphs had these sizes was found right.
@@ -540,6 +560,8 @@ class Audit:
             self._compare_loss_orders()
         if forward.changed_hooks is not None:
             refusal = _describe_hooks(forward.changed_hooks)
+        if self._reduction is not None and self._inputs.chunks > 1:
+            refusal = _HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
         if refusal is None:
             self._forward = forward
         else:
@@ -996,6 +1018,18 @@ class Audit:
             )
         self._finish()
 
+    def check_input_reads(self) -> None:
+        """Compare the whole batch, after a call in which Python would read other numbers from it."""
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None:
+            self._auditor.note_other_reads()
+            self._split_problem = (
+                "the code around the layers goes by numbers that it reads from the inputs, as "
+                "`x / lengths.max().item()` does. The unsplit model reads them from the whole "
+                f"batch, and a micro-batch has others: {problem}"
+            )
+        self._finish()
+
     def note_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes
@@ -1068,6 +1102,13 @@ _KEPT_FOR_LOSS = (
     "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
     "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
     "values from the model, or use chunks=1."
+)
+
+
+_HOOKED_LEAF = (
+    "loss_fn uses a tensor or a parameter of its own that has a hook (register_hook), and a step "
+    "would call the hook for each micro-batch. Change that gradient after the step, move the "
+    "parameter into the model, whose hooks see the gradient of the batch, or use chunks=1."
 )
 
 
@@ -1184,6 +1225,21 @@ def audit_branches(
             are_equal = True
         finally:
             record.note_compared(ways, are_equal)
+
+
+def audit_input_reads(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+) -> None:
+    """Compare the whole batch if the code around the units reads other numbers from it."""
+    if pipe.auditor.compares_reads(call.inputs):
+        kind = pipe.auditor.identify(call.request, call.inputs)
+        audit = _build_audit(pipe, call, execution, program, reduction, kind)
+        if audit is not None:
+            audit.check_input_reads()
 
 
 def audit_graph_sizes(

@@ -183,9 +183,6 @@ class Reference:
         self.hooked_parameters = {
             id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
         }
-        self._parameter_hooks = [
-            hook for p in parameters if p._backward_hooks for hook in p._backward_hooks.values()
-        ]
 
     def find_rows(self, microbatch: int) -> tuple[int, int]:
         """Return the first row of a micro-batch, and the one after its last."""
@@ -276,10 +273,7 @@ class Reference:
         Looking for it takes as long as the rest of an isolation. Each of the isolations of an audit
         leaves it as it was, so it is looked for once.
         """
-        # A hook may be a method of a list: `gradients.append`.
-        owners = [getattr(hook, "__self__", None) for hook in self._parameter_hooks]
-        roots = [*self.modules, *self._parameter_hooks, *owners]
-        reached = find_reachable(roots, self._reached)
+        reached = find_reachable(self.modules, self._reached)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
         return reached, other_modules, reached.list_containers()
@@ -378,7 +372,7 @@ class Reference:
             self._separates_host_streams = True
             raise HostDrawsError
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
-        has_own_gradients = bool(self._parameter_hooks) or watch.has_own_gradients
+        has_own_gradients = watch.has_own_gradients
         if not has_own_gradients and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
             has_own_gradients = has_python_nodes(nodes)
@@ -652,6 +646,16 @@ class Reference:
         ]
         return any(not bool(tensor.any()) for tensor in suspects)
 
+    def has_hooked_leaves(self) -> bool:
+        """Return whether the code uses a leaf with a hook that is not a parameter of the model."""
+        own_ids = {id(p) for module in self.modules for p in module.parameters(False)}
+        own_ids |= {id(original) for original in self._aliases.values()}
+        return any(
+            tensor.is_leaf and tensor.requires_grad and tensor._backward_hooks
+            for tensor in self._reached.find(Tensor)  # as they are outside of an isolation
+            if id(tensor) not in own_ids
+        )
+
     def name_outside_parameters(self) -> dict[int, str]:
         """Return the names of the parameters of a loss, by their ids."""
         return {
@@ -661,13 +665,10 @@ class Reference:
             if parameter is not None
         }
 
-    def run_backward(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
-    ) -> dict[int, Digest]:
+    def run_backward(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Digest]:
         """Run the backward, and return the digests of the gradients by id of their parameter.
 
-        `pairs` are tensors with their gradients. With `calls_hooks`, the hooks of a parameter
-        change its gradient, as in a real backward.
+        `pairs` are tensors with their gradients. The hooks of parameters are not called.
         """
         tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
@@ -690,9 +691,6 @@ class Reference:
         )
         with preserve_gradients(leaves), ExitStack() as hooks:
             for leaf in leaves:
-                own_hooks = self._aliases.get(leaf, leaf)._backward_hooks if calls_hooks else None
-                for hook in (own_hooks or {}).values() if leaf in self._aliases else ():
-                    hooks.callback(leaf.register_hook(hook).remove)
                 hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
             # As in a worker: gradients do not depend on the caller's autocast.
             # Only Python code can write to a parameter: hooks, and the backward of a function. What

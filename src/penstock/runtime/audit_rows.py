@@ -323,9 +323,7 @@ class RowsCheck:
                 if count != self.inputs.rows.counts[self.microbatch]:
                     self._watches.append(forward.row_watch)
             pairs = seeds(forward.values) if seeds is not None else ()
-            # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
-            calls_hooks = self.reduction is not None
-            gradients = self.reference.run_backward(pairs, calls_hooks) if pairs else {}
+            gradients = self.reference.run_backward(pairs) if pairs else {}
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
 

@@ -73,7 +73,7 @@ from penstock.stage.compile_support import make_forward_lock
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import TermComparison
-from penstock.stage.stage import Stage, collect_members, find_shared_ids
+from penstock.stage.stage import Stage, collect_members, find_shared_ids, has_hooked_parameter
 from penstock.state_copy import find_reachable
 from penstock.torch_compat import get_dispatch_modes
 
@@ -465,14 +465,16 @@ class LocalCall:
         members_by_stage = [collect_members(stage) for stage in stages]
         shared_ids = find_shared_ids(members_by_stage)
         tied_weights = None
-        if shared_ids or in_caller_graph:
+        # The hooks of a parameter see the gradient of the whole batch, as in the unsplit model.
+        has_backward = in_caller_graph or (self.request.is_step and torch.is_grad_enabled())
+        if shared_ids or (has_backward and has_hooked_parameter(members_by_stage)):
             tied_weights = build_local_tied_weights(
                 stages,
                 members_by_stage,
                 shared_ids,
                 list(devices.values()),
                 partition.placement,
-                in_caller_graph,
+                has_backward,
                 schedule.chunks,
             )
         is_captured = bool(get_dispatch_modes()) and is_capturing()

@@ -29,6 +29,7 @@ from penstock.microbatch import MicrobatchRows, gather
 from penstock.stage.aux_loss import CarriedLoss
 from penstock.stage.loss import NO_EXTRAS, LossExtras, LossReduction
 from penstock.stage.loss_terms import TermComparison
+from penstock.stage.parameter_proxies import unwrap_proxy
 from penstock.stage.payload import Payload, unflatten_values
 from penstock.stage.stage_runner import StageRunner
 from penstock.torch_compat import pytree
@@ -305,7 +306,7 @@ class PreviousGradients:
         leaves = dict.fromkeys(stage_runner.find_leaves(microbatch))
         with self._lock:
             for leaf in leaves:
-                if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                if unwrap_proxy(leaf)._backward_hooks or leaf._post_accumulate_grad_hooks:
                     # The hook would see a gradient with the provisional scale.
                     raise RunError(
                         f"a parameter of shape {tuple(leaf.shape)} has a hook, but loss_fn returns "

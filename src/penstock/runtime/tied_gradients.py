@@ -29,8 +29,14 @@ from torch import Tensor, nn
 from penstock.device.device import Device
 from penstock.errors import RunError
 from penstock.model.tied import TiedTensor
-from penstock.stage.parameter_proxies import ProxyPool, StageProxies, has_hooks, unwrap_proxy
-from penstock.stage.stage import Stage, StageMembers, collect_members, find_shared_ids
+from penstock.stage.parameter_proxies import ProxyPool, StageProxies, unwrap_proxy
+from penstock.stage.stage import (
+    Stage,
+    StageMembers,
+    collect_members,
+    find_shared_ids,
+    has_hooked_parameter,
+)
 
 # ---- ranks of one process ------------------------------------------------------------------------
 
@@ -68,8 +74,8 @@ def build_local_tied_weights(
 ) -> LocalTiedWeights | None:
     """Return the tied weights of one call, or None if no stage needs a proxy.
 
-    With `proxy_hooked`, parameters with hooks get proxies, too. Through `pipe(x)` a hook must see
-    the gradient of the whole batch, and a stage has one gradient for each micro-batch.
+    With `proxy_hooked`, parameters with hooks get proxies, too. A hook must see the gradient of the
+    whole batch, and a stage has one gradient for each micro-batch.
     """
     ranks = [placement[stage.index] for stage in stages]
     owners: dict[int, int] = {}
@@ -79,7 +85,7 @@ def build_local_tied_weights(
     # one rank run one after another, as in the unsplit model. Then only what several ranks share
     # has to stay the same.
     unchanging_ids: Collection[int] = shared_ids if chunks > 1 else owners
-    if not unchanging_ids and not (proxy_hooked and _has_hooked_parameter(members_by_stage)):
+    if not unchanging_ids and not (proxy_hooked and has_hooked_parameter(members_by_stage)):
         return None
     pools = [
         ProxyPool(
@@ -217,7 +223,3 @@ def broadcast_tied_weights(tied_tensors: Sequence[TiedTensor], channel: RankSum)
 def _list_modules(stage: Stage) -> list[nn.Module]:
     """Return the modules of a stage, without the proxies that another call may have put in."""
     return [unwrap_proxy(module) for module in stage.modules()]
-
-
-def _has_hooked_parameter(members_by_stage: Sequence[StageMembers]) -> bool:
-    return any(has_hooks(value) for members in members_by_stage for value in members.values())

@@ -4,7 +4,7 @@ Two kinds of objects are replaced while a micro-batch is computed:
 
 1. A parameter, a buffer or a module that another rank owns (tied weights). Two threads must not add
    to the same `.grad` or write to the same module, and the owner may be on another device.
-2. In `pipe(x)`, a parameter with hooks. Its hooks expect the gradient of the whole batch, and a
+2. In one process, a parameter with hooks. Its hooks expect the gradient of the whole batch, and a
    stage computes one gradient for each micro-batch.
 
 A proxy collects its own gradient. After the run the caller's thread adds it to that of the original
@@ -66,7 +66,7 @@ class ProxyPool:
     def get_proxy(self, original: Any) -> Any:
         """Return the proxy of an object, or the object itself if it can be used directly."""
         if id(original) not in self.foreign_ids and not (
-            self.replaces_hooked and has_hooks(original)
+            self.replaces_hooked and _has_hooks(original)
         ):
             return original
         if id(original) not in self._proxies:
@@ -242,7 +242,7 @@ def _list_registered(
     return entries
 
 
-def has_hooks(value: Any) -> bool:
+def _has_hooks(value: Any) -> bool:
     """Return whether a value is a parameter with hooks on its gradient."""
     return bool(value._backward_hooks) and isinstance(value, nn.Parameter)
 

@@ -191,6 +191,15 @@ def collect_members(stage: Stage) -> StageMembers:
     return members
 
 
+def has_hooked_parameter(members_by_stage: Sequence[StageMembers]) -> bool:
+    """Return whether a parameter of a stage has hooks on its gradient."""
+    return any(
+        value._backward_hooks and isinstance(value, nn.Parameter)
+        for members in members_by_stage
+        for value in members.values()
+    )
+
+
 def find_shared_ids(members_by_stage: Sequence[StageMembers]) -> set[int]:
     """Return the ids that several stages have."""
     earlier_ids: set[int] = set()
