@@ -456,12 +456,12 @@ def test_hook_of_a_parameter_that_is_not_linear_sees_the_gradient_of_the_batch(
 def test_hook_of_a_parameter_that_clips_later_is_equal() -> None:
     """In the first step it changes nothing. It also reads a variable that is changed later."""
     torch.manual_seed(0)
-    model, unsplit, limit = layers(), layers(), 1e3
+    model, unsplit, limits = layers(), layers(), [1e3]
     unsplit.load_state_dict(model.state_dict())
     for layer in (model[0], unsplit[0]):
-        layer.weight.register_hook(lambda g: g.clamp(-limit, limit) + 0.1 * limit)
+        layer.weight.register_hook(lambda g: g.clamp(-limits[0], limits[0]) + 0.1 * limits[0])
     pipe = made(model)
-    for limit in (1e3, 1e-3):  # noqa: B020
+    for limits[0] in (1e3, 1e-3):
         model.zero_grad()
         unsplit.zero_grad()
         run(pipe, "step")

@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import gather, list_tensors
+from penstock.microbatch import find_shared_ids, gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
@@ -125,6 +125,7 @@ class Auditor:
     _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
     # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
     _read_counts: dict[str, int] = field(default_factory=dict)
+    _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
     _settings: SettingsWatch | None = None
@@ -147,13 +148,29 @@ class Auditor:
         if repeat is not None and self._call_count >= repeat:
             self._repeats[kind] = None
             self.forget(kind)
-        if self._has_other_numbers:
+        if self._has_other_numbers or self._has_new_ids(kind, request, inputs):
             self.forget(kind)
         audited_counts = self._row_counts.get(kind)
         has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
         if kind in self._audited_kinds and not has_new_counts and not is_due:
             return None
         return AuditChoice(kind, compares_groups=is_due)
+
+    def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
+        """Return whether micro-batches have ids in common for the first time, if that matters."""
+        tested = self._tested_ids.get(kind)
+        if tested is None:
+            return False
+        shared = find_shared_ids(request.list_batch(), inputs.rows.counts)
+        return not tested.issuperset(index for index, *_ in shared)
+
+    def note_state_by_id(self, kind: Any, tested: Iterable[int]) -> None:
+        """Remember that a forward computes with what the same rows have left before.
+
+        So do other rows with the same ids, perhaps. `tested` are the tensors with ids that several
+        micro-batches had, and it made no difference.
+        """
+        self._tested_ids.setdefault(kind, set()).update(tested)
 
     def note_zero_weights(self, kind: Any) -> None:
         """Let a call of this kind be audited once more when weights that are 0 have moved.
@@ -246,7 +263,6 @@ class Auditor:
 
     def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
-        batch = *request.inputs, *request.keyword_inputs.values(), *request.target
         return (
             request.is_step,
             request.return_outputs,
@@ -258,7 +274,7 @@ class Auditor:
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
             # takes another path for a shape, or whose units do, has another digest.
-            tuple([_identify_input(value) for value in batch]),
+            tuple([_identify_input(value) for value in request.list_batch()]),
             inputs.kind_digest,
             # A pipe does not call the containers of its layers, so hooks do not see them.
             tuple(get_global_hook_ids()),
@@ -598,7 +614,30 @@ class Audit:
             else:
                 if is_ahead is not None:
                     self._state_problem = _describe_state(changes, is_ahead)
+                break
+        if self._state_problem is None:
+            self._compare_states_by_id(changes, few[1], microbatch)
+
+    def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> None:
+        """Find out whether rows with the same id, such as a user, compute with each other's state.
+
+        If no two micro-batches have an id in common, later batches may.
+        """
+        try:
+            if self._find_state_difference(rows, rows, microbatch) is None:
                 return
+            shared = self._reference.find_shared_ids()
+            for _, row, other in shared:
+                difference = self._find_state_difference(
+                    (row, row + 1), (other, other + 1), microbatch
+                )
+                if difference is not None:
+                    self._state_problem = _describe_state(changes, difference)
+                    return
+        except Exception as error:  # the model may not run on single rows
+            close_failed_checkpoints(error)
+            return
+        self._auditor.note_state_by_id(self._kind, [index for index, *_ in shared])
 
     def _find_state_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
         """Return None if the results of later rows are the same after others have run.
@@ -1019,7 +1058,7 @@ class Audit:
         self._finish()
 
     def check_input_reads(self) -> None:
-        """Compare the whole batch, after a call in which Python would read other numbers from it."""
+        """Compare the whole batch, after a call in which Python would read others from it."""
         problem = self._rows_check.compare_all_microbatches()
         if problem is not None:
             self._auditor.note_other_reads()

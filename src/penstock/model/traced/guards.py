@@ -185,7 +185,6 @@ class InputGuards:
             if node.is_guard
         )
 
-
     def find_other_reads(self, inputs: Sequence[Tensor]) -> set[str]:
         """Return what the host would read differently from these inputs, of other sizes.
 

@@ -907,8 +907,8 @@ def _find_other_reads(
 ) -> frozenset[str]:
     """Return what the host would read differently from the whole batch than from micro-batches.
 
-    The code around the units may go by it, as `x / lengths.max().item()` does. "paths": the forwards
-    of the micro-batches differ in more than sizes, so that they have read different numbers.
+    The code around the units may go by it, as `x / lengths.max().item()` does. "paths" means that
+    forwards of the micro-batches differ in more than sizes: they have read different numbers.
     """
     compiled = list({id(plan.compiled): plan.compiled for plan in plans}.values())
     if all(trace.guards.is_empty for trace in compiled):
