@@ -17,7 +17,7 @@ is part of the first kind of fingerprint:
 | function, method, partial | code, closure, default values, bound arguments |
 | dataclass | type and the fingerprints of the fields |
 | object with a method `fingerprint_by` | what that method returns |
-| another object with attributes, or `__slots__` | identity, and the fingerprints of the attributes |
+| another object with attributes or slots | identity, and the fingerprints of the attributes |
 | module, object of PyTorch or Penstock, anything else | identity |
 """
 

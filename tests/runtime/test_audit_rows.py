@@ -438,18 +438,56 @@ def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:
 @pytest.mark.parametrize(
     "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g / g.norm()], ids=["clip", "normalise"]
 )
-def test_hook_of_a_parameter_that_is_not_linear_is_equal(hook: Function) -> None:
-    """It runs once, with the gradient of the batch."""
+def test_hook_of_a_parameter_that_is_not_linear_sees_the_gradient_of_the_batch(
+    hook: Function,
+) -> None:
+    gradients: list[Any] = []
+    for door in ("unsplit", "call", "step"):
+        torch.manual_seed(0)
+        model, seen = layers(), list[Tensor]()
+        model[0].weight.register_hook(lambda g, seen=seen: seen.append(g) or hook(g))
+        run(model if door == "unsplit" else made(model), "step" if door == "step" else "call")
+        gradients.append(model[0].weight.grad)
+        assert len(seen) == 1  # that of the batch, and nothing of the audit
+    assert closely(*gradients[:2])
+    assert closely(*gradients[1:])
+
+
+def test_hook_of_a_parameter_that_clips_later_is_equal() -> None:
+    """In the first step it changes nothing. It also reads a variable that is changed later."""
+    torch.manual_seed(0)
+    model, unsplit, limits = layers(), layers(), [1e3]
+    unsplit.load_state_dict(model.state_dict())
+    for layer in (model[0], unsplit[0]):
+        layer.weight.register_hook(lambda g: g.clamp(-limits[0], limits[0]) + 0.1 * limits[0])
+    pipe = made(model)
+    for limits[0] in (1e3, 1e-3):
+        model.zero_grad()
+        unsplit.zero_grad()
+        run(pipe, "step")
+        run(unsplit, "call")
+        assert_close(model[0].weight, unsplit[0].weight)
+
+
+def test_hook_of_a_tensor_that_the_loss_uses_is_refused() -> None:
+    """It would see the gradient of each micro-batch."""
+    scale = torch.zeros(WIDTH, requires_grad=True)
+    scale.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    options: dict[str, Any] = {"loss_fn": lambda y, t: functional.mse_loss(y * scale.exp(), t)}
+    with pytest.raises(AuditError, match="of its own that has a hook"):
+        made(layers(), **options).step(rows(), target=rows(2))
+    made(layers(), chunks=1, **options).step(rows(), target=rows(2))
+
+
+def test_hook_of_a_parameter_that_is_linear_is_equal() -> None:
     gradients: list[Any] = []
     for door in ("call", "step"):
-        for is_split in (False, True):
-            torch.manual_seed(0)
-            model, seen = layers(), list[Tensor]()
-            model[0].weight.register_hook(lambda g, seen=seen: seen.append(g) or hook(g))
-            run(made(model) if is_split else model, door if is_split else "call")
-            gradients.append(model[0].weight.grad)
-            assert len(seen) == 1  # that of the step, and nothing of the audit
-    assert all(closely(gradients[0], gradient) for gradient in gradients[1:])
+        torch.manual_seed(0)
+        model = layers()
+        model[0].weight.register_hook(lambda g: 0.5 * g)
+        run(model if door == "call" else made(model), door)
+        gradients.append(model[0].weight.grad)
+    assert closely(*gradients)
 
 
 # ---- gradients of inputs and of outputs --------------------------------------------------------

@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import gather, list_tensors
+from penstock.microbatch import find_shared_ids, gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
@@ -123,6 +123,9 @@ class Auditor:
     _repeats: dict[Any, int | None] = field(default_factory=dict)
     # By kind, how many nodes the graphs of the stages had in calls that were found right.
     _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
+    # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
+    _read_counts: dict[str, int] = field(default_factory=dict)
+    _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
     _settings: SettingsWatch | None = None
@@ -145,13 +148,29 @@ class Auditor:
         if repeat is not None and self._call_count >= repeat:
             self._repeats[kind] = None
             self.forget(kind)
-        if self._has_other_numbers:
+        if self._has_other_numbers or self._has_new_ids(kind, request, inputs):
             self.forget(kind)
         audited_counts = self._row_counts.get(kind)
         has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
         if kind in self._audited_kinds and not has_new_counts and not is_due:
             return None
         return AuditChoice(kind, compares_groups=is_due)
+
+    def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
+        """Return whether micro-batches have ids in common for the first time, if that matters."""
+        tested = self._tested_ids.get(kind)
+        if tested is None:
+            return False
+        shared = find_shared_ids(request.list_batch(), inputs.rows.counts)
+        return not tested.issuperset(index for index, *_ in shared)
+
+    def note_state_by_id(self, kind: Any, tested: Iterable[int]) -> None:
+        """Remember that a forward computes with what the same rows have left before.
+
+        So do other rows with the same ids, perhaps. `tested` are the tensors with ids that several
+        micro-batches had, and it made no difference.
+        """
+        self._tested_ids.setdefault(kind, set()).update(tested)
 
     def note_zero_weights(self, kind: Any) -> None:
         """Let a call of this kind be audited once more when weights that are 0 have moved.
@@ -203,6 +222,24 @@ class Auditor:
             return None
         return kind
 
+    def compares_reads(self, inputs: StageInputs) -> bool:
+        """Return whether the whole batch is compared because Python reads other numbers from it.
+
+        Where it does so in many calls, as with lengths, the comparison is made each time that the
+        number of these calls has doubled.
+        """
+        if self._kind is None:
+            return False
+        is_due = False
+        for reads in inputs.other_reads:
+            count = self._read_counts[reads] = self._read_counts.get(reads, 0) + 1
+            is_due |= not count & (count - 1)
+        return is_due
+
+    def note_other_reads(self) -> None:
+        """Let the next call in which the batch reads other numbers be compared, after an error."""
+        self._read_counts.clear()
+
     def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
         """Remember that a call whose graphs had these sizes was found right.
 
@@ -226,7 +263,6 @@ class Auditor:
 
     def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
-        batch = *request.inputs, *request.keyword_inputs.values(), *request.target
         return (
             request.is_step,
             request.return_outputs,
@@ -238,7 +274,7 @@ class Auditor:
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
             # takes another path for a shape, or whose units do, has another digest.
-            tuple([_identify_input(value) for value in batch]),
+            tuple([_identify_input(value) for value in request.list_batch()]),
             inputs.kind_digest,
             # A pipe does not call the containers of its layers, so hooks do not see them.
             tuple(get_global_hook_ids()),
@@ -540,6 +576,8 @@ class Audit:
             self._compare_loss_orders()
         if forward.changed_hooks is not None:
             refusal = _describe_hooks(forward.changed_hooks)
+        if self._reduction is not None and self._inputs.chunks > 1:
+            refusal = _HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
         if refusal is None:
             self._forward = forward
         else:
@@ -576,7 +614,30 @@ class Audit:
             else:
                 if is_ahead is not None:
                     self._state_problem = _describe_state(changes, is_ahead)
+                break
+        if self._state_problem is None:
+            self._compare_states_by_id(changes, few[1], microbatch)
+
+    def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> None:
+        """Find out whether rows with the same id, such as a user, compute with each other's state.
+
+        If no two micro-batches have an id in common, later batches may.
+        """
+        try:
+            if self._find_state_difference(rows, rows, microbatch) is None:
                 return
+            shared = self._reference.find_shared_ids()
+            for _, row, other in shared:
+                difference = self._find_state_difference(
+                    (row, row + 1), (other, other + 1), microbatch
+                )
+                if difference is not None:
+                    self._state_problem = _describe_state(changes, difference)
+                    return
+        except Exception as error:  # the model may not run on single rows
+            close_failed_checkpoints(error)
+            return
+        self._auditor.note_state_by_id(self._kind, [index for index, *_ in shared])
 
     def _find_state_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
         """Return None if the results of later rows are the same after others have run.
@@ -994,6 +1055,18 @@ class Audit:
             )
         self._finish()
 
+    def check_input_reads(self) -> None:
+        """Compare the whole batch, after a call in which Python would read others from it."""
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None:
+            self._auditor.note_other_reads()
+            self._split_problem = (
+                "the code around the layers goes by numbers that it reads from the inputs, as "
+                "`x / lengths.max().item()` does. The unsplit model reads them from the whole "
+                f"batch, and a micro-batch has others: {problem}"
+            )
+        self._finish()
+
     def note_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes
@@ -1066,6 +1139,13 @@ _KEPT_FOR_LOSS = (
     "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
     "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
     "values from the model, or use chunks=1."
+)
+
+
+_HOOKED_LEAF = (
+    "loss_fn uses a tensor or a parameter of its own that has a hook (register_hook), and a step "
+    "would call the hook for each micro-batch. Change that gradient after the step, move the "
+    "parameter into the model, whose hooks see the gradient of the batch, or use chunks=1."
 )
 
 
@@ -1182,6 +1262,21 @@ def audit_branches(
             are_equal = True
         finally:
             record.note_compared(ways, are_equal)
+
+
+def audit_input_reads(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+) -> None:
+    """Compare the whole batch if the code around the units reads other numbers from it."""
+    if pipe.auditor.compares_reads(call.inputs):
+        kind = pipe.auditor.identify(call.request, call.inputs)
+        audit = _build_audit(pipe, call, execution, program, reduction, kind)
+        if audit is not None:
+            audit.check_input_reads()
 
 
 def audit_graph_sizes(

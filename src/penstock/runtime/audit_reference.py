@@ -8,20 +8,27 @@ something is about to write to it. (Parameters of a small model are copied befor
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.microbatch import find_related_rows, find_unlike_rows, list_tensors, take_rows
+from penstock.microbatch import (
+    find_related_rows,
+    find_shared_ids,
+    find_unlike_rows,
+    list_tensors,
+    take_rows,
+)
 from penstock.model.isolation import (
     StateSnapshot,
     isolated,
@@ -198,7 +205,7 @@ class Reference:
         """
         pieces = []
         for start, stop in ranges:
-            ends = accumulate(self._rows.counts)
+            ends = itertools.accumulate(self._rows.counts)
             microbatch = next(index for index, end in enumerate(ends) if start < end)
             begin, end = self.find_rows(microbatch)
             piece = labels[microbatch]
@@ -222,6 +229,10 @@ class Reference:
         """
         inputs = self._request.inputs, dict(self._request.keyword_inputs)
         return find_related_rows(inputs, sum(self._rows.counts))
+
+    def find_shared_ids(self) -> list[tuple[int, int, int]]:
+        """Return rows of different micro-batches that have the same id, by number of its tensor."""
+        return find_shared_ids(self._request.list_batch(), self._rows.counts)
 
     def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
@@ -641,6 +652,16 @@ class Reference:
         ]
         return any(not bool(tensor.any()) for tensor in suspects)
 
+    def has_hooked_leaves(self) -> bool:
+        """Return whether the code uses a leaf with a hook that is not a parameter of the model."""
+        own_ids = {id(p) for module in self.modules for p in module.parameters(False)}
+        own_ids |= {id(original) for original in self._aliases.values()}
+        return any(
+            tensor.is_leaf and tensor.requires_grad and tensor._backward_hooks
+            for tensor in self._reached.find(Tensor)  # as they are outside of an isolation
+            if id(tensor) not in own_ids
+        )
+
     def name_outside_parameters(self) -> dict[int, str]:
         """Return the names of the parameters of a loss, by their ids."""
         return {
@@ -786,7 +807,8 @@ class StateWatch:
     def advance_counters(self) -> bool:
         """Let the counters that a forward has changed be far ahead. Return whether there are any.
 
-        A counter is a whole number, in an attribute or a buffer.
+        A counter is a whole number in an attribute, a buffer, a variable or an object, a list that
+        grows, or an `itertools.count`.
         """
         has_counters = False
         for module in self._names:
@@ -795,25 +817,59 @@ class StateWatch:
             tables: tuple[dict[str, Any], ...] = vars(module), module._buffers
             for table in tables:
                 for name, value in list(table.items()):
+                    if name in MODULE_INTERNALS:
+                        continue
                     _, old = self._before.get(
                         (module, name), ("", self._buffers.get((module, name)))
                     )
-                    if type(value) is int and type(old) is int and value != old:
-                        table[name] = value + _FAR_AHEAD
-                    elif (
-                        _is_counter(value) and isinstance(old, int | float) and float(value) != old
-                    ):
+                    if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
                         value.add_(_FAR_AHEAD)
+                        has_counters = True
                     else:
-                        continue
-                    has_counters = True
+                        old = getattr(type(module), name, None) if old is None else old
+                        has_counters |= self._advance(table, name, value, old)
         for index, variable in enumerate(self._variables):
             value, (_, old) = variable.read(), self._before.get(index, ("", None))
-            is_counter = type(value) is int and type(old) is int and value != old
-            if variable.namespace is not None and is_counter:
-                variable.set(value + _FAR_AHEAD)
-                has_counters = True
+            if variable.namespace is not None:
+                slot = {"": value}
+                if self._advance(slot, "", value, old):
+                    variable.set(slot[""])
+                    has_counters = True
+            if self._copier.has_changed(value) and not isinstance(value, Tensor | nn.Module):
+                has_counters |= self._advance_entries(value)
         return has_counters
+
+    def _advance_entries(self, value: Any) -> bool:
+        """Let the counters in a dict, or in the attributes of an object, be far ahead."""
+        before = self._copier(value)
+        table, old_table = (
+            (value, before)
+            if isinstance(value, dict)
+            else (getattr(value, "__dict__", {}), getattr(before, "__dict__", {}))
+        )
+        has_counters = False
+        for name, entry in list(table.items()):
+            # A counter of a class becomes one of the object when it is first raised.
+            old = old_table.get(name, 0 if type(entry) is int and entry == 1 else None)
+            has_counters |= self._advance(table, name, entry, old)
+        return has_counters
+
+    def _advance(self, table: dict[Any, Any], name: Any, value: Any, old: Any) -> bool:
+        """Let one value be far ahead, if it is a counter that has changed. Return whether it is."""
+        if type(value) is int and type(old) is int:
+            if value == old:
+                return False
+            table[name] = value + _FAR_AHEAD
+            return True
+        if old is value:  # it has been copied before
+            old = self._copier(value)
+        if type(value) is list and len(value) > (len(old) if isinstance(old, list) else 0):
+            value.extend([value[-1]] * _LONGER)
+            return True
+        if isinstance(value, itertools.count) and repr(value) != repr(old):
+            table[name] = itertools.count(next(copy.copy(value)) + _FAR_AHEAD)
+            return True
+        return False
 
     def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
         """Return the names of the state that has changed, if a later forward may compute with it.
@@ -847,6 +903,7 @@ class StateWatch:
 
 
 _FAR_AHEAD = 1_000_000
+_LONGER = 100_000  # entries of a list
 
 
 def _is_counter(value: Any) -> bool:

@@ -240,11 +240,18 @@ class _Variables:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
-        self._variables = CodeVariables(modules)
+        variables = CodeVariables(modules)
+        self._slots, self._cells = variables.slots, list(variables.cells.values())
         self.note()
 
     def _read(self) -> list[Any]:
-        return [*self._variables.read(), *self._variables.read_methods()]
+        values = [table.get(name) for table, name in self._slots]
+        for cell in self._cells:
+            try:
+                values.append(cell.cell_contents)
+            except ValueError:  # it is empty
+                values.append(None)
+        return values
 
     def note(self) -> None:
         """Note what the variables are now."""

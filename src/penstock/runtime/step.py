@@ -48,6 +48,7 @@ from penstock.runtime.audit import (
     Auditor,
     audit_branches,
     audit_graph_sizes,
+    audit_input_reads,
     audit_new_terms,
     can_check_whole_loss,
     check_whole_loss,
@@ -457,6 +458,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
             if branches is not None:
                 audit_branches(pipe, call, execution, program, reduction, branches, watched)
             audit_graph_sizes(pipe, call, execution, program, reduction, audit)
+            audit_input_reads(pipe, call, execution, program, reduction)
             if comparison.kept_outputs:
                 check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
@@ -510,6 +512,7 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             if branches is not None:
                 audit_branches(pipe, call, execution, program, None, branches, watched_branches)
             audit_graph_sizes(pipe, call, execution, program, None, audit)
+            audit_input_reads(pipe, call, execution, program, None)
             if pipe.auditor.kept_places and in_caller_graph:
                 guard_kept_tensors(pipe.auditor.kept_places)
             return output

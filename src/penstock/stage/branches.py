@@ -352,7 +352,7 @@ class RowWatch(TorchFunctionMode):
                 self.selections.append(Selection(f"positions of {name}", len(constant), False))
 
     def _has_positions(self, constant: Tensor) -> bool:
-        """Return whether the entries of a constant differ, or may for more rows: `arange(n) > 5`."""
+        """Return whether the entries of a constant differ, or may for more: `arange(n) > 5`."""
         if id(constant) not in self._positions:  # it is kept, so its id is not used again
             self._positions[id(constant)] = bool((constant[1:] != constant[:1]).any()) or any(
                 map(self._has_positions, self._sources.get(id(constant), ()))

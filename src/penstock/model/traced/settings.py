@@ -229,7 +229,7 @@ class CodeVariables:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
-        self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
+        self.cells, self._cell_names = dict[int, CellType](), dict[int, str]()
         self._visited, self.code_names = set[CodeType](), set[str]()
         self._methods: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         for module in modules:
@@ -251,15 +251,16 @@ class CodeVariables:
         """Yield the current values, always in the same order."""
         for namespace, name in self._slots.values():
             yield namespace.get(name)
-        for cell in self._cells.values():
+        for cell in self.cells.values():
             try:
                 yield cell.cell_contents
             except ValueError:  # an empty cell: the variable has no value yet
                 yield None
 
-    def read_methods(self) -> list[Any]:
-        """Return the current methods of the classes, always in the same order."""
-        return [namespace.get(name) for namespace, name in self._methods.values()]
+    @property
+    def slots(self) -> list[tuple[Mapping[str, Any], str]]:
+        """The tables and names of the variables that are not in `cells`, and of methods."""
+        return [*self._slots.values(), *self._methods.values()]
 
     def _visit(self, function: FunctionType) -> None:
         if function.__code__ in self._visited or is_of_library(function):
@@ -278,7 +279,7 @@ class CodeVariables:
                 continue
             self._follow(contents, names)
             if not isinstance(contents, type | FunctionType):
-                self._cells[id(cell)], self._cell_names[id(cell)] = cell, name
+                self.cells[id(cell)], self._cell_names[id(cell)] = cell, name
 
     def _add(self, namespace: Mapping[str, Any], name: str, names: Sequence[str]) -> None:
         self._slots[id(namespace), name] = namespace, name
