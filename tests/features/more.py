@@ -215,10 +215,12 @@ def clipped() -> nn.Sequential:
     for parameter in model[1].parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     for parameter in model[2].parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter: parameter.grad.clamp_(-0.01, 0.01)
-        )
+        parameter.register_post_accumulate_grad_hook(clip_gradient)
     return model
+
+
+def clip_gradient(parameter: Any) -> None:
+    parameter.grad.clamp_(-0.01, 0.01)
 
 
 def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
