@@ -153,7 +153,7 @@ def test_hooks_of_parameters_clip_the_gradient_of_the_batch(kind: str, runtime: 
         for parameter in module.parameters():
             getattr(parameter, kind)(clip)
     for scale in (1e-3, 1e-3, 1e-3, 10.0, 10.0):
-        x, target = tokens(7, GPU)
+        x, target = (tensor.to(GPU) for tensor in tokens(7, GPU))
         for module in (pipe, model):
             module.zero_grad(set_to_none=False)
         pipe.step(x, target=target, loss_fn=cross_entropy, scale=scale)

@@ -436,6 +436,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         ),
     )
     execution = call.build_execution(program, stages, None, False)
+    for runner in execution.stage_runners:
+        runner.added_terms = comparison.added_terms
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
     cell_io = execution.cell_io
     audit = start_audit(pipe, call, execution, program, reduction)
@@ -449,7 +451,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         try:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
-            term_sizes = comparison.finish()
+            term_sizes = comparison.finish(loss.needs_rescale)
             totals = call.combine(execution, program)
             if audit is not None:
                 audit.check_step(term_sizes)

@@ -51,6 +51,7 @@ from penstock.stage.cell_graph import (
 )
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
+from penstock.stage.loss_terms import LossTerms, find_added_terms
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
     FlatValues,
@@ -180,6 +181,8 @@ class StageRunner:
         self.call_seed = 0
         self.host_rng_lock: AbstractContextManager[object] | None = host_rng_lock
         self.used_host_generators: set[str] = set()
+        # Where the terms of losses that layers add are noted, by stage and micro-batch.
+        self.added_terms: dict[tuple[int, int], LossTerms] | None = None
         self.peers: Sequence[ref[StageRunner]] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
@@ -691,6 +694,7 @@ class StageRunner:
             if source_values and type(source_values[-1]) is CarriedLoss:
                 values, losses = take_carried_losses(values)
                 break
+        carried_count = len(losses)
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
@@ -702,6 +706,10 @@ class StageRunner:
             thread_state.sink = previous_sink
         count = losses.layer_count
         self._aux_loss_count = len(losses) if count is None else count
+        if self.added_terms is not None and len(losses) > carried_count:
+            terms = find_added_terms(losses[carried_count:])
+            if terms is not None:  # otherwise there is no graph, or not yet
+                self.added_terms[self.stage.index, microbatch] = terms
         # Without outputs this is the last stage, whose recomputation returns the losses.
         return carry_losses(outputs, losses) if losses and outputs else outputs
 
