@@ -65,6 +65,7 @@ AUDITED = tuple(
         "runtime/test_audit.py",
         "runtime/test_audit_branches.py",
         "runtime/test_audit_hidden.py",
+        "runtime/test_audit_state.py",
         "runtime/test_layer_settings.py",
         "gpu/test_audit_on_gpu.py",
         "test_docs.py",

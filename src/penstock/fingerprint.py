@@ -12,11 +12,12 @@ is part of the first kind of fingerprint:
 |---|---|
 | number, string, enum, dtype, device, class | the value itself |
 | tensor | address, shape, stride, dtype, `requires_grad`; not the numbers in it |
-| list, tuple, set, dict | type and the fingerprints of the entries |
+| list, tuple, set, deque, dict | type and the fingerprints of the entries |
+| small NumPy array | its dtype, shape and numbers |
 | function, method, partial | code, closure, default values, bound arguments |
 | dataclass | type and the fingerprints of the fields |
 | object with a method `fingerprint_by` | what that method returns |
-| another object with attributes | identity, and the fingerprints of the attributes |
+| another object with attributes or slots | identity, and the fingerprints of the attributes |
 | module, object of PyTorch or Penstock, anything else | identity |
 """
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
@@ -36,18 +38,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nested_values import iter_captured_values
+from penstock.state_copy import LIBRARY_PACKAGES, get_attributes, get_package, is_of_numpy
 from penstock.tensor_spec import TensorSpec
 
 _VALUE_TYPES = (str, int, type(None), Enum, torch.dtype, torch.device, type)
 # Types whose contents are part of the fingerprint.
-_CONTAINERS = (tuple, list, set, frozenset, dict)
+_CONTAINERS = (tuple, list, set, frozenset, deque, dict)
 _INSPECTED_TYPES = (Tensor, *_CONTAINERS, MethodType, partial, FunctionType)
 
 # Limits that keep a fingerprint cheap. Beyond them an object counts by its identity, and a long
-# container also by its length. A change inside such an object is not noticed.
+# container also by its length. A change inside such an object is not noticed. A container of plain
+# values is taken as a whole, which is fast, so it may be longer.
 _MAX_ENTRIES = 256
+_MAX_PLAIN_ENTRIES = 4096
+_MAX_ARRAY_BYTES = 4096
+_PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 _MAX_DEPTH = 5
-_MAX_OBJECTS = 20_000
 
 
 # ---- values ---------------------------------------------------------------------------------
@@ -115,6 +121,8 @@ class Fingerprinter:
     of the first, which also ends cycles.
     """
 
+    max_objects = 20_000
+
     def __init__(self) -> None:
         self._index_by_id: dict[int, int] = {}
         self._visited: list[Any] = []  # keeps the objects alive, so that no id is used twice
@@ -131,15 +139,17 @@ class Fingerprinter:
             return "again", self._index_by_id[id(value)]
         self._index_by_id[id(value)] = len(self._visited)
         self._visited.append(value)
-        if not depth or len(self._visited) > _MAX_OBJECTS:
+        if not depth or len(self._visited) > self.max_objects:
             return ObjectIdentity(value)
         return self._of_contents(value, depth - 1)
 
     def _of_contents(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, _CONTAINERS):
             if len(value) > _MAX_ENTRIES:
-                return ObjectIdentity(value), len(value)
+                return _fingerprint_long_container(value)
             return type(value), self._of_entries(value, depth)
+        if is_of_numpy(value) and isinstance(getattr(value, "nbytes", None), int):
+            return _fingerprint_array(value)
         if isinstance(value, partial):
             return self(value.func, depth), self(value.args, depth), self(value.keywords, depth)
         if isinstance(value, FunctionType | MethodType):
@@ -152,7 +162,7 @@ class Fingerprinter:
         # Dataclasses are values: two equal ones are alike. Other objects may have more state than
         # their attributes show.
         return (type(value) if is_dataclass(value) else ObjectIdentity(value)), self(
-            vars(value), depth
+            get_attributes(value), depth
         )
 
     def _of_entries(self, value: Any, depth: int) -> Hashable:
@@ -170,6 +180,22 @@ class Fingerprinter:
         if isinstance(value, MethodType):
             return value.__func__, self(value.__self__, depth)
         return value.__code__, self(_list_captured(value), depth)
+
+
+def _fingerprint_long_container(value: Any) -> Hashable:
+    is_table = isinstance(value, dict)
+    entries = value.values() if is_table else value
+    if len(value) > _MAX_PLAIN_ENTRIES or not _PLAIN_TYPES.issuperset(map(type, entries)):
+        return ObjectIdentity(value), len(value)
+    if isinstance(value, set):
+        return set, frozenset(value)
+    return type(value), CachedHash((*value, *entries) if is_table else tuple(value))
+
+
+def _fingerprint_array(array: Any) -> Hashable:
+    if array.nbytes > _MAX_ARRAY_BYTES or array.dtype.hasobject:
+        return ObjectIdentity(array)
+    return str(array.dtype), array.shape, array.tobytes()
 
 
 def _has_constant_fingerprint(value: Any) -> bool:
@@ -195,8 +221,13 @@ def _is_opaque(value: Any) -> bool:
     Modules are fingerprinted one by one below, and objects of PyTorch and Penstock do not show
     their state in attributes.
     """
-    is_internal = type(value).__module__.partition(".")[0] in ("penstock", "torch")
-    return is_internal or isinstance(value, nn.Module) or not hasattr(value, "__dict__")
+    package = get_package(type(value))
+    if package in ("penstock", "torch") or isinstance(value, nn.Module):
+        return True
+    if hasattr(value, "__dict__"):
+        return False
+    # An object with slots has no table, and most objects of libraries are in C.
+    return package in LIBRARY_PACKAGES and not is_of_numpy(value)
 
 
 def fingerprint_tensor(tensor: Tensor) -> Hashable:

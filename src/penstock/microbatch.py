@@ -329,6 +329,30 @@ def find_related_rows(values: Any, row_count: int) -> list[tuple[int, int, int]]
     return related
 
 
+def find_shared_ids(values: Any, counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return rows of different micro-batches that have the same id: a user, a sample, a class.
+
+    An id is the only whole number that a tensor has for each row. For each such tensor there is at
+    most one pair of rows, after the index of the tensor.
+
+    >>> find_shared_ids(torch.tensor([3, 3, 4, 3]), (2, 2))
+    [(0, 0, 3)]
+    """
+    microbatches = [index for index, count in enumerate(counts) for _ in range(count)]
+    pairs = []
+    for index, tensor in enumerate(list_tensors(values)):
+        is_id = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dim() > 0
+        if not is_id or len(tensor) != len(microbatches) or tensor.numel() != len(tensor):
+            continue
+        first_rows: dict[Any, int] = {}
+        for row, number in enumerate(tensor.detach().reshape(-1).tolist()):
+            earlier = first_rows.setdefault(number, row)
+            if microbatches[earlier] != microbatches[row]:
+                pairs.append((index, earlier, row))
+                break
+    return pairs
+
+
 def _check_no_hidden_rows(leaves: Sequence[Any], row_count: int) -> None:
     """Raise if an object that cannot be split holds a tensor with the rows of the batch."""
     for leaf in leaves:

@@ -380,6 +380,12 @@ keeps_graph: Callable[[], bool] = _probe(
     "torch._C._autograd._get_current_graph_task_keep_graph", "A backward through pipe(x)"
 )
 
+# How many nodes of backward graphs this thread has made so far. The public API would need a walk of
+# a graph. Without it, the audit does not see that a forward runs other operations than before.
+count_graph_nodes: Callable[[], int] = _probe(
+    "torch._C._autograd._get_sequence_nr", "The audit of later steps", fallback=lambda: 0
+)
+
 _get_graph_task_id = _probe("torch._C._current_graph_task_id", "penstock.add_loss")
 
 

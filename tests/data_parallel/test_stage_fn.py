@@ -189,6 +189,32 @@ def test_tied_weight_sharded_by_fsdp_is_refused() -> None:
         assert "'0.weight' is shared by ranks 0, 1 of the pipe, and stage_fn sharded it" in message
 
 
+def clip_in_hooks(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-2e-3, 2e-3))
+
+
+def hooked(wrap: str | None) -> list[str]:
+    expected, pipe = model(), pipe_of(model(), wrap)
+    clip_in_hooks(expected)
+    clip_in_hooks(pipe)
+    wrong = []
+    for rows in (16, 8):
+        x, y = batch(rows)
+        nn.functional.mse_loss(expected(half(x)), half(y)).backward()
+        for parameter in expected.parameters():
+            assert parameter.grad is not None
+            parameter.grad = mean_over_ranks(parameter.grad)
+        pipe.step(half(x), target=half(y))
+        wrong += differing(pipe, expected)
+    return wrong
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
+def test_hooks_of_parameters_see_the_gradient_of_their_replica(wrap: str) -> None:
+    check_on_ranks(2, hooked, wrap)
+
+
 # ---- unused parameters, buffers, evaluation -----------------------------------------------
 
 

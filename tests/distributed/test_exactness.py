@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import mse_loss
 
-from penstock import NoChunk, Pipe
+from penstock import NoChunk, Pipe, Weighted
 from tests.distributed.ranks import SIZES, SOAK, ranks
 from tests.oracle import Batch, Outcome, bitwise, closely, differences, merged, plus
 from tests.support import SCHEDULES, batch, network, plain
@@ -145,6 +145,46 @@ def test_clipping_and_optimizers_with_tied_weights(size: int, norm_type: float) 
     of_ranks = ranks(size).run(optimized_here, norm_type)
     for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
         assert differences(merged(found, tied()), wanted, closely) == []
+
+
+# ---- hooks of parameters ------------------------------------------------------------------
+
+
+def weigh(output: Tensor, target: Tensor) -> Weighted:
+    return Weighted(mse_loss(output, target), (target[:, 0] > 0).sum() + 1.0)
+
+
+def clip_in_hooks(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-2e-3, 2e-3))
+
+
+def hooked_here(schedule: str) -> list[Outcome]:
+    pipe = Pipe(tied(), 3, stages=cut(4, 2), schedule=schedule, loss_fn=weigh,
+                group=distributed.group.WORLD)  # fmt: skip
+    clip_in_hooks(pipe)
+    steps = (batch_of(at) for at in range(2))
+    return [outcome(pipe, pipe.step(x, target=target).loss) for x, target in steps]
+
+
+def batch_of(seed: int) -> tuple[Tensor, Tensor]:
+    x, target = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(seed)).double()
+    return x, target
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_hooks_of_parameters_see_the_gradient_of_the_batch(schedule: str) -> None:
+    """The scale of a loss with weights is known after the last micro-batch, by one rank."""
+    model = tied()
+    clip_in_hooks(model)
+    of_ranks = ranks(2).run(hooked_here, schedule)
+    for at, found in enumerate(zip(*of_ranks, strict=True)):
+        parts = zip(*(part.chunk(3) for part in batch_of(at)), strict=True)
+        losses = [weigh(model(x), target) for x, target in parts]
+        total = torch.stack([loss.weight for loss in losses]).sum()
+        loss = torch.stack([loss.loss * loss.weight for loss in losses]).sum() / total
+        loss.backward()
+        assert differences(merged(found, tied()), outcome(model, loss), closely) == []
 
 
 # ---- data on one rank, results on all -----------------------------------------------------

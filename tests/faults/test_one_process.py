@@ -171,9 +171,8 @@ def test_exception_in_a_gradient_hook(runtime: str) -> None:
 
     fuse, pipe = fused(runtime=runtime)
     hook = pipe[1].weight.register_hook(burst)
-    with pytest.raises(Burst, match="in a hook") as caught:
+    with pytest.raises(Burst, match="in a hook"):
         pipe.step(numbered(CHUNKS))
-    assert "action 1B2" in caught.value.__notes__[0]
     hook.remove()
     assert works(fuse, pipe)
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipe, skippable, stash
 from tests.features.common import SIZE, Block, blocks, made_of
-from tests.features.more import of_counted_rows, penalised
+from tests.features.more import penalised
 from tests.features.table import Feature, Trainee, called
 from tests.oracle import Batch, Outcome
 from tests.support import Pop
@@ -22,13 +22,6 @@ def sharing_statistics() -> nn.Sequential:
     first, second, third, last = blocks()
     norm = nn.BatchNorm1d(SIZE)
     return made_of(nn.Sequential(first, norm), second, third, nn.Sequential(norm, last))
-
-
-def with_a_hook() -> nn.Sequential:
-    model = blocks()
-    for parameter in model[1].parameters():
-        parameter.register_hook(lambda gradient: 2 * gradient)
-    return model
 
 
 def differentiated(pipe: Pipe, batch: Batch) -> Outcome:
@@ -110,12 +103,6 @@ LIMITS = [
         "in place, read by others",
         "A stage stashes a tensor and passes it on, and the next stage modifies it in place.",
         changing_what_others_read,
-    ),
-    Feature(
-        "hook and weights",
-        "Hooks on parameters, and a loss that returns weights.",
-        with_a_hook,
-        loss_fn=of_counted_rows,
     ),
     Feature(
         "added loss, pipe(x)",

@@ -209,6 +209,20 @@ def hooked() -> nn.Sequential:
     return model
 
 
+def clipped() -> nn.Sequential:
+    """Return a model whose hooks clip the gradients of parameters, before and after they add up."""
+    model = blocks()
+    for parameter in model[1].parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for parameter in model[2].parameters():
+        parameter.register_post_accumulate_grad_hook(clip_gradient)
+    return model
+
+
+def clip_gradient(parameter: Any) -> None:
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
 def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
     return (3 * given[0],)
 
@@ -302,5 +316,11 @@ MORE = [
         "Hooks that change the gradients of parameters, of the outputs and inputs of a layer, "
         "and the gradients that a layer passes back.",
         hooked,
+    ),
+    Feature(
+        "hooks and weights",
+        "Hooks that clip the gradients of parameters, and a loss that returns weights.",
+        clipped,
+        loss_fn=of_counted_rows,
     ),
 ]

@@ -135,6 +135,33 @@ def test_hooks_of_tied_weights_see_the_sum_on_the_device_of_the_parameter() -> N
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("runtime", ["threads", "graph"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_clip_the_gradient_of_the_batch(kind: str, runtime: str) -> None:
+    """The clip begins in the last steps, which are replayed in a graph."""
+
+    def clip(value: Any) -> Tensor | None:
+        if kind == "register_hook":
+            return value.clamp(-0.01, 0.01)  # type: ignore[no-any-return]
+        value.grad.clamp_(-0.01, 0.01)
+        return None
+
+    model = language("weight").to(GPU)
+    devices = device_list("virtual")
+    pipe = Pipe(copy.deepcopy(model), 3, stages=[2, 2, 1, 2], devices=devices, runtime=runtime)
+    for module in (pipe, model):
+        for parameter in module.parameters():
+            getattr(parameter, kind)(clip)
+    for scale in (1e-3, 1e-3, 1e-3, 10.0, 10.0):
+        x, target = (tensor.to(GPU) for tensor in tokens(7, GPU))
+        for module in (pipe, model):
+            module.zero_grad(set_to_none=False)
+        pipe.step(x, target=target, loss_fn=cross_entropy, scale=scale)
+        (scale * cross_entropy(model(x), target)).backward()
+        for found, expected in zip(pipe.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10)
+
+
 def test_tied_weights_of_layers_placed_by_the_user() -> None:
     model = language("weight")
     layers = list(copy.deepcopy(model))[:5]

@@ -325,6 +325,47 @@ def test_table_that_would_be_joined_as_rows_is_found(is_traced: bool) -> None:
     assert [weight.shape for weight in weights] == [(3, WIDTH)] * 3
 
 
+def _compute_first_loss(output: Any) -> Tensor:
+    return functional.mse_loss(output[0], torch.zeros_like(output[0]))
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_table_among_the_outputs_of_a_step_is_found(is_traced: bool, has_grad: bool) -> None:
+    """The loss does not depend on it, and a step without `outputs=True` does not join it."""
+    model = WithTable() if is_traced else nn.Sequential(nn.Identity(), WithTable())
+    example: dict[str, Any] = {"example": torch.ones(9, WIDTH).double(), "balance": "parameters"}
+    pipe = Pipe(model, 3, stages=2, devices=["cpu"] * 2, **(example if is_traced else {}))
+    options: dict[str, Any] = {"loss_fn": _compute_first_loss}
+    with torch.set_grad_enabled(has_grad):
+        pipe.step(torch.randn(9, WIDTH).double(), **options)
+        for _ in range(2):  # also after the error
+            with pytest.raises(AuditError, match=r"the output\[1\] of shape \(3, 4\) has no rows"):
+                pipe.step(torch.randn(9, WIDTH).double(), outputs=True, **options)
+        result = pipe.step(torch.randn(8, WIDTH).double(), outputs=True, **options)
+    assert [weight.shape for weight in result.outputs[1]] == [(3, WIDTH)] * 3
+
+
+class WithCentred(WithTable):
+    """A model that returns its output, and the same in relation to the other rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = super().forward(x)[0]
+        return output, output.detach() - output.detach().mean(0)
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_output_of_a_step_that_mixes_rows_is_found(has_grad: bool) -> None:
+    """The loss does not depend on it."""
+    example: dict[str, Any] = {"example": torch.ones(9, WIDTH).double(), "balance": "parameters"}
+    pipe = Pipe(WithCentred(), 3, stages=2, devices=["cpu"] * 2, **example)
+    options: dict[str, Any] = {"loss_fn": _compute_first_loss}
+    with torch.set_grad_enabled(has_grad):
+        pipe.step(torch.randn(9, WIDTH).double(), **options)
+        with pytest.raises(AuditError, match="depends on how the batch is split"):
+            pipe.step(torch.randn(9, WIDTH).double(), outputs=True, **options)
+
+
 @pytest.mark.parametrize("count", [8, 9])
 def test_loss_of_outputs_whose_rows_are_on_another_dim(count: int) -> None:
     """The target has its rows on dim 0 all the same."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from penstock import AuditError, PenstockError, Pipe, RunError, Weighted
 from penstock.runtime.audit import Audit
 from penstock.runtime.audit_reference import Reference
 from penstock.stage.rng import CellRngMode
+from penstock.stage.row_counts import RowCounts
 from tests.oracle import closely
 
 WIDTH, ROWS = 6, 16
@@ -85,7 +87,8 @@ def expect_equal(model: nn.Module, door: str, steps: int = 2, **options: Any) ->
         expected.backward()
         assert closely(run(pipe, door, seed), expected.detach())
     for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
-        assert_close(ours, theirs)
+        if ours.grad is not None or theirs.grad is not None:
+            assert_close(ours, theirs)
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
@@ -158,16 +161,145 @@ def test_rows_that_are_sorted_are_found_in_groups(door: str, audit: Any) -> None
         run_twice()
 
 
-def test_layer_that_mixes_more_rows_than_a_micro_batch_has_is_found_every_n_steps() -> None:
+def test_layer_that_mixes_more_rows_than_a_micro_batch_has_is_found_every_n_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def center_many(x: Tensor) -> Tensor:
-        # The number of rows is not seen here: the function takes its value in C.
         return x - x.mean(0) if math.log2(x.shape[0]) > 2 else x
 
+    # As if the number of rows were read in a way that is not known.
+    monkeypatch.setattr(RowCounts, "note_plain", lambda counts: None)
     pipe = made(layers(Layer(center_many)), audit=3)
     for _ in range(2):
         run(pipe, "step")
     with pytest.raises(AuditError, match="depends on how it is split"):
         run(pipe, "step")
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "is_large",
+    [
+        lambda x: 0.5 * x.shape[0] > 4,
+        lambda x: math.log(x.shape[0]) > 2,
+        lambda x: x.shape.numel() > 8 * WIDTH,
+        lambda x: sum(1 for _ in range(x.shape[0])) > 8,
+        lambda x: str(x.size(0)) == "16",
+        lambda x: x.nbytes > 8 * 8 * WIDTH,
+        lambda x: x.untyped_storage().nbytes() > 8 * 8 * WIDTH,
+        lambda x: torch.ones(x.shape[0]).sum() > 8,
+        lambda x: numpy.sqrt(x.shape[0]) > 3,  # it does not take such a number
+    ],
+)
+def test_branch_on_a_number_that_is_computed_from_the_rows(is_large: Any, door: str) -> None:
+    """A micro-batch has 4 rows, and the few rows that are tried together have two."""
+    pipe = made(layers(Layer(lambda x: x - x.mean(0) if is_large(x) else x)), loss_fn=None)
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        run(pipe, door)
+
+
+class ByPosition(nn.Module):
+    """A layer with a table, which it takes by the positions of rows in a batch."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.table, self.scale = nn.Parameter(torch.ones(32, 1)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.linear(x))
+
+
+def change_row(layer: ByPosition, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[0] = x[0] * layer.scale
+    return y
+
+
+def mask_late_rows(layer: ByPosition, x: Tensor) -> Tensor:
+    return x * (1 + (torch.arange(x.shape[0]) > 8)[:, None])
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda layer, x: x * layer.table[: len(x)],
+        lambda layer, x: x * layer.table[: x.shape[0]],
+        lambda layer, x: x * layer.table.narrow(0, 0, x.shape[0]),
+        lambda layer, x: x * layer.table[torch.arange(x.shape[0])],
+        lambda layer, x: x * functional.embedding(torch.arange(x.shape[0]), layer.table),
+        lambda layer, x: torch.cat([x[:1] * layer.scale, x[1:]]),
+        change_row,
+        mask_late_rows,
+        lambda layer, x: x * (1 + (torch.ones_like(x).cumsum(0) > 8)),
+    ],
+)
+def test_numbers_that_go_by_the_position_of_a_row(
+    function: Any, is_traced: bool, door: str
+) -> None:
+    """The tables hold equal numbers so far, and no micro-batch has a row 9."""
+    model = layers(ByPosition(function))
+    if is_traced:
+        model = Wrapped(model)
+    pipe = made(model)
+    with pytest.raises(AuditError):
+        run(pipe, door)
+
+
+class Wrapped(nn.Module):
+    """A model that is no Sequential."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda layer, x: x[torch.arange(x.shape[0]), :],
+        lambda layer, x: x.gather(1, x.argsort(1)) + x[torch.arange(len(x)), x.argmax(1)][:, None],
+        lambda layer, x: x * layer.table[: x.shape[1], 0] + torch.arange(x.shape[1]),
+        lambda layer, x: x + torch.zeros(x.shape[0], 1) * torch.ones_like(x),
+        lambda layer, x: torch.stack([x, 2 * x]).unbind()[0] + torch.stack([x, x])[1],
+    ],
+)
+def test_positions_that_are_not_those_of_rows_are_equal(function: Any, door: str) -> None:
+    expect_equal(layers(ByPosition(function)), door)
+
+
+@pytest.mark.parametrize(
+    "loss_factor",
+    [
+        lambda x: 1 + (0.5 * x.shape[0] > 4),
+        lambda x: 1 + (math.log(x.shape[0]) > 2),
+        lambda x: 1 + (x.shape.numel() > 8 * WIDTH),
+        lambda x: 1 + (x.nbytes > 8 * 8 * WIDTH),
+    ],
+)
+def test_loss_that_goes_by_a_number_that_is_computed_from_the_rows(loss_factor: Any) -> None:
+    def compute_loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) * loss_factor(output)
+
+    pipe = made(layers(nn.Linear(WIDTH, WIDTH)), loss_fn=compute_loss)
+    for _ in range(2):
+        with pytest.raises(AuditError, match="the loss of the whole batch is"):
+            pipe.step(rows(), target=rows(2))
+
+
+def test_model_that_takes_plain_sizes_only_is_audited(caplog: pytest.LogCaptureFixture) -> None:
+    """NumPy does not take a size that knows of other numbers of rows."""
+    layer = Layer(lambda x: x + float(numpy.sqrt(x.shape[1])) + 0 * float(numpy.log(x.shape[0])))
+    pipe = made(layers(layer), loss_fn=nn.MSELoss())
+    pipe.step(rows(), target=rows(2))
+    assert "was not compared" not in caplog.text
 
 
 @pytest.mark.parametrize("door", ["step", "call"])
@@ -306,21 +438,45 @@ def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:
 @pytest.mark.parametrize(
     "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g / g.norm()], ids=["clip", "normalise"]
 )
-def test_hook_of_a_parameter_that_is_not_linear_is_found_in_a_step(hook: Function) -> None:
-    """`pipe(x)` calls it once, with the gradient of the batch."""
+def test_hook_of_a_parameter_that_is_not_linear_sees_the_gradient_of_the_batch(
+    hook: Function,
+) -> None:
     gradients: list[Any] = []
     for door in ("unsplit", "call", "step"):
         torch.manual_seed(0)
         model, seen = layers(), list[Tensor]()
         model[0].weight.register_hook(lambda g, seen=seen: seen.append(g) or hook(g))
-        if door == "step":
-            with pytest.raises(AuditError, match="in a hook of a tensor or a parameter"):
-                run(made(model), "step")
-            assert len(seen) <= 4  # those of the step, and nothing of the audit
-        else:
-            run(model if door == "unsplit" else made(model), "call")
-            gradients.append(model[0].weight.grad)
-    assert closely(*gradients)
+        run(model if door == "unsplit" else made(model), "step" if door == "step" else "call")
+        gradients.append(model[0].weight.grad)
+        assert len(seen) == 1  # that of the batch, and nothing of the audit
+    assert closely(*gradients[:2])
+    assert closely(*gradients[1:])
+
+
+def test_hook_of_a_parameter_that_clips_later_is_equal() -> None:
+    """In the first step it changes nothing. It also reads a variable that is changed later."""
+    torch.manual_seed(0)
+    model, unsplit, limits = layers(), layers(), [1e3]
+    unsplit.load_state_dict(model.state_dict())
+    for layer in (model[0], unsplit[0]):
+        layer.weight.register_hook(lambda g: g.clamp(-limits[0], limits[0]) + 0.1 * limits[0])
+    pipe = made(model)
+    for limits[0] in (1e3, 1e-3):
+        model.zero_grad()
+        unsplit.zero_grad()
+        run(pipe, "step")
+        run(unsplit, "call")
+        assert_close(model[0].weight, unsplit[0].weight)
+
+
+def test_hook_of_a_tensor_that_the_loss_uses_is_refused() -> None:
+    """It would see the gradient of each micro-batch."""
+    scale = torch.zeros(WIDTH, requires_grad=True)
+    scale.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    options: dict[str, Any] = {"loss_fn": lambda y, t: functional.mse_loss(y * scale.exp(), t)}
+    with pytest.raises(AuditError, match="of its own that has a hook"):
+        made(layers(), **options).step(rows(), target=rows(2))
+    made(layers(), chunks=1, **options).step(rows(), target=rows(2))
 
 
 def test_hook_of_a_parameter_that_is_linear_is_equal() -> None:

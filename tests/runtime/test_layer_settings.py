@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import AuditError, Pipe, PipeSequential
+from penstock import AuditError, PenstockError, Pipe, PipeSequential
 from penstock.runtime.audit import Audit
 from penstock.runtime.layer_settings import SettingsWatch
 from tests.support import same_gradients
@@ -118,16 +121,176 @@ def test_layer_that_mixes_rows_since_a_change_is_found(
             train(pipe, door)
 
 
+# ---- switches that are not attributes of a layer -------------------------------------------------
+
+
+class Slots:
+    """An object whose attributes are not in a dict."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+
+class Options:
+    """A class that is used as a namespace."""
+
+    is_on = False
+
+
+is_on_globally = False
+global_options = SimpleNamespace(is_on=False)
+
+
+class Keyed(nn.Module):
+    """A layer that adds another row to each row if one of many switches is on."""
+
+    is_on = False
+    on_list: ClassVar[list[bool]] = [False]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64)
+        self.register_buffer("gate", zero.clone())
+        self.register_buffer("large_gate", zero.repeat(64))
+        self.frozen = nn.Parameter(zero.clone(), requires_grad=False)
+        self.gates = [zero.clone()]
+        self.table = {f"option {index}": False for index in range(100)}
+        self.flags = [False] * 300
+        self.tags = set(range(300))
+        self.deep = [[[[False]]]]
+        self.array, self.recent, self.slots = numpy.zeros(3), deque([False] * 3), Slots()
+        self.extra = self._build_extra()
+
+    def _build_extra(self) -> Callable[[], bool]:
+        is_on = False
+
+        def read(new: bool | None = None) -> bool:
+            nonlocal is_on
+            is_on = is_on if new is None else new
+            return is_on
+
+        return read
+
+    @staticmethod
+    def mix(x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.linear(x))
+        is_on = (
+            self.is_on
+            or self.on_list[0]
+            or is_on_globally
+            or global_options.is_on
+            or Options.is_on
+            or self.table["option 99"]
+            or self.flags[299]
+            or "on" in self.tags
+            or self.deep[0][0][0][0]
+            or bool(self.array[2])
+            or self.recent[2]
+            or self.slots.is_on
+            or self.extra()
+            or "PENSTOCK_TEST_SWITCH" in os.environ
+        )
+        gate = self.gate + self.large_gate[:1] + self.frozen + self.gates[0]
+        if is_on:
+            x = x + x.flip(0)
+        return x + gate * x.flip(0)
+
+
+def set_global(value: bool) -> None:
+    global is_on_globally
+    is_on_globally = value
+
+
+SWITCHES: dict[str, Callable[[Keyed], object]] = {
+    "an attribute of its class": lambda layer: setattr(Keyed, "is_on", True),
+    "a list of its class": lambda layer: Keyed.on_list.__setitem__(0, True),
+    "a method of its class": lambda layer: setattr(Keyed, "mix", staticmethod(lambda x: x.flip(0))),
+    "a global variable": lambda layer: set_global(True),
+    "a global object": lambda layer: setattr(global_options, "is_on", True),
+    "an attribute of another class": lambda layer: setattr(Options, "is_on", True),
+    "a variable of a closure": lambda layer: layer.extra(True),  # type: ignore[call-arg]
+    "an environment variable": lambda layer: os.environ.update(PENSTOCK_TEST_SWITCH="1"),
+    "a buffer, in place": lambda layer: layer.gate.fill_(1.0),  # type: ignore[operator]
+    "another buffer": lambda layer: setattr(layer, "gate", torch.ones((), dtype=torch.float64)),
+    "a buffer by its data": lambda layer: layer.gate.data.fill_(1.0),  # type: ignore[operator, union-attr]
+    "a large buffer": lambda layer: layer.large_gate.fill_(1.0),  # type: ignore[operator]
+    "a frozen parameter": lambda layer: layer.frozen.data.fill_(1.0),
+    "a tensor in a list": lambda layer: layer.gates[0].fill_(1.0),
+    "a dict of 100 entries": lambda layer: layer.table.update({"option 99": True}),
+    "a list of 300 entries": lambda layer: layer.flags.__setitem__(299, True),
+    "a set of 300 entries": lambda layer: layer.tags.add("on"),  # type: ignore[arg-type]
+    "a list in a list in a list": lambda layer: layer.deep[0][0][0].__setitem__(0, True),
+    "an array": lambda layer: layer.array.__setitem__(2, 1.0),
+    "a deque": lambda layer: layer.recent.__setitem__(2, True),
+    "an object with slots": lambda layer: setattr(layer.slots, "is_on", True),
+}
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Turn the switches that layers share off again."""
+    mix = Keyed.__dict__["mix"]
+    yield
+    Keyed.is_on, Keyed.on_list[0], Keyed.mix = False, False, mix
+    global_options.is_on = Options.is_on = False
+    set_global(False)
+    os.environ.pop("PENSTOCK_TEST_SWITCH", None)
+
+
+@pytest.mark.usefixtures("restored")
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_switch_that_is_turned_on_later_is_found(switch: str, is_traced: bool, door: str) -> None:
+    torch.manual_seed(0)
+    layer, last = Keyed(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    options: dict[str, Any] = {"chunks": 2, "stages": 2, "devices": ["cpu"] * 2}
+    options |= {"loss_fn": functional.mse_loss, "schedule": "1f1b"}
+    if is_traced:
+        model = Traced()
+        model.first, model.last = layer, last  # type: ignore[assignment]
+        model.forward = lambda x: last(layer(x))  # type: ignore[method-assign]
+        pipe = Pipe(model, example=rows(), balance="parameters", **options)
+    else:
+        pipe = Pipe(PipeSequential(layer, last), **options)
+    for _ in range(3):
+        train(pipe, door)
+    SWITCHES[switch](layer)
+    for _ in range(2):  # also after the error
+        with pytest.raises(PenstockError) as caught:  # a trace may have another path
+            train(pipe, door)
+        assert is_traced or isinstance(caught.value, AuditError)
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize(
     "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g + 1, lambda g: g / g.norm()]
 )
-def test_hook_of_a_parameter_that_is_registered_later_is_found(hook: Any, is_traced: bool) -> None:
+def test_hook_of_a_parameter_that_is_registered_later_sees_the_batch(
+    hook: Any, is_traced: bool
+) -> None:
     pipe, layer = build(is_traced)
     train(pipe, "step")
+    torch.manual_seed(1)
+    batches = [(rows(), rows()) for _ in range(2)]
+    gradients = []
+    for x, y in batches:
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        assert layer.linear.weight.grad is not None
+        gradients.append(hook(layer.linear.weight.grad.clone()))
     layer.linear.weight.register_hook(hook)
-    with pytest.raises(AuditError, match="is not the sum"):
-        train(pipe, "step")
+    for (x, y), expected in zip(batches, gradients, strict=True):
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        assert layer.linear.weight.grad is not None
+        assert torch.allclose(layer.linear.weight.grad, expected, atol=1e-12)
 
 
 @each_door

@@ -252,9 +252,7 @@ def test_split_backward_with_handwritten_schedules(odd: str, checkpoint: str, ru
 
 @each_runtime
 @each_zero_bubble
-def test_split_backward_runs_parameter_hooks_as_often_as_a_full_backward(
-    schedule: str, runtime: str
-) -> None:
+def test_split_backward_runs_parameter_hooks_once(schedule: str, runtime: str) -> None:
     stages = RANKS * SCHEDULES[schedule]
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(stages)]
@@ -273,12 +271,12 @@ def test_split_backward_runs_parameter_hooks_as_often_as_a_full_backward(
         pipe.step(torch.ones(4, 6, dtype=torch.float64).cumsum(0))
         hook.remove()
         other.remove()
-        return sorted(seen, key=lambda g: float(g.sum())), len(after)
+        return seen, len(after)
 
     found, expected = run(schedule), run("gpipe")
-    assert found[1] == expected[1] == CHUNKS
+    assert found[1] == expected[1] == 1
     assert all(map(closely, found[0], expected[0]))
-    assert len(found[0]) == len(expected[0]) == CHUNKS
+    assert len(found[0]) == len(expected[0]) == 1
 
 
 @each_runtime

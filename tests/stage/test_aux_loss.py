@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from penstock import Pipe, RunError, add_loss, added_losses, is_recomputing
+from penstock import Pipe, RunError, Weighted, add_loss, added_losses, is_recomputing
 from tests.support import (
     Do,
     Pop,
@@ -294,3 +294,69 @@ def test_loss_that_a_layer_of_another_stage_keeps_is_refused(runtime: str) -> No
         pipe.step(torch.ones(4, 4), loss_fn=lambda y: y.sum() + keeper.kept)
     pipe = Pipe(layers, 2, "never", stages=1, devices=["cpu"], runtime=runtime)
     pipe.step(torch.ones(4, 4), loss_fn=lambda y: y.sum() + keeper.kept)
+
+
+# ---- means that do not count rows --------------------------------------------------------------
+
+
+class MaskedMean(nn.Linear):
+    """Adds the mean over the rows that are marked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        is_marked = (x[:, 0] > 0).double()
+        add_loss((y.square().mean(1) * is_marked).sum() / is_marked.sum().clamp(min=1))
+        return torch.tanh(y)
+
+
+def marked(*rows: int) -> Tensor:
+    x = torch.rand(8, 6, dtype=torch.float64) + 0.1
+    x[list(rows), 0] *= -1
+    return x
+
+
+@each_runtime
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_masked_mean_that_counts_other_rows_in_a_later_step_is_refused(
+    stage: int, checkpoint: str, runtime: str
+) -> None:
+    """In the first steps the mask has as many rows of each micro-batch."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    layers.insert(stage, MaskedMean(6, 6))
+    layers[1 - stage] = nn.Identity() if stage else layers[1 - stage]  # the mask is that of x
+    model = nn.Sequential(*layers).double()
+    pipe = Pipe(
+        copy.deepcopy(model), 4, checkpoint, stages=[1, 2], devices=["cpu"] * 2, runtime=runtime,
+        loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    target = torch.randn(8, 6, dtype=torch.float64)
+    for rows in ((), (0, 2, 4, 6)):
+        x = marked(*rows)
+        loss = pipe.step(x, target=target).loss
+        with added_losses() as added:
+            output = model(x)
+        assert closely(loss, functional.mse_loss(output, target).detach() + added[0].detach())
+    text = f"the losses that stage {stage} adds with penstock.add_loss are not means over the rows"
+    with pytest.raises(RunError, match=text):
+        pipe.step(marked(0), target=target)
+
+
+def test_added_losses_share_the_weights_of_the_loss() -> None:
+    """So a mean by the same weights is that of the batch."""
+
+    def weigh(output: Tensor, target: Tensor) -> Weighted:
+        is_marked = (target[:, 0] > 0).double()
+        losses = (output - target).square().mean(1)
+        return Weighted((losses * is_marked).sum() / is_marked.sum(), is_marked.sum())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(MaskedMean(6, 6), nn.Linear(6, 6)).double()
+    pipe = Pipe(copy.deepcopy(model), 4, stages=2, devices=["cpu"] * 2, loss_fn=weigh)
+    for rows in ((), (0, 4)):
+        x = marked(*rows)
+        loss = pipe.step(x, target=x).loss
+        with added_losses() as added:
+            expected, _ = weigh(model(x), x)
+        assert closely(loss, (expected + added[0]).detach())

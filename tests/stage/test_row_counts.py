@@ -54,6 +54,19 @@ def watch(function: Callable[[Tensor], Any], *buffers: Tensor) -> RowCounts:
         lambda x: x.new_full((), x.shape[0]) // 8,
         lambda x: x.shape[0] in (1, 2, 4),
         lambda x: list(x.shape) == [8, 3],
+        lambda x: 0.5 * x.shape[0] > 2,
+        lambda x: math.log(x.shape[0]) > 1,
+        lambda x: x.shape.numel() > 8,
+        lambda x: x.shape[:1].numel() > 4,
+        lambda x: ((*x.shape[:1], 2)).numel() > 8,
+        lambda x: math.prod(x.shape) > 8,
+        lambda x: x.nbytes > 30,
+        lambda x: x.untyped_storage().nbytes() > 30,
+        lambda x: x.t().contiguous().stride(0) > 4,
+        lambda x: str(x.shape[0]) == "8",
+        lambda x: x.shape[0].bit_length() > 3,
+        lambda x: list(range(x.shape[0])),
+        lambda x: [0] * x.shape[0],
     ],
 )
 def test_branch_on_the_number_of_rows(function: Callable[[Tensor], Any]) -> None:
@@ -70,8 +83,12 @@ def test_branch_on_the_number_of_rows(function: Callable[[Tensor], Any]) -> None
         lambda x: x.sum() / x.shape[0],
         lambda x: x.shape == (2 * x).shape,
         lambda x: torch.zeros(x.shape).new_full((x.shape[0], 2), 1.0).expand(x.shape[0], 2),
-        lambda x: list(range(x.shape[0])) + [0] * x.shape[0],
         lambda x: x.shape[0] == x.numel() // WIDTH,
+        lambda x: x * (0.5 * x.shape[0]),
+        lambda x: (x[: x.shape[0]], x.narrow(0, 0, x.shape[0]), torch.arange(x.shape[0])),
+        lambda x: torch.zeros((*x.shape[:1], 2)).new_zeros((1, *x.shape)).view(-1, *x.shape),
+        lambda x: isinstance(x.shape, torch.Size) and isinstance(x.shape[0], int),
+        lambda x: torch.ones(x.shape[0]).repeat(x.shape[0]).unflatten(0, (x.shape[0], -1)),
         lambda x: nn.Linear(WIDTH, 8)(x).shape[-1] > 4,
         lambda x: nn.Parameter(torch.zeros(4, 2)).shape[0] > 4,
     ],
@@ -94,13 +111,16 @@ def test_size_of_a_buffer_does_not_depend_on_the_rows() -> None:
     assert not watch(lambda x: table.shape[0] > 4, table).is_compared
 
 
-def test_row_count_is_an_int() -> None:
+def test_row_count_is_like_an_int() -> None:
     """Nothing of it is left in what is saved or copied."""
     number: Any = RowCount(2, [8], RowCounts(2, [8]))
     assert (number + 1, 3 * number, -number, f"{number}", hash(number)) == (3, 6, -2, "2", 2)
     assert {2: "two"}[number] == "two"
     assert [type(copy.deepcopy(number)), type(pickle.loads(pickle.dumps(number)))] == [int, int]
-    assert torch.zeros(number, number * 2).shape == (2, 4)
+    assert isinstance(number, int)
+    assert isinstance(number / 4, float)
+    with RowWatch():
+        assert torch.zeros(number, number * 2).shape == (2, 4)
     assert (number + 1).others == [9]
     assert (number / 4).others == [2.0]
     assert number.__eq__("2") is NotImplemented

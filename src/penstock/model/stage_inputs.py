@@ -116,6 +116,8 @@ class StageInputs:
     outputs_have_loss: bool = False
     # a digest that traced batches share whose forwards differ in sizes only; the audit goes by it
     kind_digest: str = ""
+    # what Python would read differently from the inputs of the whole batch; the audit goes by it
+    other_reads: frozenset[str] = frozenset()
 
     def refine_reduction(self, reduction: LossReduction) -> LossReduction:
         """Return the reduction, as far as the inputs show more about the model's own loss."""

@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
-from penstock.microbatch import gather, list_tensors
+from penstock.microbatch import find_shared_ids, gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
@@ -90,6 +90,8 @@ _log = logging.getLogger("penstock")
 
 
 _CALLS_TO_MOVE = 4
+# So many other sizes of graphs are looked at one by one, and then every doubling.
+_MAX_GRAPH_SIZES = 8
 
 
 class AuditChoice(NamedTuple):
@@ -119,6 +121,13 @@ class Auditor:
     _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
     # By kind, the call in which weights that were 0 have moved. None: it was audited.
     _repeats: dict[Any, int | None] = field(default_factory=dict)
+    # By kind, how many nodes the graphs of the stages had in calls that were found right.
+    _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
+    # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
+    _read_counts: dict[str, int] = field(default_factory=dict)
+    _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
+    _size_count: int = 0  # of calls with graphs of other sizes
+    _kind: Any = None  # of the call that runs, if it may be audited
     _settings: SettingsWatch | None = None
     _has_other_numbers: bool = False  # among the settings
 
@@ -127,24 +136,41 @@ class Auditor:
 
     def select(self, request: Request, inputs: StageInputs) -> AuditChoice | None:
         """Return what should be audited in a call, or None."""
+        self._kind = None
         if request.audit == "off" or running.is_running:
             return None
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
-        kind = self.identify(request, inputs)
+        kind = self._kind = self.identify(request, inputs)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
         repeat = self._repeats.get(kind)
         if repeat is not None and self._call_count >= repeat:
             self._repeats[kind] = None
             self.forget(kind)
-        if self._has_other_numbers:
+        if self._has_other_numbers or self._has_new_ids(kind, request, inputs):
             self.forget(kind)
         audited_counts = self._row_counts.get(kind)
         has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
         if kind in self._audited_kinds and not has_new_counts and not is_due:
             return None
         return AuditChoice(kind, compares_groups=is_due)
+
+    def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
+        """Return whether micro-batches have ids in common for the first time, if that matters."""
+        tested = self._tested_ids.get(kind)
+        if tested is None:
+            return False
+        shared = find_shared_ids(request.list_batch(), inputs.rows.counts)
+        return not tested.issuperset(index for index, *_ in shared)
+
+    def note_state_by_id(self, kind: Any, tested: Iterable[int]) -> None:
+        """Remember that a forward computes with what the same rows have left before.
+
+        So do other rows with the same ids, perhaps. `tested` are the tensors with ids that several
+        micro-batches had, and it made no difference.
+        """
+        self._tested_ids.setdefault(kind, set()).update(tested)
 
     def note_zero_weights(self, kind: Any) -> None:
         """Let a call of this kind be audited once more when weights that are 0 have moved.
@@ -161,17 +187,66 @@ class Auditor:
         mean over rows by chance, as the deviation of equal numbers is. It is audited each time that
         the number of calls has grown eightfold.
         """
-        if not sizes or request.audit == "off":
+        # Without gradients there is no audit before the call, but outputs are joined all the same.
+        joins_outputs = request.is_step and request.return_outputs and not torch.is_grad_enabled()
+        if not (sizes or joins_outputs) or request.audit == "off" or running.is_running:
             return None
         self._add_age(sizes)
         kind = self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None:
-            return None
+            return kind if joins_outputs else None
         for key, size in sizes.items():
             if size > (8 if key == OTHER_TERMS else 2) * audited.get(key, 0.0):
                 return kind
         return None
+
+    def find_new_graph(self, sizes: tuple[int | None, ...], is_audited: bool) -> Any:
+        """Return the kind of a call if its layers have run other operations than so far, or None.
+
+        The number of nodes that they made for a backward tells, whatever they went by. Where it is
+        another one in many calls, as with layers that are skipped at random, it is looked at each
+        time that the number of these calls has doubled. Branches have a watch of their own.
+        """
+        kind = self._kind
+        if kind is None or kind not in self._audited_kinds or kind in self._branches:
+            return None
+        known = self._graph_sizes.setdefault(kind, set())
+        if sizes in known or not any(sizes):
+            return None
+        if is_audited or not known:
+            known.add(sizes)
+            return None
+        self._size_count += 1
+        if self._size_count > _MAX_GRAPH_SIZES and self._size_count & (self._size_count - 1):
+            return None
+        return kind
+
+    def compares_reads(self, inputs: StageInputs) -> bool:
+        """Return whether the whole batch is compared because Python reads other numbers from it.
+
+        Where it does so in many calls, as with lengths, the comparison is made each time that the
+        number of these calls has doubled.
+        """
+        if self._kind is None:
+            return False
+        is_due = False
+        for reads in inputs.other_reads:
+            count = self._read_counts[reads] = self._read_counts.get(reads, 0) + 1
+            is_due |= not count & (count - 1)
+        return is_due
+
+    def note_other_reads(self) -> None:
+        """Let the next call in which the batch reads other numbers be compared, after an error."""
+        self._read_counts.clear()
+
+    def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
+        """Remember that a call whose graphs had these sizes was found right.
+
+        The next call of this kind is audited as a first one is.
+        """
+        self._graph_sizes[kind].add(sizes)
+        self.forget(kind)
 
     def read_settings(self, request: Request, partition: Partition) -> None:
         """Look whether users have changed something in the layers since the last call."""
@@ -181,16 +256,16 @@ class Auditor:
             self._settings = SettingsWatch(partition.names)
         self._has_other_numbers = self._settings.read()
 
-    def note_changed_attributes(self, attributes: Iterable[AttributeKey]) -> None:
-        """Remember the attributes that forwards change. They are no settings."""
+    def note_changed_state(self, attributes: Iterable[AttributeKey]) -> None:
+        """Remember the attributes and buffers that forwards change. They are no settings."""
         if self._settings is not None:
             self._settings.ignore(attributes)
 
     def identify(self, request: Request, inputs: StageInputs) -> Any:
         """Return the kind of a call."""
-        batch = *request.inputs, *request.keyword_inputs.values(), *request.target
         return (
             request.is_step,
+            request.return_outputs,
             request.training,
             torch.is_grad_enabled(),
             request.checkpoint,
@@ -199,7 +274,7 @@ class Auditor:
             tuple(request.keyword_inputs),
             # The shapes are left out: batches of many lengths are of one kind. A forward that
             # takes another path for a shape, or whose units do, has another digest.
-            tuple([_identify_input(value) for value in batch]),
+            tuple([_identify_input(value) for value in request.list_batch()]),
             inputs.kind_digest,
             # A pipe does not call the containers of its layers, so hooks do not see them.
             tuple(get_global_hook_ids()),
@@ -212,7 +287,9 @@ class Auditor:
         if self._settings is not None and isinstance(kind, tuple):
             # A forward may have filled a cache, or set a flag.
             self._settings.read()
-            self._audited_kinds.setdefault((*kind[:-1], self._settings.key), audited)
+            alias = *kind[:-1], self._settings.key
+            self._audited_kinds.setdefault(alias, audited)
+            self._graph_sizes[alias] = self._graph_sizes.setdefault(kind, set())
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
@@ -427,12 +504,20 @@ class Audit:
         try:
             with ExitStack() as isolation:
                 isolation.enter_context(self._reference.isolate())
-                try:
-                    microbatch = self._run_microbatch(loss)
-                except HostDrawsError:
+                while True:
+                    try:
+                        microbatch = self._run_microbatch(loss)
+                        break
+                    except HostDrawsError:
+                        pass
+                    except Exception as error:
+                        if not self._reference.replaces_sizes:
+                            raise
+                        # Code of C may not take them.
+                        close_failed_checkpoints(error)
+                        self._reference.replaces_sizes = False
                     isolation.close()
                     isolation.enter_context(self._reference.isolate())
-                    microbatch = self._run_microbatch(loss)
                 if not self._reference.is_stateless:
                     isolation.close()  # each of the others has one of its own
                 self._compare_parts(microbatch)
@@ -458,7 +543,7 @@ class Audit:
         self._reference.is_stateless = not (
             changes or keeps_state or forward.uses_own_generator or watch.has_host_draws()
         )
-        self._auditor.note_changed_attributes(forward.changed_attributes)
+        self._auditor.note_changed_state(forward.changed_attributes | forward.changed_buffers)
         self._auditor.note_kept(self._reference.find_kept_places())
         self._note_outputs(forward.values, loss)
         return _AuditedMicrobatch(forward, changes, keeps_state)
@@ -491,6 +576,8 @@ class Audit:
             self._compare_loss_orders()
         if forward.changed_hooks is not None:
             refusal = _describe_hooks(forward.changed_hooks)
+        if self._reduction is not None and self._inputs.chunks > 1:
+            refusal = _HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
         if refusal is None:
             self._forward = forward
         else:
@@ -527,7 +614,30 @@ class Audit:
             else:
                 if is_ahead is not None:
                     self._state_problem = _describe_state(changes, is_ahead)
+                break
+        if self._state_problem is None:
+            self._compare_states_by_id(changes, few[1], microbatch)
+
+    def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> None:
+        """Find out whether rows with the same id, such as a user, compute with each other's state.
+
+        If no two micro-batches have an id in common, later batches may.
+        """
+        try:
+            if self._find_state_difference(rows, rows, microbatch) is None:
                 return
+            shared = self._reference.find_shared_ids()
+            for _, row, other in shared:
+                difference = self._find_state_difference(
+                    (row, row + 1), (other, other + 1), microbatch
+                )
+                if difference is not None:
+                    self._state_problem = _describe_state(changes, difference)
+                    return
+        except Exception as error:  # the model may not run on single rows
+            close_failed_checkpoints(error)
+            return
+        self._auditor.note_state_by_id(self._kind, [index for index, *_ in shared])
 
     def _find_state_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
         """Return None if the results of later rows are the same after others have run.
@@ -810,8 +920,6 @@ class Audit:
         largest = max((d.norm for d in expected.values() if math.isfinite(d.norm)), default=0.0)
         least_size = self._rounding * largest * abs(scale)
         for key, name in names.items():
-            if key in self._reference.hooked_parameters:
-                continue
             computed, wanted = actual.get(key, zero), expected.get(key, zero)
             foreign = self._record.foreign_gradients.get(key)
             if foreign and computed.find_difference(wanted, self._rounding, scale, least_size):
@@ -947,6 +1055,18 @@ class Audit:
             )
         self._finish()
 
+    def check_input_reads(self) -> None:
+        """Compare the whole batch, after a call in which Python would read others from it."""
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None:
+            self._auditor.note_other_reads()
+            self._split_problem = (
+                "the code around the layers goes by numbers that it reads from the inputs, as "
+                "`x / lengths.max().item()` does. The unsplit model reads them from the whole "
+                f"batch, and a micro-batch has others: {problem}"
+            )
+        self._finish()
+
     def note_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes
@@ -1019,6 +1139,13 @@ _KEPT_FOR_LOSS = (
     "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
     "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
     "values from the model, or use chunks=1."
+)
+
+
+_HOOKED_LEAF = (
+    "loss_fn uses a tensor or a parameter of its own that has a hook (register_hook), and a step "
+    "would call the hook for each micro-batch. Change that gradient after the step, move the "
+    "parameter into the model, whose hooks see the gradient of the batch, or use chunks=1."
 )
 
 
@@ -1135,6 +1262,43 @@ def audit_branches(
             are_equal = True
         finally:
             record.note_compared(ways, are_equal)
+
+
+def audit_input_reads(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+) -> None:
+    """Compare the whole batch if the code around the units reads other numbers from it."""
+    if pipe.auditor.compares_reads(call.inputs):
+        kind = pipe.auditor.identify(call.request, call.inputs)
+        audit = _build_audit(pipe, call, execution, program, reduction, kind)
+        if audit is not None:
+            audit.check_input_reads()
+
+
+def audit_graph_sizes(
+    pipe: PreparedPipe,
+    call: Call,
+    execution: Execution,
+    program: Program,
+    reduction: LossReduction | None,
+    audit: Audit | None,
+) -> None:
+    """Audit the rows of a call that has run, if its layers have run other operations than so far.
+
+    `audit` is that of the call itself, if there was one.
+    """
+    auditor, sizes = pipe.auditor, execution.read_graph_sizes()
+    kind = auditor.find_new_graph(sizes, audit is not None)
+    if kind is None:
+        return
+    audit = _build_audit(pipe, call, execution, program, reduction, kind)
+    if audit is not None:
+        audit.check_new_terms({})
+    auditor.note_graph_sizes(kind, sizes)
 
 
 def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReduction) -> bool:

@@ -8,13 +8,15 @@ something is about to write to it. (Parameters of a small model are copied befor
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,8 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.microbatch import find_related_rows, find_unlike_rows, list_tensors, take_rows
-from penstock.model.isolation import StateSnapshot, isolated, preserve_gradients
+from penstock.microbatch import (
+    find_related_rows,
+    find_shared_ids,
+    find_unlike_rows,
+    list_tensors,
+    take_rows,
+)
+from penstock.model.isolation import (
+    StateSnapshot,
+    isolated,
+    preserve_gradients,
+)
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
@@ -38,7 +50,7 @@ from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossReduction, LossStageFunction, find_loss_tensor
 from penstock.stage.recompute import has_write_only_buffers
-from penstock.stage.row_counts import RowCounts
+from penstock.stage.row_counts import RowCounts, unwrap_numbers
 from penstock.stage.row_means import RowMeanProver
 from penstock.stage.row_statistics import RowStatistics
 from penstock.stage.stage import OUTSIDE
@@ -163,6 +175,7 @@ class Reference:
         self._separates_host_streams = False
         self._uses_float32: bool | None = None  # not known before a forward
         self._has_own_gradients: bool | None = None  # not known before a forward
+        self.replaces_sizes = True  # whether forwards get sizes that know of other numbers of rows
         self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
@@ -173,14 +186,6 @@ class Reference:
         self._model_modules = list(partition.names())
         self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
-        parameters = list_parameters(self.modules)
-        # Hooks may change the gradient of these, or take it away, so it is not compared.
-        self.hooked_parameters = {
-            id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks
-        }
-        self._parameter_hooks = [
-            hook for p in parameters if p._backward_hooks for hook in p._backward_hooks.values()
-        ]
 
     def find_rows(self, microbatch: int) -> tuple[int, int]:
         """Return the first row of a micro-batch, and the one after its last."""
@@ -201,7 +206,7 @@ class Reference:
         """
         pieces = []
         for start, stop in ranges:
-            ends = accumulate(self._rows.counts)
+            ends = itertools.accumulate(self._rows.counts)
             microbatch = next(index for index, end in enumerate(ends) if start < end)
             begin, end = self.find_rows(microbatch)
             piece = labels[microbatch]
@@ -225,6 +230,10 @@ class Reference:
         """
         inputs = self._request.inputs, dict(self._request.keyword_inputs)
         return find_related_rows(inputs, sum(self._rows.counts))
+
+    def find_shared_ids(self) -> list[tuple[int, int, int]]:
+        """Return rows of different micro-batches that have the same id, by number of its tensor."""
+        return find_shared_ids(self._request.list_batch(), self._rows.counts)
 
     def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
@@ -271,10 +280,7 @@ class Reference:
         Looking for it takes as long as the rest of an isolation. Each of the isolations of an audit
         leaves it as it was, so it is looked for once.
         """
-        # A hook may be a method of a list: `gradients.append`.
-        owners = [getattr(hook, "__self__", None) for hook in self._parameter_hooks]
-        roots = [*self.modules, *self._parameter_hooks, *owners]
-        reached = find_reachable(roots, self._reached)
+        reached = find_reachable(self.modules, self._reached)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
         return reached, other_modules, reached.list_containers()
@@ -362,7 +368,7 @@ class Reference:
         cells = self._build_cells(fixes_draws)
         before = self._digest_buffers() if records_state else {}
         attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
-        watch = self._build_watch(microbatch) if records_state else _ForwardWatch()
+        watch = self._build_watch(microbatch if records_state else None)
         generators = set(self._write_log.generators)
         hooks = self._list_hooks() if records_state else {}
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
@@ -373,7 +379,7 @@ class Reference:
             self._separates_host_streams = True
             raise HostDrawsError
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
-        has_own_gradients = bool(self._parameter_hooks) or watch.has_own_gradients
+        has_own_gradients = watch.has_own_gradients
         if not has_own_gradients and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
             has_own_gradients = has_python_nodes(nodes)
@@ -399,13 +405,17 @@ class Reference:
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
         )
 
-    def _build_watch(self, microbatch: int) -> _ForwardWatch:
-        """Return what watches the forward of a micro-batch, and the sizes that it reads."""
+    def _build_watch(self, microbatch: int | None) -> _ForwardWatch:
+        """Return what watches the forward of some rows, or of a micro-batch with what it reads."""
+        buffers = {id(t) for m in self.modules for t in m._buffers.values()}
+        if microbatch is None:
+            return _ForwardWatch(buffer_ids=buffers)
         start, stop = self.find_rows(microbatch)
         counts = self._rows.counts
-        buffers = {id(t) for m in self.modules for t in m._buffers.values()}
         row_counts = RowCounts(stop - start, {*counts, sum(counts)}, buffers)
-        return _ForwardWatch(row_counts=row_counts, statistics=RowStatistics())
+        watch = _ForwardWatch(row_counts=row_counts, statistics=RowStatistics(), buffer_ids=buffers)
+        watch.replaces_sizes = self.replaces_sizes
+        return watch
 
     def _build_cells(self, fixes_draws: bool = False) -> UnsplitCells:
         """Return the cells of a forward in the running isolation, which restores generators."""
@@ -497,7 +507,7 @@ class Reference:
             None if loss_fn is None else compute_loss,
             self._reduction,
             bool(targets),
-            return_outputs=False,
+            self._request.return_outputs,
         )
         losses = CollectedLosses()
         previous_sink, thread_state.sink = thread_state.sink, losses
@@ -644,6 +654,16 @@ class Reference:
         ]
         return any(not bool(tensor.any()) for tensor in suspects)
 
+    def has_hooked_leaves(self) -> bool:
+        """Return whether the code uses a leaf with a hook that is not a parameter of the model."""
+        own_ids = {id(p) for module in self.modules for p in module.parameters(False)}
+        own_ids |= {id(original) for original in self._aliases.values()}
+        return any(
+            tensor.is_leaf and tensor.requires_grad and tensor._backward_hooks
+            for tensor in self._reached.find(Tensor)  # as they are outside of an isolation
+            if id(tensor) not in own_ids
+        )
+
     def name_outside_parameters(self) -> dict[int, str]:
         """Return the names of the parameters of a loss, by their ids."""
         return {
@@ -653,13 +673,10 @@ class Reference:
             if parameter is not None
         }
 
-    def run_backward(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], calls_hooks: bool = False
-    ) -> dict[int, Digest]:
+    def run_backward(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Digest]:
         """Run the backward, and return the digests of the gradients by id of their parameter.
 
-        `pairs` are tensors with their gradients. With `calls_hooks`, the hooks of a parameter
-        change its gradient, as in a real backward.
+        `pairs` are tensors with their gradients. Hooks of parameters are not called.
         """
         tensors, gradients = zip(*pairs, strict=True)
         sums: dict[tuple[int, int], Tensor] = {}  # on the device, which need not be waited for
@@ -682,9 +699,6 @@ class Reference:
         )
         with preserve_gradients(leaves), ExitStack() as hooks:
             for leaf in leaves:
-                own_hooks = self._aliases.get(leaf, leaf)._backward_hooks if calls_hooks else None
-                for hook in (own_hooks or {}).values() if leaf in self._aliases else ():
-                    hooks.callback(leaf.register_hook(hook).remove)
                 hooks.callback(leaf.register_post_accumulate_grad_hook(note_gradient).remove)
             # As in a worker: gradients do not depend on the caller's autocast.
             # Only Python code can write to a parameter: hooks, and the backward of a function. What
@@ -801,7 +815,8 @@ class StateWatch:
     def advance_counters(self) -> bool:
         """Let the counters that a forward has changed be far ahead. Return whether there are any.
 
-        A counter is a whole number, in an attribute or a buffer.
+        A counter is a whole number in an attribute, a buffer, a variable or an object, a list that
+        grows, or an `itertools.count`.
         """
         has_counters = False
         for module in self._names:
@@ -810,25 +825,59 @@ class StateWatch:
             tables: tuple[dict[str, Any], ...] = vars(module), module._buffers
             for table in tables:
                 for name, value in list(table.items()):
+                    if name in MODULE_INTERNALS:
+                        continue
                     _, old = self._before.get(
                         (module, name), ("", self._buffers.get((module, name)))
                     )
-                    if type(value) is int and type(old) is int and value != old:
-                        table[name] = value + _FAR_AHEAD
-                    elif (
-                        _is_counter(value) and isinstance(old, int | float) and float(value) != old
-                    ):
+                    if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
                         value.add_(_FAR_AHEAD)
+                        has_counters = True
                     else:
-                        continue
-                    has_counters = True
+                        old = getattr(type(module), name, None) if old is None else old
+                        has_counters |= self._advance(table, name, value, old)
         for index, variable in enumerate(self._variables):
             value, (_, old) = variable.read(), self._before.get(index, ("", None))
-            is_counter = type(value) is int and type(old) is int and value != old
-            if variable.namespace is not None and is_counter:
-                variable.set(value + _FAR_AHEAD)
-                has_counters = True
+            if variable.namespace is not None:
+                slot = {"": value}
+                if self._advance(slot, "", value, old):
+                    variable.set(slot[""])
+                    has_counters = True
+            if self._copier.has_changed(value) and not isinstance(value, Tensor | nn.Module):
+                has_counters |= self._advance_entries(value)
         return has_counters
+
+    def _advance_entries(self, value: Any) -> bool:
+        """Let the counters in a dict, or in the attributes of an object, be far ahead."""
+        before = self._copier(value)
+        table, old_table = (
+            (value, before)
+            if isinstance(value, dict)
+            else (getattr(value, "__dict__", {}), getattr(before, "__dict__", {}))
+        )
+        has_counters = False
+        for name, entry in list(table.items()):
+            # A counter of a class becomes one of the object when it is first raised.
+            old = old_table.get(name, 0 if type(entry) is int and entry == 1 else None)
+            has_counters |= self._advance(table, name, entry, old)
+        return has_counters
+
+    def _advance(self, table: dict[Any, Any], name: Any, value: Any, old: Any) -> bool:
+        """Let one value be far ahead, if it is a counter that has changed. Return whether it is."""
+        if type(value) is int and type(old) is int:
+            if value == old:
+                return False
+            table[name] = value + _FAR_AHEAD
+            return True
+        if old is value:  # it has been copied before
+            old = self._copier(value)
+        if type(value) is list and len(value) > (len(old) if isinstance(old, list) else 0):
+            value.extend([value[-1]] * _LONGER)
+            return True
+        if isinstance(value, itertools.count) and repr(value) != repr(old):
+            table[name] = itertools.count(next(copy.copy(value)) + _FAR_AHEAD)
+            return True
+        return False
 
     def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
         """Return the names of the state that has changed, if a later forward may compute with it.
@@ -867,6 +916,7 @@ class StateWatch:
 
 
 _FAR_AHEAD = 1_000_000
+_LONGER = 100_000  # entries of a list
 
 
 def _is_counter(value: Any) -> bool:
@@ -920,7 +970,8 @@ class _ForwardWatch(RowWatch):
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
             self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if not self.is_in_model:
-            return func(*args, **(kwargs or {}))
+            # The model may have returned a size.
+            return func(*unwrap_numbers(args), **unwrap_numbers(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 

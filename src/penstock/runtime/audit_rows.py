@@ -128,11 +128,27 @@ class RowsCheck:
             and torch.is_grad_enabled()
             and (whole.has_own_gradients or self.reference.has_zero_weights)
         )
-        for ranges, together in self._choose_rows(None if with_gradients else whole):
+        choices = self._choose_rows(None if with_gradients else whole)
+        for ranges, together in choices:
             problem = self._try_modes(ranges, together, with_gradients)
             if problem is not None:
                 return problem
+            # A table with an entry for each row may hold equal numbers so far.
+            if whole is not None and not with_gradients and self._selects_rows(whole.row_watch):
+                with_gradients = torch.is_grad_enabled()
+                problem = self._try_modes(ranges, None, with_gradients)
+                if problem is not None:
+                    return problem
         return None
+
+    def _selects_rows(self, watch: RowWatch) -> bool:
+        """Return whether the forward of the micro-batch has selected rows, or by their positions.
+
+        Forwards of other numbers of rows have selected from dims of other sizes then.
+        """
+        if not watch.may_select_rows:
+            return False
+        return not self._watches or not all(map(watch.selects_the_same, self._watches))
 
     def has_branches(self, whole: ReferenceForward) -> bool:
         """Return whether the forward of the micro-batch did what may depend on the whole batch.
@@ -143,8 +159,7 @@ class RowsCheck:
         watch = whole.row_watch
         if watch.reads_rows or watch.meets_rows or any(number is None for _, number in watch.reads):
             return True
-        selects_the_same = bool(self._watches) and all(map(watch.selects_the_same, self._watches))
-        if watch.may_select_rows and not selects_the_same:
+        if self._selects_rows(watch):
             return True
         if not watch.reads:
             return False
@@ -308,9 +323,7 @@ class RowsCheck:
                 if count != self.inputs.rows.counts[self.microbatch]:
                     self._watches.append(forward.row_watch)
             pairs = seeds(forward.values) if seeds is not None else ()
-            # A step runs the hooks of a parameter for each micro-batch; `pipe(x)` for the batch.
-            calls_hooks = self.reduction is not None
-            gradients = self.reference.run_backward(pairs, calls_hooks) if pairs else {}
+            gradients = self.reference.run_backward(pairs) if pairs else {}
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
 
@@ -337,25 +350,42 @@ class RowsCheck:
 
         Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
         """
-        if self.reduction is not None:
-            return self._compare_losses(parts, whole, rows)
-        merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(
-            [part.values[0] for part in parts]
+        if self.reduction is None:
+            outputs = [part.values[0] for part in parts]
+            merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(outputs)
+            return self._compare_outputs(outputs, whole.values[0], merged, whole.uses_float32)
+        problem = self._compare_losses(parts, whole, rows)
+        outputs = [_find_step_output(part) for part in (*parts, whole)]
+        if problem is not None or not all(outputs):
+            return problem
+        *parts_outputs, (expected,) = outputs
+        merged = replace(self.inputs, rows=rows).merge_step_outputs(
+            [output for (output,) in parts_outputs], self._combine_losses(parts, rows)
         )
-        expected = dict(pytree.tree_flatten_with_path(whole.values[0])[0])
-        path = self._find_joined_table([part.values[0] for part in parts], whole.values[0])
-        if path is not None:
-            return (
-                f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has no "
-                "rows: it is the same size for any number of them. Here it has as many entries on "
-                "dim 0 as each micro-batch has rows, so that the pipe would join it as if they "
-                "were rows. Return only what has rows, or use another number of chunks."
-            )
+        return self._compare_outputs(
+            [output for (output,) in parts_outputs], expected, merged, whole.uses_float32
+        )
+
+    def _compare_outputs(
+        self, parts: Sequence[Any], whole: Any, merged: Any, uses_float32: bool
+    ) -> str | None:
+        """Return how the merged outputs of the parts differ from those of all together, or None."""
+        expected = dict(pytree.tree_flatten_with_path(whole)[0])
+        tables = _find_tables(parts, whole)
+        for path in tables:
+            if self._is_joined(path, whole):
+                return (
+                    f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has "
+                    "no rows: it is the same size for any number of them. Here it has as many "
+                    "entries on dim 0 as each micro-batch has rows, so that the pipe would join it "
+                    "as if they were rows. Return only what has rows, or use another number of "
+                    "chunks."
+                )
         for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
             other = expected.get(path)
-            if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+            if path in tables or not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = find_split_tolerance(other.dtype, whole.uses_float32, self.rounding)
+            tolerance = find_split_tolerance(other.dtype, uses_float32, self.rounding)
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -369,23 +399,10 @@ class RowsCheck:
             )
         return None
 
-    def _find_joined_table(self, parts: Sequence[Any], whole: Any) -> Any:
-        """Return where an output has a tensor without rows that `pipe(x)` joins by rows, or None.
-
-        Such a tensor, as a table or a weight, has the same shape for every number of rows, and by
-        chance the number of rows of each micro-batch.
-        """
-        joined = dict(
-            pytree.tree_flatten_with_path(gather([whole] * self.inputs.chunks, self.inputs.rows))[0]
-        )
-        leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
-        for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or path not in joined:
-                continue
-            others = [leaves.get(path) for leaves in leaves_by_part]
-            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
-                return path
-        return None
+    def _is_joined(self, path: Any, whole: Any) -> bool:
+        """Return whether the call joins this output of its micro-batches, which has this shape."""
+        joined = gather([whole] * self.inputs.chunks, self.inputs.rows)
+        return path in dict(pytree.tree_flatten_with_path(joined)[0])
 
     def _adds_losses(self) -> bool:
         """Return whether `pipe(x)` adds the losses of micro-batches."""
@@ -394,7 +411,9 @@ class RowsCheck:
     def _compare_losses(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
     ) -> str | None:
-        if whole.adds_losses and any(isinstance(v, LossExtras) for v in whole.values):
+        if whole.adds_losses and any(
+            isinstance(v, LossExtras) and v.weight is not None for v in whole.values
+        ):
             return None  # auxiliary losses share the weight of the loss, and not the rows
         losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
         total = self._combine_losses([whole], MicrobatchRows((1,)))
@@ -469,8 +488,8 @@ def _describe_gradient(what: str) -> str:
     return (
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
-        "in a hook of a tensor or a parameter, in the backward of an autograd.Function, or by a "
-        "value that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
+        "in a hook of a tensor or a module, in the backward of an autograd.Function, or by a value "
+        "that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
         "it in the results. Let each row have its own gradient, change the gradients after the "
         "step, or use chunks=1."
     )
@@ -540,7 +559,28 @@ def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int]) -> Tensor:
     return angles.cos().add(0.1).to(tensor.dtype).view_as(tensor)
 
 
-def _count_parts(parts: Sequence[ReferenceForward]) -> str:
+def _find_tables(parts: Sequence[Any], whole: Any) -> list[Any]:
+    """Return where an output has tensors without rows, such as tables or weights.
+
+    They have the same shape for every number of rows.
+    """
+    leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
+    tables = []
+    for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            others = [leaves.get(path) for leaves in leaves_by_part]
+            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
+                tables.append(path)
+    return tables
+
+
+def _find_step_output(forward: ReferenceForward) -> tuple[Any, ...]:
+    """Return the output of a model in a tuple, if a step has returned it beside its loss."""
+    extras = (value for value in forward.values if isinstance(value, LossExtras))
+    return next((extra.output for extra in extras), ())
+
+
+def _count_parts(parts: Sequence[Any]) -> str:
     return "two parts" if len(parts) == 2 else f"{len(parts)} parts"
 
 

@@ -25,6 +25,7 @@ from functools import cache, cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.device.device import (
@@ -213,6 +214,21 @@ class Execution:
     def used_rng(self) -> bool:
         """Return True if any stage has drawn random numbers."""
         return any(runner.has_drawn for runner in self.stage_runners)
+
+    def find_hooked_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this process's stages that have hooks on their gradients."""
+        runners = self.stage_runners
+        return [parameter for runner in runners for parameter in runner.find_hooked_parameters()]
+
+    def read_graph_sizes(self) -> tuple[int | None, ...]:
+        """Return how many nodes of a graph the layers of each stage made for the last micro-batch.
+
+        None: it has no graph yet, or needs none. Others are recomputed, so they get it later.
+        """
+        last = max(
+            (index for runner in self.stage_runners for index in runner.graph_sizes), default=0
+        )
+        return tuple([runner.graph_sizes.get(last) for runner in self.stage_runners])
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
         """Run a phase. With `retain_graph`, the backwards keep what a further one would need."""

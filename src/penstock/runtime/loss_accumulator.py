@@ -306,12 +306,12 @@ class PreviousGradients:
         with self._lock:
             for leaf in leaves:
                 if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                    # The hook would see a gradient with the provisional scale.
+                    # Hooks of parameters run at the end of the step. That of another leaf would
+                    # see a gradient with the provisional scale.
                     raise RunError(
-                        f"a parameter of shape {tuple(leaf.shape)} has a hook, but loss_fn returns "
-                        "weights, so the gradient has its final scale only after the hook. Remove "
-                        "the hook, or use reduction='sum' and divide by the weight of the whole "
-                        "batch in loss_fn."
+                        f"a tensor of shape {tuple(leaf.shape)} has a hook, but loss_fn returns "
+                        "weights, so the gradient has its final scale only after the hook. Make "
+                        "the tensor a parameter of its layer, or remove the hook."
                     )
                 if leaf not in self._gradient_by_leaf:
                     self._gradient_by_leaf[leaf], leaf.grad = leaf.grad, None

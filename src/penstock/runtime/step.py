@@ -14,7 +14,7 @@ The order of events in a step:
          `Call.build_execution`  workers, transport and tied weights of this call
          run the lanes           forwards, losses and backwards, under any schedule
          `Call.combine`          the loss and the scale of the gradients, of all ranks
-         scale gradients, and reduce those of replicated stages once
+         scale gradients, run the hooks of parameters, and reduce gradients of replicas once
          pass gradients of the inputs on to the caller's graph
     4. `optimizer.step()`, if `step` was called with an optimizer
 """
@@ -47,6 +47,8 @@ from penstock.model.stage_inputs import (
 from penstock.runtime.audit import (
     Auditor,
     audit_branches,
+    audit_graph_sizes,
+    audit_input_reads,
     audit_new_terms,
     can_check_whole_loss,
     check_whole_loss,
@@ -65,6 +67,7 @@ from penstock.schedules.ir import Compute, Op, Program
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
 from penstock.stage.branches import BranchRecord, BranchStageFunction
+from penstock.stage.gradient_hooks import DeferredHooks
 from penstock.stage.loss import (
     LossReduction,
     OutputStageFunction,
@@ -433,6 +436,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         ),
     )
     execution = call.build_execution(program, stages, None, False)
+    for runner in execution.stage_runners:
+        runner.added_terms = comparison.added_terms
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
     cell_io = execution.cell_io
     audit = start_audit(pipe, call, execution, program, reduction)
@@ -442,10 +447,11 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     replicas, group = pipe.replicas, call.replica_group
     needs_sync = group is not None or not replicas.is_empty
     with replicas.deferred_sync(group) if needs_sync else nullcontext(DeferredSync()) as deferred:
+        hooks = DeferredHooks(execution.find_hooked_parameters())
         try:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
-            term_sizes = comparison.finish()
+            term_sizes = comparison.finish(loss.needs_rescale)
             totals = call.combine(execution, program)
             if audit is not None:
                 audit.check_step(term_sizes)
@@ -453,12 +459,16 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 audit_new_terms(pipe, call, execution, program, reduction, term_sizes)
             if branches is not None:
                 audit_branches(pipe, call, execution, program, reduction, branches, watched)
+            audit_graph_sizes(pipe, call, execution, program, reduction, audit)
+            audit_input_reads(pipe, call, execution, program, reduction)
             if comparison.kept_outputs:
                 check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
             loss.restore_gradients()
+            hooks.restore()
             raise
         loss.finish_gradients(totals.rescale_factor)
+        hooks.run()
         # FSDP keeps its gradients elsewhere and needs the factor itself.
         deferred.rescale_factor = totals.rescale_factor
     call.complete(totals)
@@ -503,6 +513,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
                     audit_new_terms(pipe, call, execution, program, None, sizes)
             if branches is not None:
                 audit_branches(pipe, call, execution, program, None, branches, watched_branches)
+            audit_graph_sizes(pipe, call, execution, program, None, audit)
+            audit_input_reads(pipe, call, execution, program, None)
             if pipe.auditor.kept_places and in_caller_graph:
                 guard_kept_tensors(pipe.auditor.kept_places)
             return output

@@ -89,6 +89,10 @@ class StepLoss(Protocol):
         can begin while other micro-batches are still in their forward.
         """
 
+    @property
+    def needs_rescale(self) -> bool:
+        """Whether the loss has weights, so that the scale of gradients is known at the end."""
+
     def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
         """Set earlier gradients aside, if those of this step have a provisional scale."""
 

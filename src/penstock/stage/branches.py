@@ -29,12 +29,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.recompute import is_recomputing
-from penstock.stage.row_counts import RowCounts
+from penstock.stage.row_counts import RowCounts, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
 
@@ -67,6 +68,7 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
     "tensor_split": (2, 0),
     "chunk": (2, 0),
     "unbind": (1, 0),
+    "select": (1, None),
     "__iter__": (1, 0),
 }
 # The names of functions that add up the entries of a dim by an index, such as rows of one group.
@@ -83,6 +85,10 @@ _ARITHMETIC = frozenset(
 
 # The names of functions whose result depends on their plain arguments alone.
 _CONSTANT_FUNCTIONS = frozenset(("arange", "zeros", "ones", "full", "tensor", "eye", "linspace"))
+# Those that take the sizes, and no numbers, of a tensor.
+_LIKE_FUNCTIONS = frozenset(
+    ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
+)
 # In the names of functions whose result is random, or not initialised.
 _DRAWS = re.compile("rand|drop|bernoulli|binomial|multinomial|normal|poisson|gumbel|empty")
 # The names of functions that write to tensors, or let others do so, without raising their versions.
@@ -173,18 +179,23 @@ def _list_tensor_bounds(index: Any) -> list[Tensor]:
 
 
 class Selection(NamedTuple):
-    """A call of a function that selects among the entries of a first dim.
+    """A call of a function that treats the entries of a first dim differently.
+
+    It selects some of them, or computes with numbers of their positions, such as `arange`.
 
     Attributes:
         name: The name of the function.
         size: The size of the dim. It is not that of the rows if it is the same for other numbers of
             rows.
         is_table: Whether it is an input or a table of positions.
+        taken: How many entries were taken from a parameter or buffer. It is not a table with an
+            entry for each row if it is the same for other numbers of rows.
     """
 
     name: str
     size: int
     is_table: bool
+    taken: int = 0
 
 
 class RowWatch(TorchFunctionMode):
@@ -194,24 +205,32 @@ class RowWatch(TorchFunctionMode):
         max_reads: The number of reads after which the forward is left with `LastNumberRead`.
         row_counts: Watches what it does with the number of its rows, if it should be watched.
         statistics: Follows the numbers that are computed from several rows, if it should.
+        buffer_ids: The ids of the model's buffers.
 
     Attributes:
         reads: The names of the functions that have read numbers, and the numbers. None: not one
             truth value or whole number.
         reads_rows: Whether one of them may have been computed from the rows, and not from plain
             numbers alone, as a mask of `arange` is.
-        selections: The selections among the entries of a first dim.
+        selections: The selections among the entries of a first dim, or by their positions.
         uses_float32: Whether an operation returned a tensor of float32.
+        replaces_sizes: Whether sizes that depend on the rows are replaced (row_counts.py).
     """
+
+    replaces_sizes = True
 
     def __init__(
         self,
         max_reads: int | None = None,
         row_counts: RowCounts | None = None,
         statistics: RowStatistics | None = None,
+        buffer_ids: Collection[int] = (),
     ) -> None:
         super().__init__()
         self._row_counts, self._statistics = row_counts, statistics
+        self._buffer_ids = buffer_ids
+        self._positions: dict[int, bool] = {}  # by id of a constant, whether its entries differ
+        self._sources: dict[int, list[Tensor]] = {}  # by id, the constants it was computed from
         self.reads: list[tuple[str, int | None]] = []
         self.reads_rows = self.uses_float32 = False
         self.selections: list[Selection] = []
@@ -237,8 +256,8 @@ class RowWatch(TorchFunctionMode):
 
     @property
     def may_select_rows(self) -> bool:
-        """Return whether a selection may be one among rows."""
-        return not all(selection.is_table for selection in self.selections)
+        """Return whether a selection may be one among rows, or by their positions."""
+        return not all(selection.is_table and not selection.taken for selection in self.selections)
 
     def selects_the_same(self, other: RowWatch) -> bool:
         """Return whether a forward of another number of rows selects from dims of the same sizes.
@@ -246,7 +265,9 @@ class RowWatch(TorchFunctionMode):
         Then they are not the dims of rows. Tables may have other sizes.
         """
         return len(self.selections) == len(other.selections) and all(
-            mine.name == others.name and (mine.is_table or mine.size == others.size)
+            mine.name == others.name
+            and mine.taken == others.taken
+            and (mine.is_table or mine.size == others.size)
             for mine, others in zip(self.selections, other.selections, strict=True)
         )
 
@@ -255,8 +276,12 @@ class RowWatch(TorchFunctionMode):
     ) -> Any:
         """Run a function, and look at its name and at what it is computed from."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if self.replaces_sizes:
+            if self._row_counts is not None:
+                self._row_counts.note_operands(name, args)
+            args, kwargs = unwrap_numbers(args), unwrap_numbers(kwargs)
+        result = func(*args, **kwargs)
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)
         if (
@@ -268,14 +293,19 @@ class RowWatch(TorchFunctionMode):
             self.reads_rows = self.reads_rows or not self._are_constant((args, kwargs))
             if len(self.reads) == self._max_reads:
                 raise LastNumberRead
-        elif (selection := _find_selection(name, args, kwargs)) is not None:
+        elif (selection := self._find_selection(name, args, kwargs, result)) is not None:
             self.selections.append(selection)
+        elif self._constants and isinstance(result, Tensor):
+            self._note_positions(name, args, kwargs)
         if isinstance(result, Tensor):
             if result.dtype is torch.float32:
                 self.uses_float32 = True
             self._note_result(name, args, kwargs, result)
-        if self._row_counts is not None:
+        if self._row_counts is None:
+            return result
+        if self.replaces_sizes:
             return self._row_counts.replace_sizes(name, args, result)
+        self._row_counts.note_sizes(name, args, result)
         return result
 
     def _note_result(
@@ -285,11 +315,49 @@ class RowWatch(TorchFunctionMode):
             for value in (*args, *kwargs.values()):
                 self._constants.pop(id(value), None)
             return
-        may_be_constant = name in _CONSTANT_FUNCTIONS or (
-            self._constants and _has_tensor((args, kwargs)) and not _DRAWS.search(name)
-        )
-        if may_be_constant and self._are_constant((args, kwargs)):
+        if name in _LIKE_FUNCTIONS:
+            args = args[1:]
+        elif name not in _CONSTANT_FUNCTIONS and (
+            not self._constants or not _has_tensor((args, kwargs)) or _DRAWS.search(name)
+        ):
+            return
+        if self._are_constant((args, kwargs)):
             self._constants[id(result)] = result, result._version
+            self._sources[id(result)] = [t for t in iter_tensors((args, kwargs)) if t.dim()]
+
+    def _find_selection(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> Selection | None:
+        selection = _find_selection(name, args, kwargs)
+        if selection is None or not selection.is_table:
+            return selection
+        table: Tensor = args[0]
+        if isinstance(table, nn.Parameter) or id(table) in self._buffer_ids:
+            taken = len(result) if isinstance(result, Tensor) and result.dim() else 1
+            return selection._replace(taken=taken)
+        # Masks and ids are cut in many ways. Rows of numbers are not.
+        return selection._replace(is_table=not table.is_floating_point())
+
+    def _note_positions(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note if a function computes with numbers of positions, such as `arange`, and with others.
+
+        They are not positions of rows if there are as many for other numbers of rows.
+        """
+        tensors = list(iter_tensors((args, kwargs)))
+        constants = [t for t in tensors if t.dim() and len(t) > 1 and self._are_constant(t)]
+        if not constants or all(map(self._are_constant, tensors)):
+            return
+        for constant in constants:
+            if self._has_positions(constant) and not _takes_each_row(name, args, constant):
+                self.selections.append(Selection(f"positions of {name}", len(constant), False))
+
+    def _has_positions(self, constant: Tensor) -> bool:
+        """Return whether the entries of a constant differ, or may for more: `arange(n) > 5`."""
+        if id(constant) not in self._positions:  # it is kept, so its id is not used again
+            self._positions[id(constant)] = bool((constant[1:] != constant[:1]).any()) or any(
+                map(self._has_positions, self._sources.get(id(constant), ()))
+            )
+        return self._positions[id(constant)]
 
     def _are_constant(self, values: Any) -> bool:
         """Return whether arguments are plain values and constants."""
@@ -305,6 +373,17 @@ class RowWatch(TorchFunctionMode):
 
 class LastNumberRead(BaseException):
     """A forward has read as many numbers as it was asked to. No layer should catch this."""
+
+
+def _takes_each_row(name: str, args: tuple[Any, ...], positions: Tensor) -> bool:
+    """Return whether an index takes something of each row: `x[torch.arange(n), lengths]`."""
+    if name != "__getitem__" or isinstance(args[0], nn.Parameter):
+        return False
+    index = args[1][0] if isinstance(args[1], tuple) else None
+    if index is not positions or len(args[0]) != len(positions):
+        return False
+    numbers = torch.arange(len(positions), device=positions.device)
+    return bool((positions.reshape(len(positions), -1) == numbers[:, None]).all())
 
 
 def _has_tensor(values: Any) -> bool:
@@ -334,9 +413,9 @@ def _find_selection(
 
 def _selects_entries(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function selects some of the first dim of a tensor."""
-    if name == "__getitem__":
+    if name in ("__getitem__", "__setitem__"):
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        return isinstance(index, slice) and index != slice(None)
+        return type(index) is int or (isinstance(index, slice) and index != slice(None))
     if name not in _SELECTIONS:
         return False
     position, default = _SELECTIONS[name]

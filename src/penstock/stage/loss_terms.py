@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,15 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
     return LossTerms(terms)
 
 
+def find_added_terms(losses: Sequence[Tensor]) -> LossTerms | None:
+    """Return the terms of the losses that layers have added, or None if they have no graph."""
+    terms: list[LossTerm] = []
+    for loss in losses:
+        if loss.grad_fn is not None:
+            terms += find_loss_terms(loss).terms
+    return LossTerms(terms) if terms else None
+
+
 # ---- kinks ---------------------------------------------------------------------------------------
 
 # A function that is linear on both sides of a kink is a mean over rows only if all micro-batches
@@ -261,6 +271,10 @@ class TermComparison:
         self._waiting: dict[int, LossTerms] = {}  # by micro-batch
         self._coefficients: dict[int, list[Coefficient]] = {}
         self._device_numbers: Tensor | None = None
+        # Of the losses that layers add, by stage and micro-batch.
+        self.added_terms: dict[tuple[int, int], LossTerms] = {}
+        self._added: list[TermComparison] = []
+        self._stage: int | None = None  # the stage whose layers add these losses
 
     def note(self, terms: LossTerms | None, output: tuple[Any, ...] | None = None) -> None:
         """Note the terms of the micro-batch that is running, for which `add` is called next.
@@ -286,8 +300,10 @@ class TermComparison:
         else:
             self._compare(microbatch, terms.compute_coefficients(iter(())))
 
-    def finish(self) -> TermSizes:
-        """Compare the terms whose numbers are on a GPU, after the last micro-batch.
+    def finish(self, has_weights: bool = False) -> TermSizes:
+        """Compare the terms of added losses, and those whose numbers are on a GPU, at the end.
+
+        Added losses share the weights that a loss function returns, and are not compared then.
 
         This waits for the GPU. It cannot do so in a capture, so `compare_device_numbers` has to be
         called after each replay then.
@@ -295,16 +311,33 @@ class TermComparison:
         Returns:
             The largest coefficient of each term.
         """
+        if self.added_terms and not has_weights:
+            self._added = self._compare_added_terms()
         numbers = [n for terms in self._waiting.values() for n in terms.list_device_numbers()]
         if numbers:
             self._device_numbers = torch.stack(
                 [n.to(numbers[0].device, torch.float64).reshape(()) for n in numbers]
             )
             self.is_deferred = is_captured(numbers[0].device)
+        self.is_deferred |= any(comparison.is_deferred for comparison in self._added)
         return {} if self.is_deferred else self.compare_device_numbers()
+
+    def _compare_added_terms(self) -> list[TermComparison]:
+        """Compare the losses that the layers of each stage add. Return the comparisons."""
+        comparisons: dict[int, TermComparison] = {}
+        for (stage, microbatch), terms in sorted(self.added_terms.items(), key=itemgetter(0)):
+            comparison = comparisons.setdefault(stage, TermComparison(self._row_shares))
+            comparison._stage = stage
+            comparison.note(terms)
+            comparison.add(microbatch)
+        for comparison in comparisons.values():
+            comparison.finish()
+        return list(comparisons.values())
 
     def compare_device_numbers(self) -> TermSizes:
         """Compare the terms whose numbers are on a GPU. Return the sizes of all terms."""
+        for comparison in self._added:
+            comparison.compare_device_numbers()
         if self._device_numbers is not None:
             numbers = iter(self._device_numbers.tolist())
             for microbatch, terms in self._waiting.items():
@@ -358,14 +391,26 @@ class TermComparison:
                 for term, actual in zip(counts, other_counts, strict=True)
             )
             if not are_as_many:
-                raise _build_error(
+                raise self._build_error(
                     f"it has {len(expected)} terms in micro-batch {first_microbatch} and "
                     f"{len(coefficients)} in micro-batch {microbatch}"
                 )
             expected, coefficients = list(counts), list(other_counts)
         for term, actual in zip(expected, coefficients, strict=True):
             if not _is_mean_over_rows(term, actual, rows):
-                raise _build_error(_describe_difference(term, actual, first_microbatch, microbatch))
+                raise self._build_error(
+                    _describe_difference(term, actual, first_microbatch, microbatch)
+                )
+
+    def _build_error(self, problem: str) -> RunError:
+        if self._stage is None:
+            return _build_error(problem)
+        return RunError(
+            f"the losses that stage {self._stage} adds with penstock.add_loss are not means over "
+            f"the rows of a micro-batch: {problem}. So their mean by rows is not that of the "
+            "batch. Divide by the number of rows, or by a number that is the same for all "
+            "micro-batches, or use chunks=1."
+        )
 
 
 def _build_error(problem: str) -> RunError:

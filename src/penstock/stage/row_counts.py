@@ -2,31 +2,36 @@
 
 A micro-batch has fewer rows than the batch, so such a branch may go another way in a pipe than in
 the unsplit model, and few rows that are tried together and apart do not show it. The sizes that a
-function reads from its tensors are therefore replaced by a `RowCount`: an int that also knows what
+forward reads from its tensors are therefore replaced by a `RowCount`: a number that also knows what
 it would be for other numbers of rows, and computes with them. A micro-batch of 2 rows of a batch
 of 8:
 
     n = x.shape[0]        2    or 8
     n * 3 + 1             7    or 25
-    n > 4                 False, and for the whole batch True: noted
+    0.5 * n > 2           False, and for the whole batch True: noted
     y * (1 + n // 8)      y * 1, and for the whole batch y * 2: noted
+    math.log(n), range(n) plain numbers, of which nothing is known: noted
 
-Python itself sees an int with the value of the micro-batch, and goes on with that. `len(x)`, and
-`int`, `float` and `hash` of a size, must return plain numbers, so it is only noted that they were
-used. Some functions of C return plain numbers and ask nothing: `0.5 * n`, `math.log(n)`.
+Python sees the value of the micro-batch, and goes on with that. `isinstance(n, int)` is true, but a
+`RowCount` is not a subclass of `int`: functions of C would take the value out of such a number
+without a question, as `0.5 * n` does. So PyTorch's functions get plain numbers in its place
+(`unwrap_numbers`). Where anything else fails on such a number, the forward runs once more with
+plain sizes, and it is only noted that they were read (`RowCounts.note_sizes`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 # The names of functions that return the number of entries of a tensor.
 _NUMEL = frozenset(("numel", "nelement"))
+# The names of functions behind which there are sizes that are not replaced.
+_MEMORY = frozenset(("untyped_storage", "storage", "storage_offset", "stride"))
 # Functions that make a tensor of a number.
 _FACTORIES = frozenset(
     ("tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "fill_")
@@ -57,27 +62,47 @@ class RowCounts:
 
     def replace_sizes(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
         """Return what a function has returned, with sizes replaced that depend on the rows."""
+        row_dim = self._find_size(name, args, result)
+        if row_dim is None:
+            return result
+        if type(result) is torch.Size:
+            sizes = list[Any](result)
+            sizes[row_dim] = self._build(result[row_dim])
+            return RowSizes(sizes)
+        if type(result) is int and name != "__len__":
+            return self._build(result)
+        self.note_plain()  # Python must get a plain number
+        return result
+
+    def note_sizes(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Note if a function has returned a size that depends on the rows."""
+        if self._find_size(name, args, result) is not None:
+            self.note_plain()
+
+    def _find_size(self, name: str, args: tuple[Any, ...], result: Any) -> int | None:
+        """Return the dim of the rows if a function has returned a size of it, or None."""
+        kind = type(result)
+        is_memory = name in _MEMORY
+        if not (kind is torch.Size or kind is int or is_memory) or not self._others or not args:
+            return None  # most functions return tensors
+        row_dim = self._find_row_dim(args[0])
+        if row_dim is None or kind is torch.Size or is_memory:
+            return row_dim
+        tensor: Tensor = args[0]
+        if name == "__len__":
+            is_size = not row_dim
+        elif name == "size":
+            is_size = len(args) > 1 and args[1] % tensor.dim() == row_dim
+        else:
+            is_bytes = name == "__get__" and result == tensor.numel() * tensor.element_size()
+            is_size = name in _NUMEL or (is_bytes and result > tensor.dim())
+        return row_dim if is_size else None
+
+    def note_operands(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note the numbers that a function of PyTorch computes with."""
         for value in args:
             if isinstance(value, _RowNumber):
                 self._note_operand(value, name)
-        kind = type(result)
-        if (kind is not torch.Size and kind is not int) or not self._others or not args:
-            return result  # most functions return tensors
-        row_dim = self._find_row_dim(args[0])
-        if row_dim is None:
-            return result
-        if kind is torch.Size:
-            sizes = list(result)
-            sizes[row_dim] = self._build(result[row_dim])
-            return torch.Size(sizes)
-        if name == "__len__":
-            if not row_dim:
-                self.note_plain()
-            return result
-        dims = args[0].dim()
-        if name in _NUMEL or (name == "size" and len(args) > 1 and args[1] % dims == row_dim):
-            return self._build(result)
-        return result
 
     def _note_operand(self, number: _RowNumber, name: str) -> None:
         """Note a number that a function computes with, unless it is a multiple of the rows.
@@ -87,7 +112,7 @@ class RowCounts:
         if name in _FACTORIES:
             self.note_plain()
         for rows, other in zip(self._others, number.others, strict=True):
-            if other * self._rows != _to_plain(number) * rows:
+            if other * self._rows != number.value * rows:
                 self.note_plain()
 
     def note_plain(self) -> None:
@@ -130,44 +155,101 @@ class RowCounts:
         return RowCount(int(size), [size // self._rows * rows for rows in self._others], self)
 
 
+# PyTorch's functions in C ask whether a number is symbolic, and look into it if not. So it is both
+# for them: an int for code of users, and a symbol that a mode will replace.
+class _SymbolicInt(int, torch.SymInt):
+    pass
+
+
+class _SymbolicFloat(float, torch.SymFloat):
+    pass
+
+
 class _RowNumber:
     """A number that knows what it would be for other numbers of rows."""
 
-    others: Sequence[Any]
-    counts: RowCounts
+    def __init__(self, value: float, others: Sequence[Any], counts: RowCounts) -> None:
+        self.value, self.others, self.counts = value, others, counts
+
+    @property
+    def __class__(self) -> Any:
+        """The type that the number is for code that asks with `isinstance`."""
+        return _SymbolicInt if type(self.value) is int else _SymbolicFloat
 
     def __bool__(self) -> bool:
         return bool(self.counts.compare(operator.ne, self, 0))
 
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.value, name)  # PyTorch asks for some that no number has
+        self.counts.note_plain()
+        return attribute
+
     def __reduce__(self) -> Any:
-        plain = _to_plain(self)
-        return type(plain), (plain,)
+        return type(self.value), (self.value,)
 
 
-class RowCount(_RowNumber, int):
+class RowCount(_RowNumber):
     """A size that depends on the number of rows."""
 
-    def __new__(cls, value: int, others: Sequence[int], counts: RowCounts) -> RowCount:
-        """Return the size of a micro-batch, with those for other numbers of rows."""
-        number = int.__new__(cls, value)
-        number.others, number.counts = others, counts
-        return number
 
-
-class RowFraction(_RowNumber, float):
+class RowFraction(_RowNumber):
     """A number that was computed from a size, and is not whole."""
 
-    def __new__(cls, value: float, others: Sequence[float], counts: RowCounts) -> RowFraction:
-        """Return the number of a micro-batch, with those for other numbers of rows."""
-        number = float.__new__(cls, value)
-        number.others, number.counts = others, counts
-        return number
+
+class RowSizes(tuple[Any, ...]):
+    """The sizes of a tensor, in place of a `torch.Size`, which takes plain numbers only."""
+
+    @property
+    def __class__(self) -> Any:
+        """The type that the sizes are for code that asks with `isinstance`."""
+        return torch.Size
+
+    def numel(self) -> Any:
+        """Return the number of entries."""
+        product: Any = 1
+        for size in self:
+            product = product * size
+        return product
+
+    def __getitem__(self, index: Any) -> Any:
+        entry = tuple.__getitem__(self, index)
+        return RowSizes(entry) if isinstance(index, slice) else entry
+
+    def __add__(self, other: Any) -> Any:
+        return RowSizes((*self, *other))
+
+    def __radd__(self, other: Any) -> Any:
+        return RowSizes((*other, *self))
+
+    def __mul__(self, count: SupportsIndex) -> Any:
+        return RowSizes(tuple.__mul__(self, count))
+
+    def __reduce__(self) -> Any:
+        return torch.Size, (tuple(map(_to_plain, self)),)
+
+
+def unwrap_numbers(values: Any) -> Any:
+    """Return arguments of a function with plain numbers and sizes."""
+    kind = type(values)
+    if kind is RowCount or kind is RowFraction:
+        return values.value
+    if kind is RowSizes:
+        return torch.Size(map(_to_plain, values))
+    if kind is tuple or kind is list:
+        # Most arguments have none, and stay the same objects.
+        items = [unwrap_numbers(value) for value in values]
+        is_same = all(map(operator.is_, items, values))
+        return values if is_same else kind(items)
+    if kind is dict:
+        return {key: unwrap_numbers(value) for key, value in values.items()}
+    if kind is slice:
+        bounds = values.start, values.stop, values.step
+        return slice(*map(_to_plain, bounds))
+    return values
 
 
 def _to_plain(number: Any) -> Any:
-    if isinstance(number, int) and not isinstance(number, bool):
-        return int.__index__(number)
-    return float.__float__(number) if isinstance(number, float) else number
+    return number.value if isinstance(number, _RowNumber) else number
 
 
 def _build_comparison(name: str) -> Callable[[Any, Any], Any]:
@@ -201,26 +283,26 @@ def _build_arithmetic(name: str, is_reflected: bool) -> Callable[[Any, Any], Any
     return compute
 
 
-def _build_conversion(base: type, name: str) -> Callable[..., Any]:
-    method = getattr(base, name)
-
+def _build_conversion(name: str) -> Callable[..., Any]:
     def convert(self: _RowNumber, *args: Any) -> Any:
         self.counts.note_plain()
-        return method(self, *args)
+        return getattr(self.value, name)(*map(_to_plain, args))
 
     return convert
 
 
 _CONVERSIONS = (
     *("__int__", "__float__", "__round__", "__trunc__", "__floor__", "__ceil__", "__hash__"),
-    *("__divmod__", "__rdivmod__", "__neg__", "__abs__"),
+    *("__divmod__", "__rdivmod__", "__neg__", "__pos__", "__abs__", "__str__", "__repr__"),
+    "__format__",
 )
-for _name in _CONVERSIONS:
-    for _class, _base in ((RowCount, int), (RowFraction, float)):
-        setattr(_class, _name, _build_conversion(_base, _name))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    for _class in (RowCount, RowFraction):
+for _class in (RowCount, RowFraction):
+    for _name in _CONVERSIONS:
+        setattr(_class, _name, _build_conversion(_name))
+    for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(_class, f"__{_name}__", _build_comparison(_name))
+for _name in ("__index__", "__invert__"):
+    setattr(RowCount, _name, _build_conversion(_name))
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _BITWISE = ("and_", "or_", "xor", "lshift", "rshift")
 for _class, _names in ((RowCount, (*_ARITHMETIC, *_BITWISE)), (RowFraction, _ARITHMETIC)):

@@ -163,7 +163,8 @@ class RowMeanProver(TorchFunctionMode):
                 kind = self._derive(name.strip("_"), kinds.pop(), tensors, args, kwargs, outputs)
         for output in outputs:
             self._mark(output, kind)
-        return self._row_counts.replace_sizes(name, args, result)
+        self._row_counts.note_sizes(name, args, result)
+        return result
 
     def _mark(self, tensor: Tensor, kind: Kind) -> None:
         self._kinds[id(tensor)] = weakref.ref(tensor), kind

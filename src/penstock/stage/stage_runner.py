@@ -50,8 +50,8 @@ from penstock.stage.cell_graph import (
     find_gradient_edge,
 )
 from penstock.stage.compile_support import has_compiled_module
-from penstock.stage.gradient_hooks import GradientHookWatch
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
+from penstock.stage.loss_terms import LossTerms, find_added_terms
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
 from penstock.stage.payload import (
     FlatValues,
@@ -100,7 +100,7 @@ from penstock.stage.rng import (
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
-from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH
+from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH, count_graph_nodes
 
 
 @dataclass(slots=True)
@@ -173,6 +173,7 @@ class StageRunner:
         self.parameters = find_trainable_parameters(modules)
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False
+        self.graph_sizes: dict[int, int] = {}  # by micro-batch, the nodes that its layers made
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
         # The seed of the call, for draws from `random` and `numpy.random`, and the lock that a cell
@@ -180,6 +181,8 @@ class StageRunner:
         self.call_seed = 0
         self.host_rng_lock: AbstractContextManager[object] | None = host_rng_lock
         self.used_host_generators: set[str] = set()
+        # Where the terms of losses that layers add are noted, by stage and micro-batch.
+        self.added_terms: dict[tuple[int, int], LossTerms] | None = None
         self.peers: Sequence[ref[StageRunner]] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
@@ -203,8 +206,6 @@ class StageRunner:
         self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
-        hooked = [p for p in self.parameters if p._post_accumulate_grad_hooks]
-        self._gradient_hooks = GradientHookWatch(stage, hooked) if hooked else None
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -253,8 +254,6 @@ class StageRunner:
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
         """Compute a cell from the payloads of its sources; return those for its destinations."""
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.check_not_stepped()
         # Loops here and below, and no comprehensions, which are function calls in Python 3.11.
         read_only = []
         for payload in input_payloads.values():
@@ -332,8 +331,6 @@ class StageRunner:
         saved = self._recompute_inputs.get(microbatch)
         if saved is None:
             return {}
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.check_not_stepped()
         self.has_recomputed = True
         inputs = self._copy_inputs(saved)
         with self._restore_state(saved):
@@ -613,6 +610,7 @@ class StageRunner:
         # Walking the graph is slow, so a stage is checked in one forward only.
         is_checked = behavior.uses_only_parameters if self._is_tracked else behavior.stays_in_stage
         versions = [] if is_checked else self._read_parameter_versions()
+        node_count = count_graph_nodes()
         try:
             outputs = flatten_outputs(self._run_layers(microbatch, values))
         except RuntimeError as error:
@@ -629,6 +627,7 @@ class StageRunner:
                 "leaves of a graph, which PyTorch does not let them change. Repeat the step: from "
                 "now on they get other tensors. Or change inputs in place always or never."
             ) from error
+        self.graph_sizes[microbatch] = count_graph_nodes() - node_count
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
@@ -695,6 +694,7 @@ class StageRunner:
             if source_values and type(source_values[-1]) is CarriedLoss:
                 values, losses = take_carried_losses(values)
                 break
+        carried_count = len(losses)
         previous_sink = thread_state.sink
         thread_state.sink = losses if self._aux_sink is None else self._aux_sink
         try:
@@ -706,6 +706,10 @@ class StageRunner:
             thread_state.sink = previous_sink
         count = losses.layer_count
         self._aux_loss_count = len(losses) if count is None else count
+        if self.added_terms is not None and len(losses) > carried_count:
+            terms = find_added_terms(losses[carried_count:])
+            if terms is not None:  # otherwise there is no graph, or not yet
+                self.added_terms[self.stage.index, microbatch] = terms
         # Without outputs this is the last stage, whose recomputation returns the losses.
         return carry_losses(outputs, losses) if losses and outputs else outputs
 
@@ -802,8 +806,6 @@ class StageRunner:
         backward of the cell can run again: from the same graph, or, if the graph was recomputed,
         after another recomputation.
         """
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.check_not_stepped()
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
             self._recompute_inputs.pop(microbatch, None)
@@ -812,9 +814,7 @@ class StageRunner:
         try:
             if self.collected_grads is None:
                 self._check_loss_requires_grad(graph, gradients)
-                hooks = self._gradient_hooks
-                with nullcontext() if hooks is None else hooks.watch_backward(self._is_shared):
-                    return graph.backward_accumulate(gradients, retain_graph)
+                return graph.backward_accumulate(gradients, retain_graph)
             parameters = self.parameters if self._proxies is None else self._used_parameters()
             input_grads, parameter_grads = graph.backward_collect(
                 gradients, parameters, retain_graph, self._behavior.hides_parameters
@@ -831,18 +831,6 @@ class StageRunner:
         self._collect_grads(parameter_grads, self.collected_grads)
         return input_grads
 
-    def _is_shared(self, parameter: Tensor) -> bool:
-        """Return whether another stage adds to the gradient of a parameter as well."""
-        if self._proxies is not None and id(parameter) in self._proxies.shared_ids:
-            return True
-        peers = (reference() for reference in self.peers)
-        return any(
-            peer_parameter is parameter
-            for peer in peers
-            if peer is not None and peer is not self
-            for peer_parameter in peer.parameters
-        )
-
     def _check_loss_requires_grad(self, graph: CellGraph, gradients: Mapping[int, Payload]) -> None:
         """Raise if the loss does not require grad although a parameter or an input does."""
         if (
@@ -858,6 +846,18 @@ class StageRunner:
     def backward_weights(self, microbatch: int) -> None:
         """Compute the weight gradients that the backward of the inputs has left, and add them."""
         accumulate_weight_grads(self._pending_weight_grads.pop(microbatch))
+
+    def find_hooked_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters with hooks on their gradients.
+
+        `fully_shard` runs those of its parameters by itself, when it has reduced the gradients.
+        """
+        # In every step, so without a call for each parameter.
+        hooked = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked and self.stage.resharding_modules:
+            static_ids = {id(p) for m in self._static_modules for p in m._parameters.values()}
+            hooked = [parameter for parameter in hooked if id(parameter) in static_ids]
+        return hooked
 
     def find_leaves(self, microbatch: int) -> list[Tensor]:
         """Return all tensors whose `.grad` the backwards of the cell may add to.

@@ -189,8 +189,8 @@ def test_replacing_a_submodule_between_captured_steps() -> None:
     assert sum(recordings(pair.graph)) == 5
 
 
-def test_captured_parameter_hooks_run_per_micro_batch() -> None:
-    """A hook runs once per micro-batch: the sum of clamped gradients is not the clamped sum."""
+def test_captured_parameter_hooks_run_once() -> None:
+    """A hook sees the gradient of the batch, also if it is registered between captured steps."""
     pair = pipe_pair(stack())
     pair.train(2)
     for pipe in pair.both:

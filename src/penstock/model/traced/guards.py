@@ -168,6 +168,8 @@ class InputGuards:
     ) -> None:
         guard_nodes = [index for index, node in enumerate(trace.nodes) if node.is_guard]
         self._replay = TraceReplay(trace, constants, get_buffer, guard_nodes)
+        self.has_reads = any(trace.nodes[index].output is None for index in guard_nodes)
+        self.is_empty = not guard_nodes
         loaded = self._replay.loaded_values
         self.depend_on_constants = not constants.keys().isdisjoint(loaded)
         self.buffer_names = {trace.values[value].buffer_name for value in loaded} - {""}
@@ -182,6 +184,24 @@ class InputGuards:
             for node, result in self._replay.run_nodes(inputs)
             if node.is_guard
         )
+
+    def find_other_reads(self, inputs: Sequence[Tensor]) -> set[str]:
+        """Return what the host would read differently from these inputs, of other sizes.
+
+        "numbers", or "contents" such as lists, which are nearly always others. Operations whose
+        output shapes depend on data are left out. If the nodes do not run on these sizes, nothing
+        is known of what follows.
+        """
+        others = set()
+        try:
+            for node, result in self._replay.run_nodes(inputs):
+                if node.is_guard and node.output is None:
+                    is_number = isinstance(result, bool | int | float)
+                    if not _same_outcome(True, result, node.recorded_result):
+                        others.add("numbers" if is_number else "contents")
+        except Exception:  # such as that of a view with the number of rows
+            others.add("contents")
+        return others
 
 
 def _same_outcome(is_read: bool, actual: Any, expected: Any) -> bool:

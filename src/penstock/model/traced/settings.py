@@ -64,7 +64,7 @@ class SettingsReader:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._variables = _CodeVariables(self._modules)
+        self._variables = CodeVariables(self._modules)
         self._hook_tables = [vars(m).get(name, {}) for m in self._modules for name in HOOK_TABLES]
         self._leaves, self._tensors = list[Any](), list[Tensor]()
         self._values, self._identities = CachedHash(()), tuple[ObjectIdentity, ...]()
@@ -219,7 +219,7 @@ def _make_leaf_key(leaf: Any) -> Any:
 # ---- variables that the code of a forward refers to ----------------------------------------------
 
 
-class _CodeVariables:
+class CodeVariables:
     """The variables outside of a module that its methods may read.
 
     The names are taken from the compiled code. Functions of the same program are followed, those of
@@ -228,12 +228,15 @@ class _CodeVariables:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
-        self._cells, self._cell_names = dict[int, CellType](), dict[int, str]()
+        self.cells, self._cell_names = dict[int, CellType](), dict[int, str]()
         self._visited, self.code_names = set[CodeType](), set[str]()
+        self._methods: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         for module in modules:
             for kind in iter_classes(module):
                 for name, member in vars(kind).items():
-                    if not name.startswith("__") and not callable(member):
+                    if isinstance(member, FunctionType | staticmethod | classmethod):
+                        self._methods[id(kind), name] = vars(kind), name
+                    elif not name.startswith("__") and not callable(member):
                         self._slots[id(kind), name] = vars(kind), name
             for function in _iter_methods(module):
                 self._visit(function)
@@ -247,11 +250,16 @@ class _CodeVariables:
         """Yield the current values, always in the same order."""
         for namespace, name in self._slots.values():
             yield namespace.get(name)
-        for cell in self._cells.values():
+        for cell in self.cells.values():
             try:
                 yield cell.cell_contents
             except ValueError:  # an empty cell: the variable has no value yet
                 yield None
+
+    @property
+    def slots(self) -> list[tuple[Mapping[str, Any], str]]:
+        """The tables and names of the variables that are not in `cells`, and of methods."""
+        return [*self._slots.values(), *self._methods.values()]
 
     def _visit(self, function: FunctionType) -> None:
         if function.__code__ in self._visited or is_of_library(function):
@@ -270,7 +278,7 @@ class _CodeVariables:
                 continue
             self._follow(contents, names)
             if not isinstance(contents, type | FunctionType):
-                self._cells[id(cell)], self._cell_names[id(cell)] = cell, name
+                self.cells[id(cell)], self._cell_names[id(cell)] = cell, name
 
     def _add(self, namespace: Mapping[str, Any], name: str, names: Sequence[str]) -> None:
         self._slots[id(namespace), name] = namespace, name

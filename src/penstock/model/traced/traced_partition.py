@@ -59,7 +59,7 @@ from penstock.model.traced.settings import ModelSettings, SettingsReader, read_s
 from penstock.model.traced.stage_program import StageProgram, build_stage_programs
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
-from penstock.model.traced.trace_family import TraceFamily, warn_of_changes
+from penstock.model.traced.trace_family import TraceFamily, differ_in_sizes_only, warn_of_changes
 from penstock.model.traced.trace_model import derive_trace, trace_model
 from penstock.model.traced.unit_shapes import SizesDiffer, UnitShapes, learn_unit_shapes
 from penstock.model.traced.whole_model import UnitLocations, run_model_method
@@ -438,6 +438,12 @@ class TracedPartition(Partition):
             keywords = zip(keyword_inputs, larger[keywords_start:keywords_end], strict=True)
             return self.trace_microbatch(larger[:keywords_start], dict(keywords), settings)
 
+        def take_batch() -> list[Any]:
+            """Return the leaves of the whole batch."""
+            batch_values = take_rows(values, rows, (0, sum(rows.counts)))
+            keywords = zip(keyword_inputs, batch_values[keywords_start:keywords_end], strict=True)
+            return flatten((batch_values[:keywords_start], dict(keywords)))[0]
+
         if len(pieces) > 1 and not rows.dim and (batch.return_outputs or not batch.is_step):
             dims = plans[0].compiled.find_output_dims(rows.counts[0], trace_larger)
             rows = rows._replace(output_dims=dims)
@@ -477,6 +483,7 @@ class TracedPartition(Partition):
             outputs_have_loss=batch.uses_model_loss
             and all(plan.compiled.loss_combination.has_loss for plan in plans),
             kind_digest=" ".join(sorted({plan.compiled.kind for plan in plans})),
+            other_reads=_find_other_reads(plans, take_batch) if len(pieces) > 1 else frozenset(),
         )
 
     def _check_asked_buffers(self, plans: Sequence[TracedMicrobatch]) -> None:
@@ -893,6 +900,27 @@ def _compute_loss_shares(
         return rows.fractions()
     counts = torch.stack([model_targets[1](target) for target in model_targets[0]])
     return list((counts / counts.sum()).to(device).unbind())
+
+
+def _find_other_reads(
+    plans: Sequence[TracedMicrobatch], take_batch: Callable[[], Sequence[Any]]
+) -> frozenset[str]:
+    """Return what the host would read differently from the whole batch than from micro-batches.
+
+    The code around the units may go by it, as `x / lengths.max().item()` does. "paths" means that
+    forwards of the micro-batches differ in more than sizes: they have read different numbers.
+    """
+    compiled = list({id(plan.compiled): plan.compiled for plan in plans}.values())
+    if all(trace.guards.is_empty for trace in compiled):
+        return frozenset()  # as most models
+    reads: set[str] = set()
+    if any(trace.guards.has_reads for trace in compiled):
+        tensors = [leaf for leaf in take_batch() if isinstance(leaf, Tensor)]
+        reads = set().union(*(trace.guards.find_other_reads(tensors) for trace in compiled))
+    traces = [trace.assignment.trace for trace in compiled]
+    if not all(differ_in_sizes_only([traces[0], trace]) for trace in traces[1:]):
+        reads.add("paths")
+    return frozenset(reads)
 
 
 def _find_model_targets(

@@ -310,6 +310,13 @@ class DistributedLossAccumulator:
             )
         return seeds
 
+    @property
+    def needs_rescale(self) -> bool:
+        """Return whether this step's gradients have a provisional scale until the step ends."""
+        if self.accumulator is not None:
+            return self.accumulator.needs_rescale
+        return self._previous_gradients is not None
+
     def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
         """Set earlier gradients aside before the backward of a cell with a provisional scale."""
         if self.accumulator is not None:

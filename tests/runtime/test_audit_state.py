@@ -1,0 +1,240 @@
+"""State that goes by an id or a count, and numbers that the code around the units reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import AuditError, Pipe, PipeSequential
+
+ROWS, WIDTH = 8, 4
+each_door = pytest.mark.parametrize("door", ["call", "step"])
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64)
+
+
+def build(*layers: nn.Module, **options: Any) -> Pipe:
+    torch.manual_seed(0)
+    last = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    options = {"loss_fn": functional.mse_loss, "checkpoint": "never", **options}
+    return Pipe(
+        PipeSequential(*layers, last), 4, stages=2, devices=["cpu"] * 2, schedule="1f1b", **options
+    )
+
+
+def train(pipe: Pipe, door: str, *inputs: Any) -> None:
+    if door == "step":
+        pipe.step(*inputs, target=rows())
+    else:
+        functional.mse_loss(pipe(*inputs), rows()).backward()
+
+
+# ---- state by id ----------------------------------------------------------------------------
+
+
+class Memory(nn.Module):
+    """A layer that keeps a vector for each user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(16, WIDTH, dtype=torch.float64))
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor, user: Tensor) -> Tensor:
+        memory: Any = self.memory
+        output: Tensor = self.linear(x) + memory[user]
+        with torch.no_grad():
+            memory[user] = 0.5 * memory[user] + x.detach()
+        return output
+
+
+@each_door
+def test_state_of_users_that_several_micro_batches_have_is_found(door: str) -> None:
+    """The rows that are tried first, those of the first two micro-batches, have other users."""
+    pipe = build(Memory())
+    with pytest.raises(AuditError, match=r"changes 0\.memory"):
+        train(pipe, door, rows(), torch.tensor([0, 1, 2, 3, 4, 5, 1, 6]))
+
+
+@each_door
+def test_state_of_users_is_equal_as_long_as_micro_batches_have_different_ones(door: str) -> None:
+    pipe = build(Memory())
+    for _ in range(3):
+        train(pipe, door, rows(), torch.randperm(16)[:ROWS])
+    for _ in range(2):  # also after the error
+        with pytest.raises(AuditError, match=r"changes 0\.memory"):
+            train(pipe, door, rows(), torch.tensor([0, 1, 2, 3, 4, 5, 1, 6]))
+    train(pipe, door, rows(), torch.arange(ROWS))
+
+
+class CentreLoss(nn.Module):
+    """A loss with a centre for each class, which follows the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centres", torch.zeros(16, WIDTH, dtype=torch.float64))
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        centres: Any = self.centres
+        loss = functional.mse_loss(output, centres[label])
+        with torch.no_grad():
+            centres[label] += 0.5 * (output.detach() - centres[label])
+        return loss
+
+
+def test_centres_of_classes_in_a_loss_are_found() -> None:
+    pipe = build(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), loss_fn=CentreLoss())
+    with pytest.raises(AuditError, match=r"changes CentreLoss\.centres"):
+        pipe.step(rows(), target=torch.tensor([0, 1, 2, 3, 4, 5, 1, 6]))
+
+
+# ---- counters -------------------------------------------------------------------------------
+
+
+class Counter:
+    """Tells whether it was asked more than eight times, in one of several ways."""
+
+    calls = 0
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.history: list[float] = []
+        self.numbers = itertools.count()
+
+    def has_grown(self) -> bool:
+        if self.way == "list":
+            self.history.append(1.0)
+            return len(self.history) > 8
+        if self.way == "iterator":
+            return next(self.numbers) > 8
+        self.calls += 1
+        return self.calls > 8
+
+
+class Counting(nn.Module):
+    """A layer that counts its calls in attributes of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.way, self.history, self.numbers = way, list[float](), itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        if self.way == "list":
+            self.history.append(1.0)
+            return output * (1 + (len(self.history) > 8))
+        return output * (1 + (next(self.numbers) > 8))
+
+
+@each_door
+@pytest.mark.parametrize("way", ["list", "iterator"])
+def test_layer_that_counts_its_calls_is_found(way: str, door: str) -> None:
+    with pytest.raises(AuditError, match="computes something else once it has grown"):
+        train(build(Counting(way)), door, rows())
+
+
+@pytest.mark.parametrize("way", ["list", "iterator", "attribute"])
+def test_loss_that_counts_its_calls_is_found(way: str) -> None:
+    """All micro-batches of a step may be on the same side of the threshold."""
+    counter = Counter(way)
+
+    def compute_loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) * (1 + counter.has_grown())
+
+    pipe = build(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), loss_fn=compute_loss)
+    with pytest.raises(AuditError, match="computes something else once it has grown"):
+        pipe.step(rows(), target=rows())
+
+
+def test_list_in_which_a_loss_keeps_its_history_is_no_counter() -> None:
+    history: list[float] = []
+
+    def compute_loss(output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.mse_loss(output, target)
+        history.append(float(loss.detach()))
+        return loss
+
+    pipe = build(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), loss_fn=compute_loss)
+    pipe.step(rows(), target=rows())
+    assert len(history) == 4
+
+
+# ---- numbers that are read from inputs ------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """A model that multiplies by a number, which Python reads from an input between units."""
+
+    def __init__(self, read: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.last = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.read = read
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        output: Tensor = self.last(self.first(x) * self.read(lengths))
+        return output
+
+
+READS: dict[str, Callable[[Tensor], float]] = {
+    "item": lambda lengths: lengths.max().item(),
+    "branch": lambda lengths: 1.0 if (lengths == 6).all() else 2.0,
+    "list": lambda lengths: max(lengths.tolist()),
+    "array": lambda lengths: float(lengths.numpy().max()),
+    "count": lambda lengths: float(torch.unique(lengths).numel()),
+    "threshold of the batch": lambda lengths: 2.0 if lengths.sum() > 100 else 1.0,
+}
+
+
+@each_door
+@pytest.mark.parametrize("read", READS)
+def test_number_that_is_read_from_an_input_between_units_is_found_later(
+    read: str, door: str
+) -> None:
+    torch.manual_seed(0)
+    equal = torch.full((ROWS,), 6)
+    pipe = Pipe(
+        Reads(READS[read]), 4, stages=2, devices=["cpu"] * 2, example=(rows(), equal),
+        balance="parameters", loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    for _ in range(3):
+        train(pipe, door, rows(), equal)
+    other = torch.tensor([20] * ROWS if "batch" in read else [1, 2, 3, 3, 6, 1, 6, 6])
+    for _ in range(2):  # also after the error
+        with pytest.raises(AuditError):
+            train(pipe, door, rows(), other)
+
+
+@each_door
+def test_number_that_is_read_and_makes_no_difference(door: str) -> None:
+    """A mask is skipped where it masks nothing."""
+    torch.manual_seed(0)
+
+    class Masked(Reads):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            y: Tensor = self.first(x)
+            if not (lengths == 6).all():
+                y = y * (lengths == 6).double()[:, None]
+            output: Tensor = self.last(y)
+            return output
+
+    model = Masked(READS["item"])
+    equal, other = torch.full((ROWS,), 6), torch.tensor([1, 2, 3, 3, 6, 6, 6, 6])
+    pipe = Pipe(
+        model, 4, stages=2, devices=["cpu"] * 2, example=(rows(), equal), balance="parameters"
+    )
+    for lengths in (equal, other, equal, other):
+        x = rows()
+        with torch.no_grad():
+            assert torch.allclose(pipe(x, lengths), model(x, lengths))
+        if door == "step":
+            pipe.step(x, lengths, target=rows(), loss_fn=functional.mse_loss)
