@@ -74,10 +74,8 @@ class Point(NamedTuple):
     @property
     def work(self) -> float:
         """The seconds that each rank computes."""
-        row = self.row
-        stages_per_rank = len(self.placement) / row["ranks"]
-        one: float = self.scale * sum(row[name] for name in "FIW") * stages_per_rank
-        return row["chunks"] * one
+        row, stages_per_rank = self.row, len(self.placement) / self.row["ranks"]
+        return float(row["chunks"] * self.scale * sum(row[op] for op in "FIW") * stages_per_rank)
 
     @property
     def actions(self) -> int:

@@ -164,7 +164,7 @@ def _agree(pipeline: Pipeline, lanes: Sequence[_Lane], rank: int, before: int, b
 
 def _are_consistent(pipeline: Pipeline, lanes: Sequence[_Lane], begins: Sequence[int]) -> bool:
     """Return whether no rank has done something that another has yet to prepare."""
-    done = {}
+    done: dict[int, int] = {}
     for lane, begin in zip(lanes, begins, strict=True):
         done.update(zip(lane.queues, lane.done[begin], strict=True))
     return all(
