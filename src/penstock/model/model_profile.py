@@ -291,6 +291,7 @@ def _build_unit(
         parameter_bytes=sum(t.nbytes for t in tensors),
         gradient_bytes=sum(t.nbytes for t in tensors if t.requires_grad),
         activation=activation_bytes,
+        workspace=line(kinds[0], lambda m: m.workspace_bytes),
     )
 
 
