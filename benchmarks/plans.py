@@ -57,7 +57,6 @@ from penstock.model.model_profile import profile_model
 from penstock.model.planner import ModelPlan, attach_model
 from penstock.model.profiler import bind_target
 from penstock.planning import Profile, search_plan
-from penstock.planning.search import choose_chunks
 from penstock.schedules.families import FAMILIES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -161,7 +160,7 @@ class Case:
     target: Tensor | None
     loss_fn: Callable[..., Tensor]
     places: tuple[Device, ...]
-    chunks: tuple[int, ...] | None = None  # to try; None: those of `penstock.plan`
+    chunks: tuple[int, ...] = (4, 8, 16)  # to try. More take long to capture
 
     @property
     def ranks(self) -> int:
@@ -192,14 +191,11 @@ def make_case(entry: str, cpu: bool) -> Case:
         labels = torch.randint(1000, (rows,), device=place)
         model = resnet(layers, width).to(place)
         return Case(entry, model, images, labels, nn.functional.cross_entropy, devices)
-    # Any number of the MLP's rows is a micro-batch. A few numbers are enough.
-    blocks, width, rows, chunks = (16, 2048, 8192, (4, 8, 16, 32))
-    if name == "unequal":
-        blocks, width, rows, chunks = (32, 1536, 16_384, (8, 16, 32))
+    blocks, width, rows = (32, 1536, 16_384) if name == "unequal" else (16, 2048, 8192)
     if cpu:
-        blocks, width, rows, chunks = (16, 16, 64, (4, 8, 16))
+        blocks, width, rows = (16, 16, 64)
     x = torch.randn(rows, width, device=place, dtype=dtype)
-    return Case(entry, mlp(blocks, width).to(place, dtype), x, None, loss_of, devices, chunks)
+    return Case(entry, mlp(blocks, width).to(place, dtype), x, None, loss_of, devices)
 
 
 # ---- the report --------------------------------------------------------------------------------
@@ -304,31 +300,23 @@ class Planned:
         self.units = len(self.profile.units)
         self.equal = cut_equally(self.units, case.ranks)
         free = {"memory": inf, "chunks": case.chunks}
-        self.names = [
-            *((name, {"schedules": [name]}) for name, family in FAMILIES.items() if family.trains),
-            ("fit", {"schedules": ["fit"]}),
-        ]
         others = [] if case.name == "unequal" else self._list_alternatives()
         self.choices = [("the plan", free), *others]
         self._futures = searches.submit(self.profile, [choice for _, choice in self.choices])
 
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of micro-batches of the alternatives. More take long to capture."""
-        ranks = self.case.ranks
-        return [m for m in sorted({ranks, 2 * ranks, 8, 16}) if self.profile.rows % m == 0]
-
     def _list_alternatives(self) -> list[tuple[str, Choice]]:
         """Return schedules x micro-batches with their best cuts, then cuts and recomputation."""
+        names = [name for name, family in FAMILIES.items() if family.trains and name != "naive"]
+        schedules: list[Choice] = [{"schedules": [name]} for name in (*names, "fit")]
         everything: Choice = {"recompute": [True] * self.case.ranks}
         equal: Choice = {"cut": self.equal}
-        many = {"memory": inf, "chunks": [self.numbers[-1]]}
+        many = {"memory": inf, "chunks": [self.case.chunks[-1]]}
         return [
             *(
                 ("", {"memory": inf, "chunks": [number], **choice})
-                for number in self.numbers
-                for name, choice in self.names
-                if name != "naive"
+                for number in self.case.chunks
+                if number >= self.case.ranks
+                for choice in schedules
             ),
             (", equal layers", {**many, "schedules": ["1f1b"], **equal}),
             (", equal layers", {**many, "schedules": ["zb-h1"], **equal}),
@@ -523,7 +511,7 @@ class Caps:
     """Three caps that bind, and the searches for plans and for the usual choice under each."""
 
     def __init__(self, planned: Planned, plan: Plan) -> None:
-        chunks = planned.case.chunks or choose_chunks(planned.profile.rows, plan.ranks)
+        chunks = planned.case.chunks
         usual = {
             "cut": planned.equal,
             "schedules": ["1f1b"],
