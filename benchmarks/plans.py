@@ -174,7 +174,7 @@ def make_case(entry: str, cpu: bool) -> Case:
     places: Sequence[Any] = ["cpu"] * int(ranks or 3)
     if not cpu:
         sizes = {"n": int(ranks)} if ranks else {"sms": [64, 32, 16]}
-        places = penstock.virtual_devices("cuda:0", **sizes)  # type: ignore[arg-type]
+        places = penstock.virtual_devices("cuda:0", **sizes)
     devices = tuple(map(resolve_device, places))
     if name == "gpt":
         blocks, width, words, rows, length = (16, 1024, 32_000, 32, 512)
