@@ -24,6 +24,13 @@ A plan is what `penstock.plan` returns: its profile is measured first, and the s
 tables run beside the measurements, in processes of their own. Layers of the GPT are an embedding,
 16 attentions, 16 feed-forward blocks and a head of 32,000 words, in bf16. Times are medians in
 milliseconds. Each row is printed as soon as it is measured.
+
+Most of the time goes into the first step and the capture of each pipe. So several processes
+prepare one pipe each, and then time their steps in turns, while the others wait:
+
+    process 0    [ build, first step, capture ]         [ steps ]
+    process 1    [ build, first step, capture    ]              [ steps ]
+    process 2    [ build, first step, capture  ]                        [ steps ]
 """
 
 from __future__ import annotations
@@ -34,13 +41,14 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -65,8 +73,10 @@ from benchmarks.virtual import TURNS, Block, graph_of, head, line, loss_of, need
 
 TABLES = ("choices", "caps")
 CASES = ("gpt-4", "gpt-8", "mlp-4", "mlp-8", "resnet101-4", "resnet101-8", "unequal")
-ALTERNATIVES = 21
-TIMED_STEPS, WARM_STEPS = 5, 2
+ALTERNATIVES = 20
+WORKERS = 4  # processes that prepare pipes side by side
+TIMED_STEPS = 5
+WARM_SECONDS = 0.15  # until the clock of the GPU has settled
 # A plan that was made for a cap leaves some of it free if it can, as in `penstock.plan`.
 SEARCHED_SHARES = (0.95, 1.0)
 # From what everything recomputed needs (0) to what is needed without a cap (1), as exponents.
@@ -181,21 +191,25 @@ def make_case(entry: str, cpu: bool) -> Case:
         if cpu:
             blocks, width, words, rows, length = (4, 32, 100, 16, 8)
         x = torch.randint(words, (rows, length), device=place)
-        model = gpt(blocks, width, words).to(place, dtype)
+        with torch.device(place):
+            model = gpt(blocks, width, words).to(dtype)
         return Case(entry, model, x, x.roll(-1, 1), word_loss, devices)
     if name == "resnet101":
         layers, width, rows, size = (
-            ((1, 1, 2, 1), 4, 16, 64) if cpu else ((3, 4, 23, 3), 64, 64, 112)
+            ((1, 1, 2, 1), 4, 16, 64) if cpu else ((3, 4, 23, 3), 64, 128, 128)
         )
         images = torch.randn(rows, 3, size, size, device=place)
         labels = torch.randint(1000, (rows,), device=place)
-        model = resnet(layers, width).to(place)
+        with torch.device(place):
+            model = resnet(layers, width)
         return Case(entry, model, images, labels, nn.functional.cross_entropy, devices)
-    blocks, width, rows = (32, 1536, 16_384) if name == "unequal" else (16, 2048, 8192)
+    blocks, width, rows = (32, 1024, 65_536) if name == "unequal" else (16, 2048, 8192)
     if cpu:
         blocks, width, rows = (16, 16, 64)
     x = torch.randn(rows, width, device=place, dtype=dtype)
-    return Case(entry, mlp(blocks, width).to(place, dtype), x, None, loss_of, devices)
+    with torch.device(place):
+        model = mlp(blocks, width).to(dtype)
+    return Case(entry, model, x, None, loss_of, devices)
 
 
 # ---- the report --------------------------------------------------------------------------------
@@ -281,8 +295,8 @@ def cut_equally(units: int, stages: int) -> list[int]:
 class Planned:
     """A case with its profile, and the searches that have been started for it."""
 
-    def __init__(self, report: Report, case: Case, searches: Searches) -> None:
-        self.report, self.case, self.searches = report, case, searches
+    def __init__(self, report: Report, case: Case, searches: Searches, workers: Workers) -> None:
+        self.report, self.case, self.searches, self.workers = report, case, searches, workers
         begin = perf_counter()
         self.profile = profile_model(
             case.model,
@@ -291,6 +305,8 @@ class Planned:
             optimizer="sgd",
             loss=partial(bind_target, case.loss_fn, case.target),
         )
+        if case.x.is_cuda:
+            torch.cuda.empty_cache()  # other processes need memory, too
         report.write(profile=self.profile.to_json(), name=case.name)
         speeds = ", ".join(sorted({f"{device.speed:.3f}" for device in self.profile.devices}))
         report.say(
@@ -310,7 +326,7 @@ class Planned:
         schedules: list[Choice] = [{"schedules": [name]} for name in (*names, "fit")]
         everything: Choice = {"recompute": [True] * self.case.ranks}
         equal: Choice = {"cut": self.equal}
-        many = {"memory": inf, "chunks": [self.case.chunks[-1]]}
+        many = {"memory": inf, "chunks": [max(self.case.ranks, self.case.chunks[1])]}
         return [
             *(
                 ("", {"memory": inf, "chunks": [number], **choice})
@@ -326,9 +342,6 @@ class Planned:
                 {**many, "schedules": ["1f1b"], **equal, **everything},
             ),
         ]
-
-    def attach(self, plan: Plan) -> ModelPlan:
-        return attach_model(plan, self.case.x, self.case.target, self.case.places, None)
 
     def find_plans(self, count: int) -> tuple[Plan, list[tuple[str, Plan]]]:
         """Return the plan, and at most so many others, the best forecasts first."""
@@ -355,79 +368,153 @@ def is_same(plan: Plan, other: Plan) -> bool:
 # ---- measurements ------------------------------------------------------------------------------
 
 
+class Job(NamedTuple):
+    """A plan to measure.
+
+    name: of the row
+    case: the name of the case
+    with_time, with_memory: what to measure
+    """
+
+    name: str
+    case: str
+    plan: Plan
+    with_time: bool = True
+    with_memory: bool = False
+
+
 class Measured(NamedTuple):
     """The median milliseconds of a step, and the bytes of the fullest rank, if they were asked for.
 
-    seconds: of the pipe, the first step, the capture, and the others
+    seconds: of the pipe, the first step, and the capture
     stages: the seconds of F, I and W of each stage
     """
 
     ms: float
     rank_peak: float
-    allocated: int
     seconds: list[float]
     stages: list[float]
 
 
-def measure(case: Case, plan: ModelPlan, with_memory: bool = False) -> Measured:
-    gc.collect()
-    is_gpu = case.x.is_cuda
-    if is_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    times = [perf_counter()]
-    # Without the cap, so that nothing but the measurement says whether the plan keeps to it.
-    plan = replace(plan, memory=(inf,) * plan.ranks)
-    pipe = Pipe(case.model, plan=plan, loss_fn=case.loss_fn, audit="off", runtime=plan.runtime)
-    times.append(perf_counter())
+class PreparedPipe:
+    """A pipe whose step is captured, and ready to be timed."""
 
-    def step() -> None:
-        pipe.step(case.x, target=case.target)
-
-    rank_peak = 0.0
-    if with_memory and is_gpu:
+    def __init__(self, case: Case, job: Job) -> None:
+        gc.collect()
+        times = [perf_counter()]
+        self.is_gpu, self.with_time = case.x.is_cuda, job.with_time
+        # Without the cap, so that nothing but the measurement says whether the plan keeps to it.
+        plan = replace(job.plan, memory=(inf,) * job.plan.ranks)
+        planned = attach_model(plan, case.x, case.target, case.places, None)
+        options: dict[str, Any] = {"loss_fn": case.loss_fn, "audit": "off"}
+        self.pipe = Pipe(case.model, plan=planned, runtime=plan.runtime, **options)
+        self.step = partial(self.pipe.step, case.x, target=case.target)
+        times.append(perf_counter())
         case.model.zero_grad()
-        rank_peak = measure_rank_peak(plan, step)
-    else:
-        step()
-    times.append(perf_counter())
-    step()  # is captured
-    wait(is_gpu)
-    times.append(perf_counter())
-    ms = time_steps(step, is_gpu)
-    times.append(perf_counter())
-    cost = pipe.forecast().cost
-    stages = [sum(seconds) for seconds in zip(cost.F, cost.I, cost.W, strict=True)]
-    seconds = [round(end - start, 3) for start, end in pairwise(times)]
-    allocated = torch.cuda.max_memory_allocated() if is_gpu else 0
-    return Measured(ms, rank_peak, allocated, seconds, stages)
+        self.rank_peak = 0.0
+        if job.with_memory and self.is_gpu:
+            self.rank_peak = measure_rank_peak(planned, self.step)
+        else:
+            self.step()
+        self._wait()
+        times.append(perf_counter())
+        if self.with_time:
+            self.step()  # is captured
+            self._wait()
+        times.append(perf_counter())
+        self.seconds = [round(end - start, 3) for start, end in pairwise(times)]
 
+    def _wait(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
 
-def wait(is_gpu: bool) -> None:
-    if is_gpu:
+    def measure(self) -> Measured:
+        """Return what was measured before, and the time of steps that follow each other."""
+        if not self.with_time:
+            return Measured(0.0, self.rank_peak, self.seconds, [])
+        begin = perf_counter()
+        while perf_counter() - begin < WARM_SECONDS:
+            self.step()
+            self._wait()
+        ms = self._time_steps()
+        cost = self.pipe.forecast().cost
+        stages = [sum(seconds) for seconds in zip(cost.F, cost.I, cost.W, strict=True)]
+        return Measured(ms, self.rank_peak, self.seconds, stages)
+
+    def _time_steps(self) -> float:
+        if not self.is_gpu:
+            ends = [perf_counter()]
+            for _ in range(TIMED_STEPS):
+                self.step()
+                ends.append(perf_counter())
+            return 1e3 * median(end - start for start, end in pairwise(ends))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
+        self.step()
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
         torch.cuda.synchronize()
+        return float(median(start.elapsed_time(end) for start, end in pairwise(events)))
 
 
-def time_steps(step: Callable[[], None], is_gpu: bool) -> float:
-    """Return the median milliseconds of steps that follow each other."""
-    for _ in range(WARM_STEPS):
-        step()
-    if not is_gpu:
-        ends = [perf_counter()]
-        for _ in range(TIMED_STEPS):
-            step()
-            ends.append(perf_counter())
-        return 1e3 * median(end - start for start, end in pairwise(ends))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return float(median(start.elapsed_time(end) for start, end in pairwise(events)))
+def serve(connection: Connection, cpu: bool) -> None:
+    """Prepare and measure pipes, one after the other, as the main process asks."""
+    case: Case | None = None
+    prepared: PreparedPipe | None = None
+    while (job := connection.recv()) is not None:
+        try:
+            if isinstance(job, Job):
+                if case is None or case.name != job.case:
+                    prepared = case = None
+                    case = make_case(job.case, cpu)
+                prepared = PreparedPipe(case, job)
+                connection.send(None)
+            else:
+                assert prepared is not None
+                connection.send(prepared.measure())
+                prepared = None
+        except Exception as error:
+            prepared = None
+            connection.send(f"{type(error).__name__}: {str(error)[:300]}")
 
 
-def measure_rank_peak(plan: ModelPlan, step: Callable[[], None]) -> float:
+class Workers:
+    """Processes that prepare pipes side by side, and time them one by one."""
+
+    def __init__(self, cpu: bool) -> None:
+        context = get_context("spawn")  # a process that was forked may not use CUDA
+        self._connections: list[Connection] = []
+        for _ in range(WORKERS):
+            here, there = context.Pipe()
+            context.Process(target=serve, args=(there, cpu), daemon=True).start()
+            self._connections.append(here)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.send(None)
+
+    def measure(self, report: Report, jobs: Sequence[Job]) -> Iterator[tuple[Job, Measured]]:
+        """Yield what was measured of each job, in order, until there is no time left."""
+        for first in range(0, len(jobs), WORKERS):
+            if report.is_over:
+                return
+            batch = list(zip(jobs[first : first + WORKERS], self._connections, strict=False))
+            for job, connection in batch:
+                connection.send(job)
+            errors = [connection.recv() for _, connection in batch]
+            for (job, connection), error in zip(batch, errors, strict=True):
+                if error is None:
+                    connection.send("measure")
+                    answer = connection.recv()
+                    if isinstance(answer, Measured):
+                        yield job, answer
+                        continue
+                    error = answer
+                report.say(f"{job.name}: {error}")
+
+
+def measure_rank_peak(plan: ModelPlan, step: Callable[[], object]) -> float:
     """Return the most bytes that a rank has allocated in the first step, with what it holds.
 
     The allocator records every allocation with its stream, and the stream tells the rank. What is
@@ -473,36 +560,30 @@ def count_parameters(plan: Plan) -> list[float]:
 
 
 def print_choices(planned: Planned, plan: Plan, others: Sequence[tuple[str, Plan]]) -> None:
-    report = planned.report
+    report, case = planned.report, planned.case
     print(head(["choice", "ms", "forecast", "measured / forecast"]), flush=True)
+    rows = [("the plan", plan), *others]
     measured: dict[str, float] = {}
-    for name, other in [("the plan", plan), *others, ("the plan again", plan)]:
-        if report.is_over:
-            break
-        try:
-            found = measure(planned.case, planned.attach(other))
-        except (PenstockError, torch.OutOfMemoryError) as error:
-            report.say(f"{name}: {type(error).__name__}, {str(error)[:100]}")
-            continue
-        measured[name] = found.ms
+    for job, found in planned.workers.measure(report, [Job(n, case.name, p) for n, p in rows]):
+        other = job.plan
+        measured[job.name] = found.ms
         cost = other.costs.cost
         report.print(
             [
-                name,
+                job.name,
                 f"{found.ms:.1f}",
                 f"{1e3 * other.seconds:.1f}",
                 f"{found.ms / 1e3 / other.seconds:.3f}",
             ],
-            case=planned.case.name,
+            case=case.name,
             planned=[sum(s) for s in zip(cost.F, cost.I, cost.W, strict=True)],
             cut=other.cut,
             **found._asdict(),
         )
-    mine = [measured.pop(name) for name in ("the plan", "the plan again") if name in measured]
-    if mine and measured:
-        ms, fastest = median(mine), min(measured.values())
+    ms = measured.pop("the plan", 0.0)
+    if ms and measured:
         report.say(
-            f"{planned.case.name}: the plan takes {ms / fastest:.3f} of the fastest of "
+            f"{case.name}: the plan takes {ms / min(measured.values()):.3f} of the fastest of "
             f"{len(measured)} alternatives, and {ms / 1e3 / plan.seconds:.3f} of its forecast"
         )
 
@@ -530,7 +611,7 @@ class Caps:
         self.usual = submit([{"memory": cap, **usual} for cap in self.caps])
 
 
-def print_caps(planned: Planned, caps: Caps) -> None:
+def print_caps(planned: Planned, caps: Caps, with_time: bool) -> None:
     report, case = planned.report, planned.case
     report.say(
         f"{case.name}: without a cap the plan needs {caps.most / 1e9:.3f} GB; with everything "
@@ -538,39 +619,35 @@ def print_caps(planned: Planned, caps: Caps) -> None:
     )
     names = ["cap", "choice", "ms", "forecast", "fullest rank", "forecast", "of the cap", "speed"]
     print(head(names), flush=True)
+    plans, usual = ([search.result() for search in part] for part in (caps.plans, caps.usual))
+    jobs = [
+        Job(f"{cap:.0f}", case.name, plan, with_time, with_memory=True)
+        for cap, plan in zip(caps.caps, plans, strict=True)
+        if plan is not None
+    ]
+    slow = {plan.chunks: plan for plan in usual if plan is not None} if with_time else {}
+    jobs = [*(Job(f"usual {m}", case.name, plan) for m, plan in slow.items()), *jobs]
     usual_ms: dict[int, float] = {}
-    for cap, plan_search, usual_search in zip(caps.caps, caps.plans, caps.usual, strict=True):
-        plan, usual = plan_search.result(), usual_search.result()
-        if report.is_over:
-            break
-        if usual is not None and usual.chunks not in usual_ms:
-            usual_ms[usual.chunks] = measure(case, planned.attach(usual)).ms
-            report.print(
-                [
-                    f"{cap / 1e9:.3f} GB",
-                    f"equal layers, {usual.describe_choice()}",
-                    f"{usual_ms[usual.chunks]:.1f}",
-                    f"{1e3 * usual.seconds:.1f}",
-                    *[""] * 3,
-                    "1.00",
-                ],
-                case=case.name,
-            )
-        if plan is None:
-            report.print([f"{cap / 1e9:.3f} GB", "nothing fits"])
+    for job, found in planned.workers.measure(report, jobs):
+        plan = job.plan
+        times = [f"{found.ms:.1f}" if with_time else "", f"{1e3 * plan.seconds:.1f}"]
+        if job.name.startswith("usual"):
+            usual_ms[plan.chunks] = found.ms
+            name = f"equal layers, {plan.describe_choice()}"
+            report.print(["", name, *times, "", "", "", ""], case=case.name)
             continue
-        found = measure(case, planned.attach(plan), with_memory=True)
-        speed = "" if usual is None else f"{usual_ms[usual.chunks] / found.ms:.2f}"
+        cap = float(job.name)
+        others = [p for c, p in zip(caps.caps, usual, strict=True) if p and abs(c - cap) < 1]
+        speeds = [usual_ms[p.chunks] / found.ms for p in others if p.chunks in usual_ms]
         report.print(
             [
                 f"{cap / 1e9:.3f} GB",
                 plan.describe_choice(),
-                f"{found.ms:.1f}",
-                f"{1e3 * plan.seconds:.1f}",
+                *times,
                 f"{found.rank_peak / 1e9:.3f} GB",
                 f"{max(plan.forecast.peak) / 1e9:.3f} GB",
                 f"{found.rank_peak / cap:.3f}",
-                speed,
+                "".join(f"{speed:.2f}" for speed in speeds),
             ],
             case=case.name,
             cut=plan.cut,
@@ -620,6 +697,7 @@ def measure_ceiling(case: Case, plan: Plan) -> float:
     sms = [place.sms for place in case.places]  # type: ignore[attr-defined]
     first = replay([3 * size // min(sms) for size in sms])
     seconds = replay([max(3, round(1.0 / one)) for one in first])
+    case.model.zero_grad()
     rate = sum(TURNS / one for one in seconds)
     return len(case.model) * plan.chunks / rate
 
@@ -632,7 +710,8 @@ def print_unequal(planned: Planned) -> None:
     ceiling = measure_ceiling(case, plan) if case.x.is_cuda else plan.seconds
     even = search.result()
     assert even is not None
-    fast, slow = (measure(case, planned.attach(p)) for p in (plan, even))
+    jobs = [Job("the plan", case.name, plan), Job("equal cut", case.name, even)]
+    fast, slow = (found for _, found in planned.workers.measure(report, jobs))
     bubble = ", ".join(f"{cause} {share:.1%}" for cause, share in plan.forecast.bubble.items())
     report.say(
         f"unequal: {plan.describe_choice()}, cut {list(plan.cut)}: {fast.ms:.1f} ms, forecast "
@@ -663,7 +742,7 @@ def print_case(planned: Planned, args: argparse.Namespace) -> None:
     if "choices" in args.tables:
         print_choices(planned, plan, others)
     if caps is not None:
-        print_caps(planned, caps)
+        print_caps(planned, caps, with_time=case.name.startswith("gpt"))
 
 
 def main() -> None:
@@ -676,20 +755,23 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     gc.freeze()  # what was imported need not be looked at again after each row
-    searches = Searches()
+    searches, workers = Searches(), Workers(args.cpu)
     if not args.cpu:
         needs_cuda()
         torch.cuda.init()
     report = Report(args.out, args.seconds)
     name = "CPU" if args.cpu else torch.cuda.get_device_name()
     report.say(f"{name}, torch {torch.__version__}")
-    planned = [Planned(report, make_case(entry, args.cpu), searches) for entry in args.cases]
+    planned = [
+        Planned(report, make_case(entry, args.cpu), searches, workers) for entry in args.cases
+    ]
     for entry in planned:
         try:
             print_case(entry, args)
         except Exception:  # the other cases may still work
             report.say(traceback.format_exc())
     searches.close()
+    workers.close()
     report.say("done")
 
 

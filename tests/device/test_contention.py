@@ -113,6 +113,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(contention, "synchronize", Emulated.synchronize)
     monkeypatch.setattr(contention, "RecordedCudaGraph", Graph)
+    monkeypatch.setattr(contention, "sleep", lambda seconds: None)
 
 
 def make_gpus(*sizes: int, device: str = "cuda:0") -> list[Gpu]:
@@ -147,8 +148,8 @@ def test_larger_neighbour_works_until_the_device_ends() -> None:
     assert shared is not None
     shared.measure_slowdown(Emulated.work)
     first, _, second, _, third, _ = Emulated.launched  # each device has two streams
-    assert second == pytest.approx(2 * 1.2 * first, rel=0.1)
-    assert third == pytest.approx(0.5 * 1.2 * first, rel=0.1)
+    assert second == pytest.approx(2 * 1.2 * first, rel=0.15)
+    assert third == pytest.approx(0.5 * 1.2 * first, rel=0.15)
 
 
 def test_device_without_neighbours_is_not_shared() -> None:

@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError, PenstockTypeError
-from penstock.planning import (
-    DeviceProfile,
-    LinkProfile,
-    PerRows,
-    Profile,
-    ValueProfile,
-    resolve_memory,
-)
-from penstock.planning.stage_costs import CostTable
+from penstock.planning import DeviceProfile, LinkProfile, Profile, ValueProfile, resolve_memory
 from tests.planning.problems import even_profile, random_profile
 
 
@@ -109,22 +101,3 @@ def test_invalid_memory_cap_is_refused(memory: object, message: str) -> None:
 def test_memory_cap_of_another_type_is_refused() -> None:
     with pytest.raises(PenstockTypeError, match="memory must be a number of bytes or a text"):
         resolve_memory(True, [DeviceProfile("gpu")])
-
-
-def test_workspace_counts_beside_what_later_units_of_the_stage_keep() -> None:
-    """While the first unit computes, the last keeps nothing: not yet, or no more."""
-    profile = even_profile(units=3, ranks=1)
-    kept = profile.units[0].activation.at(profile.rows)
-    units = [
-        replace(unit, workspace=PerRows(size))
-        for unit, size in zip(profile.units, (kept + 5.0, 0.0, 1.0), strict=True)
-    ]
-    profile = replace(profile, units=tuple(units))
-    sizes = {
-        cut: CostTable(profile, 1, "threads").stage_costs(cut, (0,) * len(cut)).resident[0]
-        for cut in ((3,), (2, 1), (1, 1, 1))
-    }
-    free = replace(profile, units=tuple(replace(u, workspace=PerRows()) for u in units))
-    resident = CostTable(free, 1, "threads").stage_costs((3,), (0,)).resident[0]
-    workspaces = {cut: size - resident for cut, size in sizes.items()}
-    assert workspaces == {(3,): 1.0, (2, 1): 5.0, (1, 1, 1): kept + 5.0}

@@ -184,3 +184,10 @@ def test_recomputation_is_not_searched_where_everything_fits(
     monkeypatch.setattr(search, "schedule_bound", count)
     search_plan(even_profile(18, 8, rows=16), solver_seconds=0)
     assert bounds
+
+
+def test_fit_alone_finds_plans_for_models_with_too_many_cuts_to_try_each() -> None:
+    """The error said that nothing fits in memory."""
+    profile = even_profile(units=40, ranks=4)
+    plan = search_plan(profile, schedules=["fit"], chunks=[8], memory=1e9, solver_seconds=0)
+    assert plan.schedule_name == "fit"

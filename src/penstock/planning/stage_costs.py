@@ -185,10 +185,7 @@ class CostTable:
         resident, workspace = [0.0] * ranks, [0.0] * ranks
         for rank, (start, end) in zip(placement, bounds, strict=True):
             resident[rank] += self.resident[end] - self.resident[start]
-            for unit in range(start, end):
-                # While a unit computes, the stage's later units keep nothing: not yet, or no more.
-                later = self.activation[end] - self.activation[unit + 1]
-                workspace[rank] = max(workspace[rank], self.workspace[unit] - later)
+            workspace[rank] = max([workspace[rank], *self.workspace[start:end]])
         return tuple(map(sum, zip(resident, workspace, strict=True)))
 
 
