@@ -70,7 +70,7 @@ class SharedDevice:
             return None
         try:
             graphs = [_capture(gpu, work) for gpu in (self.device, *self.neighbours)]
-            alone = median(self._time(graphs[:1], 0, 1) for _ in range(_RUNS))
+            alone = median(self._time(graphs[:1], 1, _RUNS) for _ in range(_RUNS))
             counts = [
                 min(_MOST_REPLAYS, max(_RUNS, ceil(seconds / max(alone, 1e-9))))
                 for seconds in (_BUSY_SECONDS, _TIMED_SECONDS)
