@@ -74,7 +74,7 @@ from benchmarks.virtual import TURNS, Block, graph_of, head, line, loss_of, need
 TABLES = ("choices", "caps")
 CASES = ("gpt-4", "gpt-8", "mlp-4", "mlp-8", "resnet101-4", "resnet101-8", "unequal")
 ALTERNATIVES = 20
-WORKERS = 4  # processes that prepare pipes side by side
+WORKERS = 5  # processes that prepare pipes side by side
 TIMED_STEPS = 5
 WARM_SECONDS = 0.15  # until the clock of the GPU has settled
 # A plan that was made for a cap leaves some of it free if it can, as in `penstock.plan`.
