@@ -460,6 +460,7 @@ class PreparedPipe:
 
 def serve(connection: Connection, cpu: bool) -> None:
     """Prepare and measure pipes, one after the other, as the main process asks."""
+    gc.freeze()  # what was imported need not be looked at again for each pipe
     case: Case | None = None
     prepared: PreparedPipe | None = None
     while (job := connection.recv()) is not None:
@@ -754,7 +755,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
-    gc.freeze()  # what was imported need not be looked at again after each row
     searches, workers = Searches(), Workers(args.cpu)
     if not args.cpu:
         needs_cuda()
