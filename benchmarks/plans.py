@@ -5,6 +5,7 @@
     python benchmarks/plans.py --cases unequal           three virtual GPUs of unequal size
     python benchmarks/plans.py --tables caps             one of the tables
     python benchmarks/plans.py --alternatives 5          fewer of them
+    python benchmarks/plans.py --briefly gpt-4           of these cases the plan only
     python benchmarks/plans.py --seconds 120             stop after so long
     python benchmarks/plans.py --out results.jsonl       write each row and each profile, too
     python benchmarks/plans.py --cpu                     tiny models on the CPU, to try the script
@@ -76,7 +77,7 @@ CASES = ("gpt-4", "gpt-8", "mlp-4", "mlp-8", "resnet101-4", "resnet101-8", "uneq
 ALTERNATIVES = 20
 WORKERS = 5  # processes that prepare pipes side by side
 TIMED_STEPS = 5
-WARM_SECONDS = 0.15  # until the clock of the GPU has settled
+WARM_SECONDS = 0.1  # until the clock of the GPU has settled
 # A plan that was made for a cap leaves some of it free if it can, as in `penstock.plan`.
 SEARCHED_SHARES = (0.95, 1.0)
 # From what everything recomputed needs (0) to what is needed without a cap (1), as exponents.
@@ -209,7 +210,8 @@ def make_case(entry: str, cpu: bool) -> Case:
     x = torch.randn(rows, width, device=place, dtype=dtype)
     with torch.device(place):
         model = mlp(blocks, width).to(dtype)
-    return Case(entry, model, x, None, loss_of, devices)
+    chunks = (8, 16, 32) if name == "unequal" else (4, 8, 16)
+    return Case(entry, model, x, None, loss_of, devices, chunks)
 
 
 # ---- the report --------------------------------------------------------------------------------
@@ -449,7 +451,6 @@ class PreparedPipe:
                 ends.append(perf_counter())
             return 1e3 * median(end - start for start, end in pairwise(ends))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
-        self.step()
         events[0].record()
         for event in events[1:]:
             self.step()
@@ -733,13 +734,14 @@ def print_case(planned: Planned, args: argparse.Namespace) -> None:
     if case.name == "unequal":
         print_unequal(planned)
         return
-    plan, others = planned.find_plans(args.alternatives)
+    plan, others = planned.find_plans(0 if case.name in args.briefly else args.alternatives)
     bubble = ", ".join(f"{cause} {share:.1%}" for cause, share in plan.forecast.bubble.items())
     planned.report.say(
         f"\n## {case.name}: {plan.describe_choice()}, cut {list(plan.cut)}, "
         f"{1e3 * plan.seconds:.1f} ms; idle: {bubble}"
     )
-    caps = Caps(planned, plan) if "caps" in args.tables else None
+    with_caps = "caps" in args.tables and case.name not in args.briefly
+    caps = Caps(planned, plan) if with_caps else None
     if "choices" in args.tables:
         print_choices(planned, plan, others)
     if caps is not None:
@@ -749,6 +751,7 @@ def print_case(planned: Planned, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--briefly", nargs="*", default=[], choices=CASES)
     parser.add_argument("--tables", nargs="*", default=list(TABLES), choices=TABLES)
     parser.add_argument("--alternatives", type=int, default=ALTERNATIVES)
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -762,12 +765,11 @@ def main() -> None:
     report = Report(args.out, args.seconds)
     name = "CPU" if args.cpu else torch.cuda.get_device_name()
     report.say(f"{name}, torch {torch.__version__}")
-    planned = [
-        Planned(report, make_case(entry, args.cpu), searches, workers) for entry in args.cases
-    ]
-    for entry in planned:
+    for entry in args.cases:
+        if report.is_over:
+            break
         try:
-            print_case(entry, args)
+            print_case(Planned(report, make_case(entry, args.cpu), searches, workers), args)
         except Exception:  # the other cases may still work
             report.say(traceback.format_exc())
     searches.close()

@@ -615,6 +615,21 @@ def test_time_of_runs_in_which_the_device_waited_for_the_host_does_not_count() -
     assert _find_median([waited, waited]) == 9.0
 
 
+def test_backwards_are_timed_while_gradients_are_there() -> None:
+    """To add to a gradient takes longer than to be the first."""
+    linear = nn.Linear(4, 4)
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.extend(parameter.grad is not None for parameter in linear.parameters())
+
+    watched = Watched(nothing, look)
+    profile_call(nn.Sequential(linear, watched), (needing(2, 4),), runs=2)
+    assert seen
+    assert all(seen)
+    assert linear.weight.grad is None
+
+
 # ---- workspace -------------------------------------------------------------------------------
 
 

@@ -472,6 +472,11 @@ class _CallProfiler(Skips):
         end = perf_counter() + timeout
         saved_bytes = self.measure_saved_bytes()
         self._time_backward(self._first_graphs.pop(), [])
+        if self._accelerator is not None:
+            # The first run has deferred no weight gradients. Kernels that run for the first time
+            # are loaded, which may take seconds.
+            self._time_run()
+            end = perf_counter() + timeout
         timed_runs: list[list[TimedWork]] = []
         while not timed_runs or (len(timed_runs) < runs and perf_counter() < end):
             timed_runs.append(self._time_run())
@@ -523,10 +528,7 @@ class _CallProfiler(Skips):
         graph, ones = self._build_graph(output)
         gradient_bytes = sum(_count_bytes(one) for one in ones if one is not None)
         del args, kwargs, output
-        leaves = graph.find_leaves()
-        with preserve_gradients(leaves):
-            for leaf in leaves:
-                leaf.grad = torch.zeros_like(leaf)  # as after the first step
+        with self._add_to_gradients(graph):
             before = probe.read_live_bytes().get(rank, 0)
             with probe.track(), probe.attribute_to(rank):
                 graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
@@ -622,12 +624,25 @@ class _CallProfiler(Skips):
     ) -> tuple[TimedWork, TimedWork]:
         cell_graph, ones = graph
         # Most leaves are copies. One that the module uses through a closure is the user's own.
-        with preserve_gradients(cell_graph.find_leaves()):
+        with self._add_to_gradients(cell_graph):
             input_grad = self._time(
                 "I", lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
             )
             weight_grad = self._time("W", lambda: accumulate_weight_grads(pending_weight_grads))
             return input_grad, weight_grad
+
+    @contextmanager
+    def _add_to_gradients(self, graph: CellGraph) -> Iterator[None]:
+        """Let backwards add to gradients that are there, as after the first micro-batch of a step.
+
+        Weights whose gradients are deferred are not in the graph.
+        """
+        weights = [weight for weight in self._module.parameters() if weight.requires_grad]
+        leaves = {id(leaf): leaf for leaf in (*graph.find_leaves(), *weights)}.values()
+        with preserve_gradients(leaves):
+            for leaf in leaves:
+                leaf.grad = torch.zeros_like(leaf)
+            yield
 
     def _time(self, op: str, function: Callable[[], object]) -> TimedWork:
         """Return the time of a function on the accelerator, or on the host without one."""
