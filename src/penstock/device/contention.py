@@ -78,12 +78,12 @@ class SharedDevice:
         try:
             graphs = [_capture(gpu, work) for gpu in (self.device, *self.neighbours)]
             alone = median(self._time(graphs[:1], 1, _RUNS) for _ in range(_RUNS))
-            counts = [
+            busy, timed = (
                 min(_MOST_REPLAYS, max(_RUNS, ceil(seconds / max(alone, 1e-9))))
                 for seconds in (_BUSY_SECONDS, _TIMED_SECONDS)
-            ]
+            )
             idle_seconds = alone * _IDLE_SHARE / (1 - _IDLE_SHARE)
-            together = self._time(graphs, *counts, idle_seconds)
+            together = self._time(graphs, busy, timed, idle_seconds)
             sleep(_REST_SECONDS)
         except RuntimeError:  # of a capture that failed, or for lack of memory
             return None
