@@ -299,6 +299,7 @@ class Planned:
 
     def __init__(self, report: Report, case: Case, searches: Searches, workers: Workers) -> None:
         self.report, self.case, self.searches, self.workers = report, case, searches, workers
+        workers.free_memory()
         begin = perf_counter()
         self.profile = profile_model(
             case.model,
@@ -472,6 +473,12 @@ def serve(connection: Connection, cpu: bool) -> None:
                     case = make_case(job.case, cpu)
                 prepared = PreparedPipe(case, job)
                 connection.send(None)
+            elif job == "free":
+                prepared = case = None
+                gc.collect()
+                if not cpu:
+                    torch.cuda.empty_cache()
+                connection.send(None)
             else:
                 assert prepared is not None
                 connection.send(prepared.measure())
@@ -495,6 +502,12 @@ class Workers:
     def close(self) -> None:
         for connection in self._connections:
             connection.send(None)
+
+    def free_memory(self) -> None:
+        for connection in self._connections:
+            connection.send("free")
+        for connection in self._connections:
+            connection.recv()
 
     def measure(self, report: Report, jobs: Sequence[Job]) -> Iterator[tuple[Job, Measured]]:
         """Yield what was measured of each job, in order, until there is no time left."""
