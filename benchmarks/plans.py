@@ -494,6 +494,7 @@ class Workers:
     def __init__(self, cpu: bool) -> None:
         context = get_context("spawn")  # a process that was forked may not use CUDA
         self._connections: list[Connection] = []
+        self._is_used = False
         for _ in range(WORKERS):
             here, there = context.Pipe()
             context.Process(target=serve, args=(there, cpu), daemon=True).start()
@@ -504,13 +505,15 @@ class Workers:
             connection.send(None)
 
     def free_memory(self) -> None:
-        for connection in self._connections:
+        """Give back what earlier cases have left, if there were any."""
+        for connection in self._connections * self._is_used:
             connection.send("free")
-        for connection in self._connections:
+        for connection in self._connections * self._is_used:
             connection.recv()
 
     def measure(self, report: Report, jobs: Sequence[Job]) -> Iterator[tuple[Job, Measured]]:
         """Yield what was measured of each job, in order, until there is no time left."""
+        self._is_used = True
         for first in range(0, len(jobs), WORKERS):
             if report.is_over:
                 return
