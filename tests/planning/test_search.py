@@ -208,3 +208,10 @@ def test_plan_leaves_out_starts_that_do_not_fit_or_are_not_in_the_space() -> Non
     assert other.chunks == 1
     even = even_profile()
     assert search_plan(even, start=[free], solver_seconds=0).profile is even
+
+
+def test_fit_alone_finds_plans_for_models_with_too_many_cuts_to_try_each() -> None:
+    """The error said that nothing fits in memory."""
+    profile = even_profile(units=40, ranks=4)
+    plan = search_plan(profile, schedules=["fit"], chunks=[8], memory=1e9, solver_seconds=0)
+    assert plan.schedule_name == "fit"

@@ -560,6 +560,8 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
         if group.is_huge:
             continue
         cuts = [point.cut for point in best.of_group(group)[:1]]
+        if not group.names:  # no named schedule was timed
+            cuts = list({_even_cut(group, with_memory) for with_memory in (False, True)})
         if group.is_exhausted:
             # There were not too many before, and now there are fewer.
             cuts = group.find_cuts(best.seconds, _TIMED_ACTIONS) or []
