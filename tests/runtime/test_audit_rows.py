@@ -807,3 +807,63 @@ def test_layers_that_draw_for_each_row_raise_no_alarm(
         except PenstockError:
             pytest.fail("it should train")
     assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), CellRngMode)
+
+
+# ---- backwards that clip ------------------------------------------------------------------------
+
+
+class Clipped(torch.autograd.Function):
+    """The identity, whose backward clips the gradient: by its norm, or each number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float, by_norm: bool) -> Tensor:
+        ctx.limit, ctx.by_norm = limit, by_norm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if ctx.by_norm:
+            return gradient * (ctx.limit / gradient.norm()).clamp(max=1), None, None
+        return gradient.clamp(-ctx.limit, ctx.limit), None, None
+
+
+def clip_by_hook(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda g: g * (1.0 / g.norm()).clamp(max=1))
+    return x * 1
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("function", [clip_by_hook, lambda x: Clipped.apply(x, 1.0, True)])
+def test_backward_that_would_clip_larger_gradients_by_their_norm(function: Any, door: str) -> None:
+    """The gradients of the first step are smaller, and nothing is clipped yet."""
+    pipe = made(layers(Layer(function)))
+    with pytest.raises(AuditError, match="is not the sum of those for two parts"):
+        run(pipe, door)
+
+
+def test_backward_that_clips_each_number_is_equal() -> None:
+    expect_equal(layers(Layer(lambda x: Clipped.apply(x, 1e-3, False))), "step")
+
+
+@pytest.mark.parametrize("limit", [1e-3, 10.0])
+def test_backward_that_clips_each_number_needs_the_final_scale(limit: float) -> None:
+    """With weights, gradients get it after the backwards. The larger limit clips nothing yet."""
+
+    def compute_loss(output: Tensor, target: Tensor) -> Weighted:
+        weight = target.abs().sum()
+        return Weighted((target.abs() * (output - target).square()).sum() / weight, weight)
+
+    pipe = made(layers(Layer(lambda x: Clipped.apply(x, limit, False))), loss_fn=compute_loss)
+    with pytest.raises(AuditError, match=r"the gradient of '0\.weight'"):
+        pipe.step(rows(), target=rows(2))
+
+
+def test_backward_that_would_clip_each_number_needs_the_final_scale() -> None:
+    """CrossEntropyLoss weighs micro-batches by their targets, and here all count."""
+    pipe = made(
+        layers(Layer(lambda x: Clipped.apply(x, 10.0, False))), loss_fn=nn.CrossEntropyLoss()
+    )
+    with pytest.raises(AuditError, match="does not grow with that of the loss"):
+        pipe.step(rows(), target=torch.arange(ROWS) % WIDTH)

@@ -135,6 +135,31 @@ class Counting(nn.Module):
         return output * (1 + (next(self.numbers) > 8))
 
 
+class RunningMaximum(nn.Module):
+    """A layer that divides by the largest number so far, if that is above a limit."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self.register_buffer("maximum", torch.zeros((), dtype=torch.float64))
+        self.linear, self.is_read = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), is_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        maximum: Any = self.maximum
+        if self.is_read:
+            output = output / maximum.clamp(min=5.0)
+        with torch.no_grad():
+            maximum.copy_(torch.maximum(maximum, output.abs().max()))
+        return output
+
+
+@each_door
+def test_state_that_is_read_only_above_a_limit_is_found(door: str) -> None:
+    train(build(RunningMaximum(is_read=False)), door, rows())
+    with pytest.raises(AuditError, match="computes something else once it has grown"):
+        train(build(RunningMaximum(is_read=True)), door, rows())
+
+
 @each_door
 @pytest.mark.parametrize("way", ["list", "iterator"])
 def test_layer_that_counts_its_calls_is_found(way: str, door: str) -> None:
