@@ -286,7 +286,8 @@ def test_positions_that_are_not_those_of_rows_are_equal(function: Any, door: str
 )
 def test_loss_that_goes_by_a_number_that_is_computed_from_the_rows(loss_factor: Any) -> None:
     def compute_loss(output: Tensor, target: Tensor) -> Tensor:
-        return functional.mse_loss(output, target) * loss_factor(output)
+        loss: Tensor = functional.mse_loss(output, target) * loss_factor(output)
+        return loss
 
     pipe = made(layers(nn.Linear(WIDTH, WIDTH)), loss_fn=compute_loss)
     for _ in range(2):
@@ -828,6 +829,12 @@ class Clipped(torch.autograd.Function):
         return gradient.clamp(-ctx.limit, ctx.limit), None, None
 
 
+def clip(x: Tensor, limit: float, by_norm: bool) -> Tensor:
+    apply: Any = Clipped.apply
+    clipped: Tensor = apply(x, limit, by_norm)
+    return clipped
+
+
 def clip_by_hook(x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda g: g * (1.0 / g.norm()).clamp(max=1))
@@ -835,7 +842,7 @@ def clip_by_hook(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("door", ["step", "call"])
-@pytest.mark.parametrize("function", [clip_by_hook, lambda x: Clipped.apply(x, 1.0, True)])
+@pytest.mark.parametrize("function", [clip_by_hook, lambda x: clip(x, 1.0, True)])
 def test_backward_that_would_clip_larger_gradients_by_their_norm(function: Any, door: str) -> None:
     """The gradients of the first step are smaller, and nothing is clipped yet."""
     pipe = made(layers(Layer(function)))
@@ -844,7 +851,7 @@ def test_backward_that_would_clip_larger_gradients_by_their_norm(function: Any, 
 
 
 def test_backward_that_clips_each_number_is_equal() -> None:
-    expect_equal(layers(Layer(lambda x: Clipped.apply(x, 1e-3, False))), "step")
+    expect_equal(layers(Layer(lambda x: clip(x, 1e-3, False))), "step")
 
 
 @pytest.mark.parametrize("limit", [1e-3, 10.0])
@@ -855,15 +862,27 @@ def test_backward_that_clips_each_number_needs_the_final_scale(limit: float) -> 
         weight = target.abs().sum()
         return Weighted((target.abs() * (output - target).square()).sum() / weight, weight)
 
-    pipe = made(layers(Layer(lambda x: Clipped.apply(x, limit, False))), loss_fn=compute_loss)
+    pipe = made(layers(Layer(lambda x: clip(x, limit, False))), loss_fn=compute_loss)
     with pytest.raises(AuditError, match=r"the gradient of '0\.weight'"):
         pipe.step(rows(), target=rows(2))
 
 
 def test_backward_that_would_clip_each_number_needs_the_final_scale() -> None:
-    """CrossEntropyLoss weighs micro-batches by their targets, and here all count."""
-    pipe = made(
-        layers(Layer(lambda x: Clipped.apply(x, 10.0, False))), loss_fn=nn.CrossEntropyLoss()
-    )
+    """Rows of equal weight combine, whatever the scale. Only larger gradients show it."""
+
+    def compute_loss(output: Tensor, target: Tensor) -> Weighted:
+        return Weighted(functional.mse_loss(output, target), torch.tensor(float(len(target))))
+
+    pipe = made(layers(Layer(lambda x: clip(x, 10.0, False))), loss_fn=compute_loss)
     with pytest.raises(AuditError, match="does not grow with that of the loss"):
-        pipe.step(rows(), target=torch.arange(ROWS) % WIDTH)
+        pipe.step(rows(), target=rows(2))
+
+
+def test_backward_that_clips_each_number_with_targets_that_are_counted_is_equal() -> None:
+    model = layers(Layer(lambda x: clip(x, 1e-3, False)))
+    unsplit, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss(ignore_index=0)
+    target = torch.tensor([0] * 5 + [1, 2, 3, 4, 5] * 3)[:ROWS]
+    made(model, loss_fn=loss_fn).step(rows(), target=target)
+    loss_fn(unsplit(rows()), target).backward()
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert_close(ours, theirs)

@@ -779,7 +779,7 @@ class StateWatch:
             for module in names
             if not has_write_only_buffers(module)
             for name, buffer in module._buffers.items()
-            if _is_float_state(buffer)
+            if buffer is not None and _is_float_state(buffer)
         }
         for _, value in self._before.values():
             self._copier(value)

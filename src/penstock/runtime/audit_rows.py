@@ -146,12 +146,13 @@ class RowsCheck:
         return None
 
     def _compare_scales(self, ranges: Sequence[Rows], whole: ReferenceForward) -> str | None:
-        """Return whose gradient does not grow with that of the loss, if the loss has a weight.
+        """Return whose gradient does not grow with that of the loss, if `loss_fn` returns weights.
 
-        The sum of the weights is known only at the end of a step, so backwards run with another
-        scale, and gradients get their own afterwards.
+        Their sum is known only at the end of a step, so backwards run with another scale, and
+        gradients get their own afterwards. Targets are counted before.
         """
-        if not any(isinstance(v, LossExtras) and v.weight is not None for v in whole.values):
+        has_weight = any(isinstance(v, LossExtras) and v.weight is not None for v in whole.values)
+        if not has_weight or self.reduction is None or self.reduction.target_counter is not None:
             return None
         factor = self._find_large_seed()
         rows = self.inputs.rows._replace(counts=tuple([stop - start for start, stop in ranges]))
