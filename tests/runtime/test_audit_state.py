@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -263,3 +264,31 @@ def test_number_that_is_read_and_makes_no_difference(door: str) -> None:
             assert torch.allclose(pipe(x, lengths), model(x, lengths))
         if door == "step":
             pipe.step(x, lengths, target=rows(), loss_fn=functional.mse_loss)
+
+
+def test_rows_that_are_trimmed_to_the_longest_of_a_micro_batch_are_equal() -> None:
+    """Rows of one length are tried with gradients, as the forward takes rows by a number."""
+    torch.manual_seed(0)
+
+    class Trims(Reads):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            x = x[:, : int(lengths.max())]
+            mask = torch.arange(x.shape[1]) < lengths[:, None]
+            output: Tensor = self.last((self.first(x) * mask[..., None]).sum(1))
+            return output
+
+    model = Trims(READS["item"])
+    unsplit = copy.deepcopy(model)
+    x, lengths = torch.randn(ROWS, 6, WIDTH, dtype=torch.float64), torch.full((ROWS,), 6)
+    pipe = Pipe(
+        model, 2, stages=2, devices=["cpu"] * 2, example=(x, lengths), balance="parameters",
+        loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    for batch in (lengths, torch.tensor([1, 2, 3, 3, 5, 4, 4, 6])):
+        target = rows()
+        pipe.step(x, batch, target=target)
+        functional.mse_loss(unsplit(x, batch), target).backward()
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)

@@ -774,8 +774,8 @@ class StateWatch:
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_counter(buffer)
         }
-        self._versions = {
-            (module, name): (buffer, buffer._version)
+        self._float_buffers = {
+            (module, name): buffer.detach().clone()
             for module in names
             if not has_write_only_buffers(module)
             for name, buffer in module._buffers.items()
@@ -839,15 +839,12 @@ class StateWatch:
                     _, old = self._before.get(
                         (module, name), ("", self._buffers.get((module, name)))
                     )
-                    buffer, version = self._versions.get((module, name), (value, 0))
+                    before = self._float_buffers.get((module, name))
                     if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
                         value.add_(_FAR_AHEAD)
                         has_counters = True
-                    elif _is_float_state(value) and (
-                        buffer is not value or version != value._version
-                    ):
-                        value.mul_(_LARGER)
-                        has_counters = True
+                    elif before is not None and _is_float_state(value):
+                        has_counters |= _let_changes_grow(value, before)
                     else:
                         old = getattr(type(module), name, None) if old is None else old
                         has_counters |= self._advance(table, name, value, old)
@@ -928,12 +925,28 @@ class StateWatch:
 _FAR_AHEAD = 1_000_000
 _LONGER = 100_000  # entries of a list
 _LARGER = 1_000.0
+_MAX_STATE = 1 << 20  # numbers of a buffer
 
 
 def _is_float_state(value: Any) -> bool:
-    """Return whether a tensor has numbers that a forward may let grow."""
-    is_plain = isinstance(value, Tensor) and not (value.is_meta or value.is_inference())
+    """Return whether a tensor has numbers that a forward may let grow, and is not large."""
+    if type(value) is not Tensor or value.is_meta or value.is_inference():
+        return False
+    is_plain = value.layout is torch.strided and value.numel() <= _MAX_STATE
     return is_plain and value.is_floating_point() and not value.requires_grad
+
+
+def _let_changes_grow(value: Tensor, before: Tensor) -> bool:
+    """Multiply the numbers that have changed. Return whether there are any.
+
+    The others may belong to rows with other ids.
+    """
+    if value.shape != before.shape or value.device != before.device:
+        return False
+    has_changed = value.detach() != before
+    with torch.no_grad():
+        value.copy_(torch.where(has_changed, value * _LARGER, value))
+    return bool(has_changed.any())
 
 
 def _is_counter(value: Any) -> bool:

@@ -130,7 +130,8 @@ class RowsCheck:
         )
         choices = self._choose_rows(None if with_gradients else whole)
         for ranges, together in choices:
-            problem = self._try_modes(ranges, together, with_gradients)
+            # The forward that has run has no gradients.
+            problem = self._try_modes(ranges, None if with_gradients else together, with_gradients)
             if problem is not None:
                 return problem
             # A table with an entry for each row may hold equal numbers so far.
