@@ -527,3 +527,35 @@ def test_buffers_that_a_forward_has_written_are_found() -> None:
     written = {(snapshot.module, snapshot.name) for snapshot in find_written(snapshots, {})}
     others = {(other, name) for name in ("read", "written", "replaced")}
     assert written == {(module, "written"), (module, "replaced"), *others}
+
+
+class InPlace(nn.Module):
+    """A layer that changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_layer_that_changes_what_a_stage_has_only_passed_on(checkpoint: str, door: str) -> None:
+    """The stage before it keeps its input for a recomputation, and returns that very tensor."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 4), nn.Identity(), InPlace(), nn.Linear(4, 4)
+    model = nn.Sequential(*layers).double()
+    unsplit = copy.deepcopy(model)
+    pipe = Pipe(
+        model, 2, stages=[1, 1, 1, 1], devices=["cpu"] * 4, checkpoint=checkpoint,
+        loss_fn=nn.functional.mse_loss, schedule="1f1b",
+    )  # fmt: skip
+    for _ in range(2):
+        x, y = torch.randn(2, 8, 4, dtype=torch.float64)
+        if door == "step":
+            pipe.step(x, target=y)
+        else:
+            nn.functional.mse_loss(pipe(x), y).backward()
+        nn.functional.mse_loss(unsplit(x), y).backward()
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)

@@ -101,6 +101,7 @@ class ReferenceForward(NamedTuple):
         adds_losses: Whether layers added auxiliary losses.
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
+        has_own_backward: Whether it has hooks or an `autograd.Function`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
         row_watch: What it did that may depend on all rows of the batch, if it was watched.
         uses_float32: Whether an operation of the model returned a tensor of float32.
@@ -115,6 +116,7 @@ class ReferenceForward(NamedTuple):
     changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
     has_own_gradients: bool
+    has_own_backward: bool
     draws_in_loss: bool
     row_watch: RowWatch
     uses_float32: bool
@@ -379,10 +381,11 @@ class Reference:
             self._separates_host_streams = True
             raise HostDrawsError
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
-        has_own_gradients = watch.has_own_gradients
-        if not has_own_gradients and records_state:
+        has_own_backward = watch.has_tensor_hooks
+        if not has_own_backward and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
-            has_own_gradients = has_python_nodes(nodes)
+            has_own_backward = has_python_nodes(nodes)
+        has_own_gradients = has_own_backward or watch.has_own_gradients
         if records_state:
             self._has_own_gradients = has_own_gradients
             self.watches_rows = watch.may_select_rows
@@ -399,6 +402,7 @@ class Reference:
             changed_attributes=frozenset([k for k, old in attributes if now.get(k) != old]),
             adds_losses=self._adds_losses,
             has_own_gradients=has_own_gradients,
+            has_own_backward=has_own_backward,
             draws_in_loss=self._draws_in_loss,
             row_watch=watch,
             uses_float32=self._uses_float32,
@@ -772,6 +776,13 @@ class StateWatch:
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_counter(buffer)
         }
+        self._float_buffers = {
+            (module, name): buffer.detach().clone()
+            for module in names
+            if not has_write_only_buffers(module)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and _is_float_state(buffer)
+        }
         for _, value in self._before.values():
             self._copier(value)
         self._host_generators = StateSnapshot(())
@@ -816,7 +827,8 @@ class StateWatch:
         """Let the counters that a forward has changed be far ahead. Return whether there are any.
 
         A counter is a whole number in an attribute, a buffer, a variable or an object, a list that
-        grows, or an `itertools.count`.
+        grows, or an `itertools.count`. Other numbers in buffers grow, too: a running maximum may be
+        read only where it is above a limit.
         """
         has_counters = False
         for module in self._names:
@@ -830,9 +842,12 @@ class StateWatch:
                     _, old = self._before.get(
                         (module, name), ("", self._buffers.get((module, name)))
                     )
+                    before = self._float_buffers.get((module, name))
                     if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
                         value.add_(_FAR_AHEAD)
                         has_counters = True
+                    elif before is not None and _is_float_state(value):
+                        has_counters |= _let_changes_grow(value, before)
                     else:
                         old = getattr(type(module), name, None) if old is None else old
                         has_counters |= self._advance(table, name, value, old)
@@ -917,6 +932,29 @@ class StateWatch:
 
 _FAR_AHEAD = 1_000_000
 _LONGER = 100_000  # entries of a list
+_LARGER = 1_000.0
+_MAX_STATE = 1 << 20  # numbers of a buffer
+
+
+def _is_float_state(value: Any) -> bool:
+    """Return whether a tensor has numbers that a forward may let grow, and is not large."""
+    if type(value) is not Tensor or value.is_meta or value.is_inference():
+        return False
+    is_plain = value.layout is torch.strided and value.numel() <= _MAX_STATE
+    return is_plain and value.is_floating_point() and not value.requires_grad
+
+
+def _let_changes_grow(value: Tensor, before: Tensor) -> bool:
+    """Multiply the numbers that have changed. Return whether there are any.
+
+    The others may belong to rows with other ids.
+    """
+    if value.shape != before.shape or value.device != before.device:
+        return False
+    has_changed = value.detach() != before
+    with torch.no_grad():
+        value.copy_(torch.where(has_changed, value * _LARGER, value))
+    return bool(has_changed.any())
 
 
 def _is_counter(value: Any) -> bool:
@@ -959,9 +997,10 @@ class _ForwardWatch(RowWatch):
     Attributes:
         is_in_model: Whether the model runs, and not the loss.
         has_own_gradients: Whether the model or the loss adds a hook, or leaves something out.
+        has_tensor_hooks: Whether it adds a hook.
     """
 
-    is_in_model = has_own_gradients = False
+    is_in_model = has_own_gradients = has_tensor_hooks = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -969,6 +1008,7 @@ class _ForwardWatch(RowWatch):
         """Run a function, and look at it."""
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
             self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
+            self.has_tensor_hooks |= func is Tensor.register_hook
         if not self.is_in_model:
             # The model may have returned a size.
             return func(*unwrap_numbers(args), **unwrap_numbers(kwargs or {}))

@@ -130,16 +130,64 @@ class RowsCheck:
         )
         choices = self._choose_rows(None if with_gradients else whole)
         for ranges, together in choices:
-            problem = self._try_modes(ranges, together, with_gradients)
+            # The forward that has run has no gradients.
+            problem = self._try_modes(ranges, None if with_gradients else together, with_gradients)
             if problem is not None:
                 return problem
             # A table with an entry for each row may hold equal numbers so far.
             if whole is not None and not with_gradients and self._selects_rows(whole.row_watch):
                 with_gradients = torch.is_grad_enabled()
                 problem = self._try_modes(ranges, None, with_gradients)
-                if problem is not None:
-                    return problem
+            # A backward may clip only gradients that are larger than those of this step.
+            if whole is not None and whole.has_own_backward and torch.is_grad_enabled():
+                problem = problem or self._try_modes(ranges, None, True, self._find_large_seed())
+                problem = problem or self._compare_scales(ranges, whole)
+            if problem is not None:
+                return problem
         return None
+
+    def _compare_scales(self, ranges: Sequence[Rows], whole: ReferenceForward) -> str | None:
+        """Return whose gradient does not grow with that of the loss, if `loss_fn` returns weights.
+
+        Their sum is known only at the end of a step, so backwards run with another scale, and
+        gradients get their own afterwards. Targets are counted before.
+        """
+        has_weight = any(isinstance(v, LossExtras) and v.weight is not None for v in whole.values)
+        if not has_weight or self.reduction is None or self.reduction.target_counter is not None:
+            return None
+        factor = self._find_large_seed()
+        rows = self.inputs.rows._replace(counts=tuple([stop - start for start, stop in ranges]))
+        try:
+            small, large = (
+                self._run_rows(
+                    ranges,
+                    True,
+                    _select_seeds(self._build_seeds(rows, [1.0]), 0, ranges, scale),
+                ).gradients
+                for scale in (1.0, factor)
+            )
+        except Exception as error:  # not every model runs on so few rows
+            close_failed_checkpoints(error)
+            return None
+        tolerance = min(max(10 * self.rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
+        largest = max((d.norm for d in large.values() if math.isfinite(d.norm)), default=0.0)
+        zero = Digest(0.0, 0.0)
+        for key, name in self.parameter_names.items():
+            if large.get(key, zero).find_difference(
+                small.get(key, zero), tolerance, factor, tolerance * largest
+            ):
+                return (
+                    f"the gradient of '{name}' does not grow with that of the loss: a hook of a "
+                    "tensor or the backward of an autograd.Function clips it, say. The loss has "
+                    "weights, so gradients have their final scale only after the backwards. Use "
+                    "reduction='sum' and divide by the weight of the whole batch in loss_fn, or "
+                    "change the gradients after the step."
+                )
+        return None
+
+    def _find_large_seed(self) -> float:
+        """Return a factor for gradients that lets them grow, and not overflow."""
+        return 64.0 if {torch.float16, torch.bfloat16} & {*self.reference.list_dtypes()} else 1e4
 
     def _selects_rows(self, watch: RowWatch) -> bool:
         """Return whether the forward of the micro-batch has selected rows, or by their positions.
@@ -237,6 +285,7 @@ class RowsCheck:
         ranges: Sequence[Rows],
         whole: ReferenceForward | None = None,
         with_gradients: bool = False,
+        seed_factor: float = 1.0,
     ) -> str | None:
         """Compare parts in training, or else in eval mode, or else other parts."""
         # Not every model runs on so few rows, and a row by itself has no deviation, say. The
@@ -247,7 +296,9 @@ class RowsCheck:
             is_random = False
             for parts, together in attempts:
                 try:
-                    return self._try_split(parts, together, in_training, with_gradients)
+                    return self._try_split(
+                        parts, together, in_training, with_gradients, seed_factor
+                    )
                 except _RandomResultsError:
                     is_random = True
                     break
@@ -269,10 +320,12 @@ class RowsCheck:
         whole: ReferenceForward | None,
         in_training: bool,
         with_gradients: bool,
+        seed_factor: float = 1.0,
     ) -> str | None:
         """Return how the results of some parts differ from that of all together, or None.
 
-        `whole` is the forward of all, if it has run already.
+        `whole` is the forward of all, if it has run already. The gradients of the losses or outputs
+        are multiplied by `seed_factor`.
         """
         counts = tuple([stop - start for start, stop in ranges])
         part_rows = self.inputs.rows._replace(counts=counts)
@@ -289,13 +342,17 @@ class RowsCheck:
         ):
             host_state = HostRngState()
             parts = [
-                self._run_rows([rows], in_training, _select_seeds(part_seeds, index, [rows]))
+                self._run_rows(
+                    [rows], in_training, _select_seeds(part_seeds, index, [rows], seed_factor)
+                )
                 for index, rows in enumerate(ranges)
             ]
             together = (
                 _RowsResult(whole, {})
                 if whole is not None
-                else self._run_rows(ranges, in_training, _select_seeds(whole_seeds, 0, ranges))
+                else self._run_rows(
+                    ranges, in_training, _select_seeds(whole_seeds, 0, ranges, seed_factor)
+                )
             )
             results = *parts, together
             if any(result.forward.has_drawn for result in results) or host_state.find_used():
@@ -585,9 +642,12 @@ def _count_parts(parts: Sequence[Any]) -> str:
 
 
 def _select_seeds(
-    seeds: _LossSeeds | _OutputSeeds | None, index: int, ranges: Sequence[Rows]
+    seeds: _LossSeeds | _OutputSeeds | None, index: int, ranges: Sequence[Rows], factor: float
 ) -> Seeds | None:
-    return None if seeds is None else seeds.for_part(index, ranges)
+    if seeds is None:
+        return None
+    list_pairs = seeds.for_part(index, ranges)
+    return lambda values: [(tensor, gradient * factor) for tensor, gradient in list_pairs(values)]
 
 
 @contextmanager
