@@ -205,9 +205,7 @@ def test_optimizer_that_steps_in_the_backward(schedule: str, checkpoint: str) ->
 
     x, unsplit = torch.randn(4, 4).double(), build()
     unsplit(x).square().mean().backward()
-    with pytest.raises(RunError, match="was changed in the backward of one micro-batch"):
-        train(build(), 4)
-    for chunks, door in ((1, "step"), (4, "call")):  # the hooks run once
+    for chunks, door in ((1, "step"), (4, "step"), (4, "call")):  # the hooks run once
         model = build()
         train(model, chunks, door)
         for first, second in zip(model.parameters(), unsplit.parameters(), strict=True):
