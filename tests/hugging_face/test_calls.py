@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from penstock import CutError, NoChunk
+from penstock import AuditError, CutError, NoChunk
 from penstock.errors import RunError
 from penstock.model.huggingface import find_planned_units
 from penstock.model.traced.units import find_units
@@ -113,10 +113,16 @@ def test_use_cache_is_refused(name: str) -> None:
 
 
 def test_mixture_of_experts_with_router_loss() -> None:
-    """Router logits leave the blocks through hooks; their loss is computed at the end."""
+    """Router logits leave the blocks through hooks; their loss is computed at the end.
+
+    It balances the experts over all rows, so the audit refuses it.
+    """
     batch = batch_for("mixtral")
     agree(mixtral(), batch)
-    agree(mixtral(), {**batch, "output_router_logits": True})
+    batch = {**batch, "output_router_logits": True}
+    with pytest.raises(AuditError, match="is not the sum of those for two parts"):
+        agree(mixtral(), batch)
+    agree(mixtral(), batch, audit="off")
 
 
 def test_pipeline_plan_of_the_model_names_the_units() -> None:
