@@ -98,6 +98,7 @@ class ReferenceForward(NamedTuple):
         changed_buffers: The buffers that it changed.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
         adds_losses: Whether layers added auxiliary losses.
+        has_own_backward: Whether its backward runs code of hooks or of an `autograd.Function`.
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
@@ -113,6 +114,7 @@ class ReferenceForward(NamedTuple):
     changed_buffers: frozenset[BufferKey]
     changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
+    has_own_backward: bool
     has_own_gradients: bool
     draws_in_loss: bool
     row_watch: RowWatch
@@ -378,10 +380,11 @@ class Reference:
             self._separates_host_streams = True
             raise HostDrawsError
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
-        has_own_gradients = watch.has_own_gradients
-        if not has_own_gradients and records_state:
+        has_own_backward = watch.adds_hooks
+        if not has_own_backward and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
-            has_own_gradients = has_python_nodes(nodes)
+            has_own_backward = has_python_nodes(nodes)
+        has_own_gradients = has_own_backward or watch.leaves_out
         if records_state:
             self._has_own_gradients = has_own_gradients
             self.watches_rows = watch.may_select_rows
@@ -397,6 +400,7 @@ class Reference:
             changed_buffers=frozenset([k for k, d in buffers.items() if before.get(k) != d]),
             changed_attributes=frozenset([k for k, old in attributes if now.get(k) != old]),
             adds_losses=self._adds_losses,
+            has_own_backward=has_own_backward,
             has_own_gradients=has_own_gradients,
             draws_in_loss=self._draws_in_loss,
             row_watch=watch,
@@ -940,17 +944,20 @@ class _ForwardWatch(RowWatch):
 
     Attributes:
         is_in_model: Whether the model runs, and not the loss.
-        has_own_gradients: Whether the model or the loss adds a hook, or leaves something out.
+        adds_hooks: Whether the model or the loss adds a hook to a tensor.
+        leaves_out: Whether it leaves something out of the gradient.
     """
 
-    is_in_model = has_own_gradients = False
+    is_in_model = adds_hooks = leaves_out = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function, and look at it."""
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
-            self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
+            has_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+            self.adds_hooks |= has_gradient and func is Tensor.register_hook
+            self.leaves_out |= has_gradient and func is not Tensor.register_hook
         if not self.is_in_model:
             # The model may have returned a size.
             return func(*unwrap_numbers(args), **unwrap_numbers(kwargs or {}))

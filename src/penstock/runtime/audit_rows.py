@@ -70,6 +70,7 @@ _MAX_GRADIENT_ROUNDING = 0.2
 # Some layers compute in float32 whatever the dtype of the model is, such as the recurrences of
 # transformers. A backward that mixes rows makes a difference far above their rounding.
 _MIN_GRADIENT_ROUNDING = 1e-5
+_LARGE_SCALE = 2.0**16  # as much as a `GradScaler` begins with
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
@@ -115,6 +116,8 @@ class RowsCheck:
     parameter_names: Mapping[int, str]
     # What forwards of other numbers of rows did, if the first one may have selected among rows.
     _watches: list[RowWatch] = field(default_factory=list)
+    # The factor of the gradients with which backwards begin.
+    seed_scale: float = 1.0
 
     def compare_rows(self, whole: ReferenceForward | None = None) -> str | None:
         """Return how the results of a few rows do not combine to those of all of them, or None.
@@ -139,7 +142,18 @@ class RowsCheck:
                 problem = self._try_modes(ranges, None, with_gradients)
                 if problem is not None:
                     return problem
+        if with_gradients and whole is not None and whole.has_own_backward:
+            return self._compare_larger_gradients()
         return None
+
+    def _compare_larger_gradients(self) -> str | None:
+        """Return how large gradients of a few rows do not add up, or None.
+
+        A hook or an `autograd.Function` may clip gradients, and these may be small so far. A factor
+        that is a power of 2 changes no rounding.
+        """
+        ranges, _ = next(self._choose_rows(None))
+        return replace(self, seed_scale=_LARGE_SCALE)._try_modes(ranges, None, True)
 
     def _selects_rows(self, watch: RowWatch) -> bool:
         """Return whether the forward of the micro-batch has selected rows, or by their positions.
@@ -322,7 +336,9 @@ class RowsCheck:
                 count = sum(stop - start for start, stop in ranges)
                 if count != self.inputs.rows.counts[self.microbatch]:
                     self._watches.append(forward.row_watch)
-            pairs = seeds(forward.values) if seeds is not None else ()
+            pairs = list(seeds(forward.values)) if seeds is not None else []
+            if self.seed_scale != 1:
+                pairs = [(tensor, gradient * self.seed_scale) for tensor, gradient in pairs]
             gradients = self.reference.run_backward(pairs) if pairs else {}
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
@@ -466,6 +482,9 @@ class RowsCheck:
         for part in parts:
             for key, digest in part.gradients.items():
                 sums[key] = digest.plus(sums.get(key))
+        digests = *sums.values(), *whole.gradients.values()
+        if self.seed_scale != 1 and not all(math.isfinite(digest.norm) for digest in digests):
+            return None  # they are too large for the dtype
         names = self.parameter_names
         zero = Digest(0.0, 0.0)
         tolerance = min(max(10 * self.rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
@@ -475,13 +494,25 @@ class RowsCheck:
         for key, name in names.items():
             digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
             if digest.find_difference(expected, tolerance, scale, least_size):
-                return _describe_gradient(f"the gradient of '{name}'")
+                return self._describe_gradient(f"the gradient of '{name}'")
         # Those of the inputs have other places in the whole, so only their sizes are compared.
         size = whole.measure_input_gradients() * scale
         part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
         if abs(size - part_size) > tolerance * max(size, part_size):
-            return _describe_gradient("the gradient of the inputs")
+            return self._describe_gradient("the gradient of the inputs")
         return None
+
+    def _describe_gradient(self, what: str) -> str:
+        if self.seed_scale != 1:
+            return (
+                f"{what} for some rows together is not the sum of those for two parts of them once "
+                f"gradients are {self.seed_scale:,.0f} times as large. So a hook of a tensor or a "
+                "module, or the backward of an autograd.Function, clips or normalises a gradient "
+                "of several rows, and each micro-batch would have its own. Clip each row by "
+                "itself, clip the gradients of parameters after the step or in their hooks, or use "
+                "chunks=1."
+            )
+        return _describe_gradient(what)
 
 
 def _describe_gradient(what: str) -> str:
