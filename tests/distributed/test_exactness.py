@@ -181,7 +181,7 @@ def test_hooks_of_parameters_see_the_gradient_of_the_batch(schedule: str) -> Non
     for at, found in enumerate(zip(*of_ranks, strict=True)):
         parts = zip(*(part.chunk(3) for part in batch_of(at)), strict=True)
         losses = [weigh(model(x), target) for x, target in parts]
-        total = torch.stack([loss.weight for loss in losses]).sum()
+        total = sum(loss.weight for loss in losses)
         loss = torch.stack([loss.loss * loss.weight for loss in losses]).sum() / total
         loss.backward()
         assert differences(merged(found, tied()), outcome(model, loss), closely) == []

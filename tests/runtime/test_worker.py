@@ -38,6 +38,8 @@ class Recorded:
 class GivenGradients:
     """A loss whose output gradients are given by micro-batch."""
 
+    needs_rescale = False
+
     def __init__(self, gradients: Callable[[int], Payload]) -> None:
         self._gradients = gradients
 

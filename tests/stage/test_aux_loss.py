@@ -323,9 +323,10 @@ def test_masked_mean_that_counts_other_rows_in_a_later_step_is_refused(
 ) -> None:
     """In the first steps the mask has as many rows of each micro-batch."""
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    layers: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 6)]
     layers.insert(stage, MaskedMean(6, 6))
-    layers[1 - stage] = nn.Identity() if stage else layers[1 - stage]  # the mask is that of x
+    if stage:
+        layers[0] = nn.Identity()  # the mask is that of x
     model = nn.Sequential(*layers).double()
     pipe = Pipe(
         copy.deepcopy(model), 4, checkpoint, stages=[1, 2], devices=["cpu"] * 2, runtime=runtime,
