@@ -125,14 +125,16 @@ bench-gpu:
 	$(PYTHON) benchmarks/virtual_gpu.py
 	-for figure in 2 3 4 5; do $(PYTHON) benchmarks/graph.py --figure $$figure; done
 	$(PYTHON) benchmarks/graph.py
+	$(PYTHON) benchmarks/graph.py --host
 	$(PYTHON) benchmarks/graph.py --transformers
-	$(PYTHON) benchmarks/graph.py --papers
 	$(PYTHON) benchmarks/recording.py --ranks 4 --sms 32
 	$(PYTHON) benchmarks/forecast.py --ranks 4 --sms 16 --rows 4096 --rounds 9
 	$(PYTHON) benchmarks/real_models.py
 	$(PYTHON) benchmarks/dropout.py --devices 4 --dtype bfloat16
-	$(PYTHON) benchmarks/papers.py --steps 2
-	$(PYTHON) benchmarks/papers.py --steps 2 --runtime graph --schedule 1f1b --checkpoint never
+	$(PYTHON) benchmarks/plans.py --rounds gpt-4 unequal gpt-8
+	$(PYTHON) benchmarks/papers.py --steps 1 --runtime graph --schedule 1f1b --checkpoint never
+	$(PYTHON) benchmarks/papers.py --steps 1 --runtime graph
+	$(PYTHON) benchmarks/papers.py --steps 1
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -3,16 +3,26 @@
     python benchmarks/audit.py                                  # five models, 2, 4 and 8 chunks
     python benchmarks/audit.py --model gpt2 --chunks 4 --door call --parts
     python benchmarks/audit.py --device cuda                    # two virtual GPUs
+    python benchmarks/audit.py --fresh                          # each first step in a new process
 
 Every round builds a pipe with the audit and one without, makes the first step of each, and then
-some steps in turns, so that both see the same noise. Times are processor time of all threads on a
-CPU, and wall time on a GPU; ratios are medians over the rounds. "With the pipe" also counts the
-making of the pipe, which traces the model. The promise is a first step of at most 1 + 1.5 / chunks
+some steps in turns, so that both see the same noise. Rounds take turns in which of the two is
+first. Times are processor time of all threads on a CPU, and wall time on a GPU or with
+`--clock wall`; ratios are medians over the rounds. "With the pipe" also counts the making of the
+pipe, which traces the model. The promise is a first step of at most 1 + 1.5 / chunks
 of one without the audit, one and a half micro-batches more, and at most 1.01 for the steps after
 it: "later steps" is the median of the ratios of neighbouring steps, in all rounds. "Later calls" is
 the ratio of the calls of functions that Python makes in such a step, its own and those of PyTorch:
 it has no noise, and shows all that the audit could add. "Beyond one micro-batch" is what the audit
 takes beyond the unsplit micro-batch itself, with the time of one of a later step, in milliseconds.
+
+The pipes are new, but the process is not: a warm-up has loaded what PyTorch and Penstock load at
+their first use. Both sides leave that out. With `--fresh`, each first step is that of a script: it
+is made in a process of its own, which is forked before anything has run. There both sides have it.
+
+A micro-batch has four rows by default, eight times as many for the MLP. The audit runs two rows
+together and apart, which are the forwards of four rows: in a micro-batch of four rows, as much as
+its whole forward, and in one of eight rows half of it. `--rows 8` shows that.
 
 The runtime is "inline", where a step takes as long as its micro-batches together, as in that
 formula. On p parallel ranks it takes (chunks + p - 1) / p micro-batches, but the unsplit model
@@ -28,6 +38,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import statistics
 import sys
 import time
@@ -263,10 +275,15 @@ class Measurement(NamedTuple):
     calls: float
 
 
-def measure(args: argparse.Namespace, name: str, door: str, chunks: int) -> Measurement:
+def measure(
+    args: argparse.Namespace, name: str, door: str, chunks: int, is_audited_first: bool
+) -> Measurement:
     gc.collect()
     on, off = (Trainer(args, name, chunks, audit) for audit in ("first", "off"))
-    without, audited = off.time_step(door), on.time_step(door)
+    if is_audited_first:
+        audited, without = on.time_step(door), off.time_step(door)
+    else:
+        without, audited = off.time_step(door), on.time_step(door)
     steps: list[tuple[float, float]] = []
     for step in range(args.later):
         if step % 2:
@@ -285,6 +302,52 @@ def measure(args: argparse.Namespace, name: str, door: str, chunks: int) -> Meas
     )
 
 
+def time_first_step(
+    args: argparse.Namespace, name: str, door: str, chunks: int, audit: str
+) -> tuple[float, float]:
+    """Return the seconds of a first step in a new process, and those with the making of its pipe.
+
+    The process is a fork of this one, which has imported everything and computed nothing.
+    """
+    read_end, write_end = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            trainer = Trainer(args, name, chunks, audit)
+            seconds = trainer.time_step(door)
+            os.write(write_end, json.dumps([seconds, seconds + trainer.seconds]).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        seconds, with_pipe = json.load(pipe)
+    os.waitpid(process, 0)
+    return seconds, with_pipe
+
+
+def measure_fresh(args: argparse.Namespace) -> None:
+    """Print the ratios of first steps in new processes."""
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401 (here, so that no process does)
+
+    columns = ["model", "door", "chunks", "first step", "promised", "with the pipe"]
+    columns += ["milliseconds", "with the audit"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name in args.model or MODELS:
+        for door in args.door or ("step", "call"):
+            for chunks in args.chunks or (2, 4, 8):
+                rounds = []
+                for index in range(args.rounds):
+                    kinds = ("first", "off") if index % 2 else ("off", "first")
+                    times = {a: time_first_step(args, name, door, chunks, a) for a in kinds}
+                    rounds.append((*times["first"], *times["off"]))
+                audited, _, without, _ = (statistics.median(c) for c in zip(*rounds, strict=True))
+                first = statistics.median(r[0] / r[2] for r in rounds)
+                with_pipe = statistics.median(r[1] / r[3] for r in rounds)
+                cells = [name, door, str(chunks), f"{first:.2f}", f"{1 + 1.5 / chunks:.2f}"]
+                cells += [f"{with_pipe:.2f}", f"{without * 1e3:.0f}", f"{audited * 1e3:.0f}"]
+                print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
@@ -297,14 +360,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch")
     parser.add_argument("--later", type=int, default=39, help="steps after the first one")
     parser.add_argument("--parts", action="store_true", help="show the parts of the audit")
+    parser.add_argument("--clock", choices=("cpu", "wall"), help="by default cpu on a CPU")
+    parser.add_argument("--fresh", action="store_true", help="each first step in a new process")
     args = parser.parse_args()
     is_cpu = args.device == "cpu"
     args.devices = ["cpu", "cpu"] if is_cpu else penstock.virtual_devices("cuda:0", 2)
-    args.read_time = time.process_time if is_cpu else time.perf_counter
+    clock_name = args.clock or ("cpu" if is_cpu else "wall")
+    args.read_time = time.process_time if clock_name == "cpu" else time.perf_counter
     print(
-        f"torch {torch.__version__}, {args.device}, micro-batches of {args.rows} rows, "
+        f"torch {torch.__version__}, {args.device}, {clock_name} time, "
+        f"micro-batches of {args.rows} rows, "
         f"checkpoint={args.checkpoint!r}, {args.later} later steps, {args.rounds} rounds\n"
     )
+    if args.fresh:
+        measure_fresh(args)
+        return
     clock = Clock(args.read_time) if args.parts else None
     parts: Sequence[str] = tuple(PARTS) if clock is not None else ()
     columns = ["model", "door", "chunks", "first step", "promised", "with the pipe"]
@@ -317,7 +387,7 @@ def main() -> None:
             for chunks in args.chunks or (2, 4, 8):
                 if clock is not None:
                     clock.seconds.clear()
-                rounds = [measure(args, name, door, chunks) for _ in range(args.rounds)]
+                rounds = [measure(args, name, door, chunks, i % 2 > 0) for i in range(args.rounds)]
                 first = statistics.median(r.first for r in rounds)
                 with_pipe = statistics.median(r.with_pipe for r in rounds)
                 more = statistics.median(r.microbatches for r in rounds)

@@ -89,6 +89,8 @@ class Bench:
             schedule=way.schedule,
             runtime=way.runtime,
             loss_fn=loss_of,
+            # The audit takes time in the first step, and the benchmarks build many pipes.
+            audit="off",
         )
 
     def tidy(self) -> None:
@@ -129,7 +131,7 @@ class Bench:
     def speed(self, places: list[Any]) -> Speed:
         ranks = len(places)
         stage = self.model[: len(self.model) // ranks]
-        share = contention_of_graphs(places, stage, self.x[: len(self.x) // self.chunks])
+        share = contention_of_graphs(places, stage, [self.x[: len(self.x) // self.chunks]])
         self.tidy()
         naive, threads, graph = (self.step(way, places) for way in (NAIVE, THREADS, GRAPH))
         ideal = ideal_of(GRAPH.schedule, "never", ranks, self.chunks)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining as torchs
 
 from penstock import Cost, Pipe
-from penstock.schedules.ir import Program
+from penstock.schedules.ir import Compute, Op, Program
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": torchs.ScheduleGPipe,
@@ -84,6 +84,8 @@ class Ours:
             group=dist.group.WORLD,
         )
         self.program: Program = self.pipe.forecast().program
+        engine: Any = self.pipe._engine
+        self.links = type(engine.groups.links).__name__
 
     def step(self) -> Tensor:
         self.pipe.zero_grad()
@@ -149,7 +151,99 @@ def own_of(placement: Sequence[int]) -> list[int]:
 
 
 class Alone:
-    """The stages of this rank in a plain loop, one after another, without messages."""
+    """The computations of this rank in plain PyTorch, without messages.
+
+    They run in the order of the rank's lane, so that as many micro-batches are alive as in the
+    schedule, and each finds in the caches what it would find there. A lane with W splits its
+    backwards: I computes the gradients of inputs and biases, and W the products that it has left.
+    """
+
+    def __init__(self, sizes: Sizes, program: Program) -> None:
+        placement = program.schedule.placement
+        lane = program.lanes[dist.get_rank()]
+        self.actions = [action for action in lane if isinstance(action, Compute)]
+        self.splits = any(action.op is Op.W for action in self.actions)
+        self.layers = stages_of(model_of(sizes), len(placement))
+        self.x, self.y = (part.split(sizes.rows) for part in data_of(sizes))
+        self.clock = Clock(len(placement), sizes.chunks)
+
+    def step(self) -> None:
+        times, last = self.clock.times, len(self.layers) - 1
+        times.clear()
+        for stage in {action.stage for action in self.actions}:
+            self.layers[stage].zero_grad()
+        outputs: dict[tuple[int, int], Tensor] = {}
+        pending: dict[tuple[int, int], list[PlainUse]] = defaultdict(list)
+        for op, stage, microbatch in self.actions:
+            cell, y = (stage, microbatch), self.y[microbatch]
+            start = time.perf_counter()
+            if op is Op.F:
+                stage_input = self.x[microbatch].detach().requires_grad_(stage > 0)
+                if self.splits:
+                    output = split_forward(self.layers[stage], stage_input, pending[cell])
+                else:
+                    output = self.layers[stage](stage_input)
+                if stage == last:
+                    output = loss_of(output, y) / len(self.x)
+                outputs[cell] = output
+            elif op is Op.W:
+                add_weight_gradients(pending.pop(cell))
+            else:
+                outputs.pop(cell).backward(None if stage == last else y)
+                if op is Op.B and self.splits:
+                    add_weight_gradients(pending.pop(cell))
+            times[op.name, stage] += time.perf_counter() - start
+
+    def cost(self) -> Cost:
+        """Return the durations of the actions of the last step."""
+        return self.clock.cost()
+
+
+class PlainUse:
+    """The use of a weight in a forward whose weight gradients are computed later."""
+
+    def __init__(self, weight: Tensor, op_input: Tensor) -> None:
+        self.weight, self.op_input = weight, op_input
+        self.output_gradient: Tensor | None = None
+
+    def keep(self, gradient: Tensor) -> None:
+        self.output_gradient = gradient
+
+
+def split_forward(blocks: nn.Sequential, x: Tensor, uses: list[PlainUse]) -> Tensor:
+    """Run blocks without their weights in the graph, and note each use of a weight."""
+
+    def linear(layer: nn.Linear, op_input: Tensor) -> Tensor:
+        output = nn.functional.linear(op_input, layer.weight.detach(), layer.bias)
+        uses.append(PlainUse(layer.weight, op_input.detach()))
+        output.register_hook(uses[-1].keep)
+        return output
+
+    for block in blocks:
+        assert isinstance(block, Block)
+        x = linear(block.two, torch.relu(linear(block.one, x)))
+    return x
+
+
+def add_weight_gradients(uses: list[PlainUse]) -> None:
+    """Add the gradients of the weights that a backward has left."""
+    with torch.no_grad():
+        for use in uses:
+            assert use.output_gradient is not None
+            gradient = use.output_gradient.t().mm(use.op_input)
+            if use.weight.grad is None:
+                use.weight.grad = gradient
+            else:
+                use.weight.grad.add_(gradient)
+            del gradient
+
+
+class HotLoop:
+    """The stages of this rank in a plain loop: forward and backward of a micro-batch in turn.
+
+    Only one micro-batch is alive, so a backward finds its activations in the cache, and every
+    forward writes to the memory of the one before.
+    """
 
     def __init__(self, sizes: Sizes, placement: Sequence[int]) -> None:
         self.layers = stages_of(model_of(sizes), len(placement))
@@ -210,16 +304,17 @@ class Clock:
         return Cost(columns[0], columns[1], columns[2], (1.0,) * self._stages)
 
 
-def check(ours: Ours, theirs: Theirs, sizes: Sizes) -> None:
-    """Check that both compute the loss and the gradients of the unsplit model."""
+def check(ours: Ours, theirs: Theirs | None, sizes: Sizes) -> None:
+    """Check that all compute the loss and the gradients of the unsplit model."""
     model, (x, y) = model_of(sizes), data_of(sizes)
     loss = loss_of(model(x), y)
     loss.backward()
     stages = stages_of(model, len(ours.program.schedule.placement))
-    expected_gradients = [
-        p.grad for stage in theirs.stages for p in stages[stage.stage_index].parameters()
-    ]
+    own = own_of(ours.program.schedule.placement)
+    expected_gradients = [p.grad for index in own for p in stages[index].parameters()]
     for way in (ours, theirs):
+        if way is None:
+            continue
         step_loss = way.step()
         if step_loss is not None:
             torch.testing.assert_close(step_loss, loss.detach())

@@ -125,7 +125,7 @@ def build_encoder(sizes: Sizes, rate: float, devices: list[Any], dtype: torch.dt
     pipes = {
         runtime: Pipe(
             model, sizes.chunks, "never", stages=stages, devices=devices, schedule="1f1b",
-            loss_fn=square_mean, runtime=runtime,
+            loss_fn=square_mean, runtime=runtime, audit="off",
         )
         for runtime in RUNTIMES
     }  # fmt: skip
@@ -148,7 +148,7 @@ def build_gpt2(sizes: Sizes, rate: float, devices: list[Any], dtype: torch.dtype
     pipes = {
         runtime: Pipe(
             model, sizes.chunks, "never", stages=len(devices), devices=devices, schedule="1f1b",
-            example=batch, balance="parameters", runtime=runtime,
+            example=batch, balance="parameters", runtime=runtime, audit="off",
         )
         for runtime in RUNTIMES
     }  # fmt: skip

@@ -1,13 +1,13 @@
 """Measure steps captured as one CUDA graph, against threads and against the ceiling.
 
-    python benchmarks/graph.py                              blocks: all sizes, about eight minutes
+    python benchmarks/graph.py                              blocks: all sizes, about five minutes
     python benchmarks/graph.py --devices 8 --rows 128 512   some of them
     python benchmarks/graph.py --figure 2                   8 devices, 512 and 128 rows
     python benchmarks/graph.py --figure 3                   4 devices, 4,096 rows
     python benchmarks/graph.py --figure 4                   host time of a replay
     python benchmarks/graph.py --figure 5                   one device, against accumulation
+    python benchmarks/graph.py --host                       host time of a replay, at all sizes
     python benchmarks/graph.py --transformers               TransformerEncoderLayer, with dropout
-    python benchmarks/graph.py --papers unet                U-Net, resnet101, amoebanet
 
 The model has eight blocks x + W2 gelu(W1 norm(x)) in bf16. It runs with 32 micro-batches on 2, 4 or
 8 virtual GPUs, without recomputation. The table has median milliseconds per step:
@@ -28,10 +28,15 @@ claims, and exits with 1 if one of them does not hold.
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +46,12 @@ import penstock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import papers
 from benchmarks.bench import GRAPH, NAIVE, THREADS, TORCHGPIPE, Bench
 from benchmarks.virtual import blocks_of, head, line, milliseconds, needs_cuda
 
 BLOCKS, WIDTH, CHUNKS = 8, 2048, 32
 DEVICES = (2, 4, 8)
-ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (64, 128, 512, 2048)
 
 HEADS = ["devices", "rows", "naive", "threads", "graph", "torchgpipe", "unsplit", "plain graph"]
 HEADS += ["contention", "ceiling", "x threads", "of the ceiling", "host", "memory"]
@@ -98,7 +102,41 @@ def sizes(args: argparse.Namespace) -> None:
         unsplit = eager, bench.plain(torch.cuda.Stream())
         bench.tidy()
         for ranks in args.devices:
-            print(row(bench, ranks, unsplit), flush=True)
+            if perf_counter() < args.end:
+                print(row(bench, ranks, unsplit), flush=True)
+
+
+def hosts(args: argparse.Namespace) -> None:
+    """Print the host time of a replay at each size, and how much of it is the driver's launch."""
+    print(head(["devices", "rows", "step", "host", "launch", "host / step"]), flush=True)
+    for rows, ranks in itertools.product(args.rows, args.devices):
+        if perf_counter() > args.end:
+            return
+        bench = mlp(rows, args)
+        with timed_launches() as launches:
+            host, step = bench.host(penstock.virtual_devices("cuda:0", ranks))
+        launch = statistics.median(launches[-args.times :])
+        times = [f"{duration:.2f}" for duration in (step, host, launch)]
+        print(line([ranks, rows, *times, f"{host / step:.1%}"]), flush=True)
+
+
+@contextmanager
+def timed_launches() -> Iterator[list[float]]:
+    """Collect the milliseconds of each launch of a CUDA graph."""
+    launches: list[float] = []
+    graphs: Any = torch.cuda.CUDAGraph
+    replay = graphs.replay
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        start = perf_counter()
+        replay(graph)
+        launches.append(1e3 * (perf_counter() - start))
+
+    graphs.replay = timed
+    try:
+        yield launches
+    finally:
+        graphs.replay = replay
 
 
 # ---- claims --------------------------------------------------------------------------------
@@ -186,26 +224,6 @@ def transformers(args: argparse.Namespace) -> None:
         print(line([ranks, *cells, f"{host / graph:.1%}"]), flush=True)
 
 
-def of_papers(args: argparse.Namespace) -> None:
-    """Measure the models of `benchmarks/papers.py`, with its sizes and its recomputation."""
-    print(head(["model", "K", "naive", "threads", "graph", "x threads"]))
-    options = ["--chunks", str(args.chunks), "--steps", "3"]
-    for model in args.papers:
-        naive = float("nan")
-        for K in sorted(args.devices, reverse=True):
-            ways = (NAIVE, THREADS, GRAPH) if max(args.devices) == K else (THREADS, GRAPH)
-            durations = []
-            for schedule, runtime in ways:
-                more = ["--schedule", schedule, "--runtime", runtime]
-                paper_args = papers.arguments([*options, *more])
-                what = papers.case(model, paper_args)
-                durations.append(1e3 * papers.measure(what, K, args.chunks, paper_args).seconds)
-            *first, threads, graph = durations
-            naive = first[0] if first else naive  # naive does not depend on the number of devices
-            cells = [f"{duration:.0f}" for duration in (naive, threads, graph)]
-            print(line([what.label, K, *cells, f"{threads / graph:.2f}"]), flush=True)
-
-
 # ---- options -------------------------------------------------------------------------------
 
 
@@ -220,11 +238,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--times", type=int, default=9, help="timed steps, of which the median is reported"
     )
     parser.add_argument("--figure", type=int, choices=FIGURES)
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
     parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--papers", nargs="*", choices=papers.SIZES)
     args = parser.parse_args(argv)
-    if args.papers == []:
-        args.papers = list(papers.SIZES)
+    args.end = perf_counter() + args.seconds
     return args
 
 
@@ -236,8 +254,8 @@ def main() -> None:
     if args.figure:
         raise SystemExit(told(FIGURES[args.figure](args)))
     others: list[tuple[Any, Callable[[argparse.Namespace], None]]] = [
+        (args.host, hosts),
         (args.transformers, transformers),
-        (args.papers, of_papers),
     ]
     chosen = [show for selected, show in others if selected]
     for show in chosen or [sizes]:

@@ -3,10 +3,14 @@
     python benchmarks/papers.py                 one GPU with 128 multiprocessors or more
     python benchmarks/papers.py --models unet --unet 5 64 192 64 16 --checkpoint never
     python benchmarks/papers.py --cpu           tiny models on CPU ranks, as a smoke test
+    python benchmarks/papers.py --seconds 100   no row begins after 100 seconds
 
 One GPU is split into K virtual devices. Their size does not depend on K, so that K devices have K
 times the multiprocessors of one, as in the papers. But they share the memory and the clock of one
-chip. The ceiling is the speed-up of K devices over one when they exchange no data at all.
+chip. The ceiling is that of `benchmarks/graph.py`, as a speed-up over one device: the layers'
+kernels are timed alone on one device, these times are simulated under the schedule with the cut of
+the row, and the result is divided by the contention, the speed of convolutions while all K devices
+are busy relative to one alone.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from math import inf, nan
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,10 +32,14 @@ from torch.nn import functional
 
 import penstock
 from penstock.config import RUNTIMES
+from penstock.model.profiler import bind_target, profile_layers
+from penstock.model.traced.traced_partition import UnitCost
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from amoebanet import amoebanet_d
+from benchmarks.virtual import contention_of_graphs, head, line, simulate_units
 from resnet101 import resnet101
 from unet import unet
 
@@ -57,8 +65,8 @@ FULL = {
 TINY = {"unet": [2, 4, 64, 4, 1], "resnet101": [4, 64, 8, 2], "amoebanet": [3, 16, 64, 8, 2]}
 
 
-HEADS = ["model", "batch", "K", "M", "step", "samples/s", "x one device", "ceiling", "torchgpipe"]
-HEADS += ["x (K=2, M=1)", "GPipe, torchgpipe"]
+HEADS = ["model", "batch", "K", "M", "recomputed", "step", "samples/s", "x one device", "ceiling"]
+HEADS += ["of the ceiling", "torchgpipe", "x (K=2, M=1)", "GPipe, torchgpipe"]
 
 
 class Case(NamedTuple):
@@ -85,11 +93,12 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One measurement: K devices, M micro-batches, seconds a step."""
+    """One measurement: K devices, M micro-batches, seconds a step, and seconds at the ceiling."""
 
     K: int
     M: int
     seconds: float
+    ceiling: float = nan
 
 
 def case(model: str, args: argparse.Namespace) -> Case:
@@ -120,21 +129,45 @@ def seconds(step: Callable[[], object], args: argparse.Namespace) -> float:
     return median(times[WARM_UP:])
 
 
-def measure(what: Case, K: int, M: int, args: argparse.Namespace) -> Row:
+class Model(NamedTuple):
+    """A case with its model, which all rows share, and the costs of its layers on one device."""
+
+    case: Case
+    layers: nn.Sequential
+    costs: Sequence[UnitCost]
+
+    @staticmethod
+    def build(case: Case, args: argparse.Namespace) -> Model:
+        """Build a model, and time the layers on a micro-batch unless it is on the CPU."""
+        with torch.device("cpu" if args.cpu else "cuda:0"):
+            layers = case.build()
+        if args.cpu:
+            return Model(case, layers, [])
+        (device,) = devices(1, args)
+        images, target = case.batch(args.chunks, "cuda:0")
+        loss = bind_target(case.loss, target, args.chunks)
+        profile = partial(profile_layers, chunks=args.chunks, device=device.device, loss=loss)
+        with device.activate():
+            return Model(case, layers, profile(list(layers), (images,)))
+
+
+def measure(model: Model, K: int, M: int, args: argparse.Namespace) -> Row:
     """Time a step of a new pipe. One device gets the undivided batch and recomputes nothing."""
+    model.layers.zero_grad()
     gc.collect()
-    device = "cpu" if args.cpu else "cuda:0"
-    images, target = what.batch(M, device)
+    if not args.cpu:
+        torch.cuda.empty_cache()
+    begin = perf_counter()
+    what = model.case
+    images, target = what.batch(M, "cpu" if args.cpu else "cuda:0")
     profile = K > 1 and not args.cpu
-    with torch.device(device):
-        model = what.build()
     pipe = penstock.Pipe(
-        model,
+        model.layers,
         chunks=M,
         checkpoint="never" if K == 1 else args.checkpoint,
-        stages=K,
+        stages=None if K > 1 else 1,
         devices=devices(K, args),
-        schedule=args.schedule,
+        schedule="gpipe" if K == 1 else args.schedule,
         runtime=args.runtime,
         loss_fn=what.loss,
         balance="time" if profile else "parameters",
@@ -149,49 +182,55 @@ def measure(what: Case, K: int, M: int, args: argparse.Namespace) -> Row:
         pipe.step(images, target=target)
 
     row = Row(K, M, seconds(step, args))
-    print(f"{what.label}, {row}", file=sys.stderr, flush=True)
+    if profile and M > 1:
+        row = row._replace(ceiling=simulate_units(pipe, model.costs) / contention(K, args.sms))
+    print(f"{what.label}, {row}: {perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return row
 
 
-def ceiling(K: int, args: argparse.Namespace) -> float:
-    """Return the speed-up of K devices over one, each with its own independent convolutions."""
-    x = torch.randn(2, 8, 8, 8) if args.cpu else torch.randn(32, 256, 56, 56, device="cuda:0")
-    channels = x.shape[1]
-    pipes = [
-        penstock.Pipe(
-            nn.Sequential(*(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(8))),
-            checkpoint="never",
-            stages=1,
-            devices=[device],
-            loss_fn=functional.mse_loss,
-        )
-        for device in devices(K, args)
-    ]
-    with ThreadPoolExecutor(K) as pool:
-        alone = seconds(lambda: pipes[0].step(x, target=x), args)
-        together = seconds(lambda: list(pool.map(lambda p: p.step(x, target=x), pipes)), args)
-    return K * alone / together
+@cache
+def contention(K: int, sms: int) -> float:
+    """Return the speed of a device while all K compute convolutions, relative to one alone."""
+    x = torch.randn(32, 256, 56, 56, device="cuda:0")
+    convolutions = nn.Sequential(*(nn.Conv2d(256, 256, 3, padding=1) for _ in range(4))).cuda()
+    return contention_of_graphs(
+        list(penstock.virtual_devices("cuda:0", K, sms=sms)), convolutions, [x]
+    )
 
 
-def print_rows(model: str, what: Case, rows: list[Row], ceilings: dict[int, float]) -> None:
-    speeds = {(row.K, row.M): what.images(row.M) / row.seconds for row in rows}
-    for row in rows:
-        speed = speeds[row.K, row.M]
-        pipelined = row.M > 1
+def print_rows(name: str, args: argparse.Namespace, end: float) -> None:
+    """Measure a network, and print each row. None begins after `end`."""
+    model = Model.build(case(name, args), args)
+    what, published = model.case, (TIMES_ONE.get(name, {}), TIMES_K2_M1.get(name, {}))
+    # The paper about AmoebaNet-D compares with two devices, where only one is busy at a time.
+    sizes = [(1, 1), *([(2, 1)] if published[1] else []), *((K, args.chunks) for K in args.ranks)]
+    speeds: dict[tuple[int, int], float] = {}
+    for K, M in sizes:
+        if perf_counter() > end:
+            return
+        try:
+            row = measure(model, K, M, args)
+        except RuntimeError as error:  # the other rows are still worth their time
+            print(line([what.label, "", K, M, error]), flush=True)
+            continue
+        speed = speeds[K, M] = what.images(M) / row.seconds
+        one, two = speeds.get((1, 1), nan), speeds.get((2, 1), nan)
         cells = [
             what.label,
-            f"{what.images(row.M)} of {what.pixels} px",
-            f"{row.K}",
-            f"{row.M}",
+            f"{what.images(M)} of {what.pixels} px",
+            K,
+            M,
+            "never" if K == 1 else args.checkpoint,
             f"{1000 * row.seconds:.0f} ms",
             f"{speed:.1f}",
-            f"{speed / speeds[1, 1]:.2f}",
-            f"{ceilings[row.K]:.2f}",
-            TIMES_ONE.get(model, {}).get(row.K, "") if pipelined else "",
-            f"{speed / speeds[2, 1]:.2f}",
-            TIMES_K2_M1.get(model, {}).get(row.K, "") if pipelined else "",
+            f"{speed / one:.2f}",
+            f"{what.images(M) / row.ceiling / one:.2f}",
+            f"{row.ceiling / row.seconds:.3f}",
+            published[0].get(K, "") if M > 1 else "",
+            f"{speed / two:.2f}",
+            published[1].get(K, "") if M > 1 else "",
         ]
-        print("| " + " | ".join(cells) + " |", flush=True)
+        print(line(cells).replace("nan", ""), flush=True)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -214,6 +253,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=3, help="timed steps, of which the median is reported"
     )
+    parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
     args = parser.parse_args(argv)
     for model, sizes in (TINY if args.cpu else FULL).items():
         setattr(args, model, getattr(args, model) or sizes)
@@ -226,13 +266,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     start = perf_counter()
-    ceilings = {K: ceiling(K, args) for K in sorted({1, 2, *args.ranks})}
-    print("| " + " | ".join(HEADS) + " |")
-    print("|---" * len(HEADS) + "|")
+    print(head(HEADS), flush=True)
     for model in args.models:
-        what = case(model, args)
-        sizes = [(1, 1), (2, 1), *((K, args.chunks) for K in args.ranks)]
-        print_rows(model, what, [measure(what, K, M, args) for K, M in sizes], ceilings)
+        print_rows(model, args, start + args.seconds)
     machine = (
         "CPU ranks" if args.cpu else f"{args.sms} SMs each of a {torch.cuda.get_device_name()}"
     )

@@ -2,12 +2,24 @@
 
     python benchmarks/real_models.py                                 all models, 2, 4 and 8 devices
     python benchmarks/real_models.py --models llama --devices 8 --schedules zb-v --chunks 32
+    python benchmarks/real_models.py --seconds 200                   no row begins after 200 seconds
+    python benchmarks/real_models.py --models t5 --lock FILE         beside others with this FILE
+
+A row takes seconds to set up, in which the GPU is mostly idle. So several processes with the same
+`--lock` may share the GPU: only one of them measures at a time, while the others do nothing on it.
 
 Llama, GPT-2, T5 and ViT of transformers with random weights, and a plain GPT in an `nn.Sequential`,
-in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. The columns:
+in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputation. A model is
+built, traced and measured unsplit once, for all its rows. The columns:
 
 step        median milliseconds of a step
 forecast    the simulated step, from the costs that the last step has measured
+ceiling     the step that the GPU allows, as in `benchmarks/graph.py`: the units' kernels are timed
+            alone on one group of multiprocessors, with the loss; these times are simulated under
+            the schedule with the cut of the row, messages free; and the result is divided by the
+            contention, the speed of units while all groups are busy relative to one alone. Then
+            the share of it that the step reaches; above 1 where devices that wait leave more of
+            the clock and of the memory's bandwidth to the others
 bubble      the share of the step in which a device is idle, measured; then in the forecast; then
             under the schedule if all stages took equally long
 slowest     the busiest device over the mean of all: how even the cut is
@@ -22,9 +34,10 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping
-from itertools import product
-from math import nan
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import inf, nan
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -35,15 +48,37 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import Cost, Pipe
+from penstock import Cost, Pipe, schedules
+from penstock.fingerprint import build_cost_key
+from penstock.model.cut import (
+    ResourceLimits,
+    build_unit_calls,
+    find_cut_within,
+    find_unit_transfers,
+    measure_tail,
+)
+from penstock.model.model_profile import trace_for_plan
+from penstock.model.profiler import ModuleCall, bind_target, profile_calls, profile_layers
+from penstock.model.traced.build_stages import TracedModel
+from penstock.model.traced.traced_partition import UnitCost
+from penstock.nested_values import map_tensors
+from penstock.schedules.balance import DeviceCapacity, UnitOutput, count_in_flight
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.virtual import Block, graph_of, head, line, needs_cuda
+from benchmarks.virtual import (
+    Block,
+    contention_of_graphs,
+    graph_of,
+    head,
+    line,
+    needs_cuda,
+    simulate_units,
+)
 
 WORDS, TOKENS = 32_000, 1024
-WARM_UP = 3  # the first step runs eagerly, the second is captured
-HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast", "bubble"]
+HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast"]
+HEADS += ["ceiling", "of the ceiling", "bubble"]
 HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
 HEADS += ["plain graph", "x plain graph", "loss"]
 
@@ -159,6 +194,55 @@ def vit(rows: int) -> Case:
 MODELS = {"llama": llama, "gpt2": gpt2, "gpt": plain_gpt, "t5": t5, "vit": vit}
 
 
+# ---- one process at a time -------------------------------------------------------------------
+
+
+class GpuLock:
+    """A lock on two files, by which processes that share the GPU take turns; or none.
+
+    Who waits for the first file is next for the second, so that those who share the lock do not
+    keep out for ever who wants to be alone.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        paths = [] if path is None else [path, f"{path}.next"]
+        self._files = [open(path, "a") for path in paths]  # noqa: SIM115
+
+    @contextmanager
+    def hold(self, exclusive: bool) -> Iterator[None]:
+        """Hold the lock: alone for a measurement, with others for work that is not measured."""
+        if not self._files:
+            yield
+            return
+        import fcntl
+
+        held, turnstile = self._files
+        fcntl.flock(turnstile, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+        try:
+            yield
+            torch.cuda.synchronize()
+        finally:
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+    @contextmanager
+    def around_replays(self) -> Iterator[None]:
+        """Hold the lock with others around each replay of a graph only, not around its capture."""
+        graphs: Any = torch.cuda.CUDAGraph
+        replay = graphs.replay
+
+        def locked(graph: torch.cuda.CUDAGraph) -> None:
+            with self.hold(exclusive=False):
+                replay(graph)
+
+        graphs.replay = locked
+        try:
+            yield
+        finally:
+            graphs.replay = replay
+
+
 # ---- measurements ----------------------------------------------------------------------------
 
 
@@ -223,24 +307,111 @@ def measure_unsplit(case: Case, chunks: int, times: int) -> Unsplit:
     except RuntimeError as error:  # the forward reads a value on the host
         print(f"the unsplit model cannot be captured: {error}".splitlines()[0], file=sys.stderr)
         captured = nan
-    case.model.zero_grad()
     return Unsplit(eager, captured, loss)
 
 
-def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.Namespace) -> str:
+class GroupCosts(NamedTuple):
+    """The units' costs on one group of multiprocessors, and the contention of all groups."""
+
+    units: Sequence[UnitCost]
+    values: tuple[UnitOutput, ...]
+    contention: float
+
+    def ceiling(self, pipe: Pipe) -> float:
+        """Return the milliseconds of the step that the GPU allows, under the schedule of a pipe."""
+        return 1e3 * simulate_units(pipe, self.units) / self.contention
+
+    def choose_cut(self, name: str, places: list[Any], chunks: int) -> tuple[int, ...]:
+        """Return the cut that `Pipe(balance="time")` chooses, from these costs."""
+        schedule = schedules.make(name, len(places), chunks)
+        memory = (inf,) * len(places)
+        limits = ResourceLimits(
+            tuple(places[rank].device for rank in schedule.placement),
+            count_in_flight(schedule),
+            schedule.placement,
+            memory,
+            on_one_device=True,
+            schedule=schedule,
+        )
+        return find_cut_within(limits, self.units, (DeviceCapacity(),) * len(places), self.values)
+
+
+def measure_groups(
+    case: Case, traced: TracedModel | None, places: list[Any], chunks: int
+) -> GroupCosts:
+    """Time the units alone on the first group, and the most costly ones on all groups at once."""
+    first, calls = places[0], list[ModuleCall]()
+    if traced is None:
+        assert isinstance(case.model, nn.Sequential)
+        assert isinstance(case.inputs, Tensor)
+        assert case.loss_fn is not None
+        loss = bind_target(case.loss_fn, case.target, chunks)
+        layers = list(case.model)
+        with first.activate():
+            units = profile_layers(
+                layers, (case.inputs,), chunks=chunks, device=first.device, loss=loss
+            )
+        with torch.no_grad():
+            hidden = layers[0](case.inputs[: len(case.inputs) // chunks])
+        ids = case.inputs[: len(case.inputs) // chunks]
+        calls += [(layer, (hidden if index else ids,), {}) for index, layer in enumerate(layers)]
+        return GroupCosts(units, (), measure_contention(places, calls, units))
+    calls += build_unit_calls(traced)
+    measure = partial(profile_calls, device=first.device)
+    with first.activate():
+        units = measure(calls)
+        for cost in measure_tail(traced.trace, None, measure):
+            units[-1] = units[-1].with_loss(cost.forward, cost.input_grad)
+    values = tuple(find_unit_transfers(traced.trace))
+    return GroupCosts(units, values, measure_contention(places, calls, units))
+
+
+def measure_contention(
+    places: list[Any], calls: Sequence[ModuleCall], units: Sequence[UnitCost]
+) -> float:
+    """Return the contention of the units that take four fifths of the time, by their time.
+
+    Equal units count as one kind, and a kind is measured once.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for index, (module, args, kwargs) in enumerate(calls):
+        kinds.setdefault(build_cost_key(module, args, kwargs), []).append(index)
+    seconds = {key: sum(units[index].seconds for index in same) for key, same in kinds.items()}
+    alone = together = 0.0
+    for key in sorted(seconds, key=lambda key: -seconds[key]):
+        if alone > 0.8 * sum(seconds.values()):
+            break
+        block, *arguments = calls[kinds[key][0]]
+        args, kwargs = map_tensors(arguments, lambda tensor: tensor.detach().to(places[0].device))
+        alone += seconds[key]
+        together += seconds[key] / contention_of_graphs(places, block, args, kwargs)
+    return alone / together
+
+
+def row(
+    name: str,
+    case: Case,
+    traced: TracedModel | None,
+    places: list[Any],
+    schedule: str,
+    unsplit: Unsplit,
+    groups: GroupCosts,
+    lock: GpuLock,
+    args: argparse.Namespace,
+) -> str:
     """Measure one model under one schedule, and return a line of the table."""
-    case = build(name, args.chunks)
     pipe = Pipe(
         case.model,
         args.chunks,
         "never",
-        devices=penstock.virtual_devices("cuda:0", ranks),
-        balance="time",
-        example=case.inputs,
-        target=case.target,
+        stages=groups.choose_cut(schedule, places, args.chunks),
+        devices=places,
+        example=traced or case.inputs,
         loss_fn=case.loss_fn,
         schedule=schedule,
         runtime="graph",
+        # The audit takes time in the first step, and this benchmark builds many pipes.
+        audit="off",
     )
 
     def step() -> Any:
@@ -248,22 +419,29 @@ def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.N
             return pipe.step(case.inputs, target=case.target)
         return pipe.step(**case.inputs)
 
-    for _ in range(WARM_UP):
+    with lock.hold(exclusive=False):
+        step()
+    with lock.around_replays():
+        step()
+    with lock.hold(exclusive=True):
         result = step()
-    duration, host = timed(step, args.times)
+        duration, host = timed(step, args.times)
     timeline, forecast = result.timeline, pipe.forecast()
     program = forecast.program
     even = pipe.forecast(Cost.even(program.schedule.placement)).bubble
     busy = [sum(span.end - span.start for span in lane) for lane in timeline.computes]
+    ceiling = groups.ceiling(pipe)
     return line(
         [
             name,
-            ranks,
+            len(places),
             schedule,
             args.chunks,
             f"{duration:.1f}",
             f"{1e3 * forecast.makespan:.1f}",
             f"{duration / (1e3 * forecast.makespan):.3f}",
+            f"{ceiling:.1f}",
+            f"{ceiling / duration:.3f}",
             f"{timeline.bubble:.1%}",
             f"{forecast.bubble:.1%}",
             f"{even:.1%}",
@@ -278,6 +456,56 @@ def row(name: str, ranks: int, schedule: str, unsplit: Unsplit, args: argparse.N
     )
 
 
+def tidy(case: Case) -> None:
+    """Free the memory of the last measurement."""
+    case.model.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float) -> None:
+    """Print the rows of one model. None begins after `end`."""
+    begin = perf_counter()
+    with lock.hold(exclusive=False):
+        case = build(name, args.chunks)
+    report(f"{name} built", begin)
+    traced = None
+    if not isinstance(case.model, nn.Sequential):
+        # One trace for all rows, with enough units for two stages a device.
+        devices = penstock.virtual_devices("cuda:0", max(args.devices))
+        traced = trace_for_plan(case.model, case.inputs, args.chunks, None, [*devices, *devices])
+    report(f"{name} traced", begin)
+    with lock.hold(exclusive=True):
+        unsplit = measure_unsplit(case, args.chunks, args.times)
+    report(f"{name} unsplit", begin)
+    for ranks in args.devices:
+        places, groups = list(penstock.virtual_devices("cuda:0", ranks)), None
+        for schedule in args.schedules:
+            if perf_counter() > end:
+                return
+            tidy(case)
+            begin = perf_counter()
+            try:
+                if groups is None:
+                    with lock.hold(exclusive=True):
+                        groups = measure_groups(case, traced, places, args.chunks)
+                    report(f"{name} {ranks} contention {groups.contention:.3f}", begin)
+                    tidy(case)
+                print(
+                    row(name, case, traced, places, schedule, unsplit, groups, lock, args),
+                    flush=True,
+                )
+            except RuntimeError as error:  # the other rows are still worth their time
+                print(line([name, ranks, schedule, args.chunks, error]), flush=True)
+                if groups is None:
+                    break
+            report(f"{name} {ranks} {schedule}", begin)
+
+
+def report(what: str, begin: float) -> None:
+    print(f"{what}: {perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -287,19 +515,18 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved", "zb-v"])
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--times", type=int, default=5, help="timed steps")
+    parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
+    parser.add_argument("--lock", help="a file by which processes that share the GPU take turns")
     args = parser.parse_args()
     needs_cuda()
+    end, lock = perf_counter() + args.seconds, GpuLock(args.lock)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.times}\n")
     print(head(HEADS), flush=True)
     for name in args.models:
-        unsplit = measure_unsplit(build(name, args.chunks), args.chunks, args.times)
-        for ranks, schedule in product(args.devices, args.schedules):
+        if perf_counter() < end:
+            measure_model(name, lock, args, end)
             gc.collect()
             torch.cuda.empty_cache()
-            try:
-                print(row(name, ranks, schedule, unsplit, args), flush=True)
-            except RuntimeError as error:  # the other rows are still worth their time
-                print(line([name, ranks, schedule, args.chunks, error]), flush=True)
 
 
 if __name__ == "__main__":

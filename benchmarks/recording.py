@@ -56,15 +56,15 @@ def silent(places: Sequence[Any]) -> Iterator[None]:
     """Disable timestamps on these devices, and in steps that are captured meanwhile."""
     no_time: Callable[..., float] = lambda *_: 0.0  # noqa: E731
     for place in places:
-        place.now = place.sent = no_time
+        place.record_timestamp = place.record_send_end = no_time
     stamped: Any = TimestampedGpu
-    now, stamped.now = stamped.now, no_time
+    record_timestamp, stamped.record_timestamp = stamped.record_timestamp, no_time
     try:
         yield
     finally:
-        stamped.now = now
+        stamped.record_timestamp = record_timestamp
         for place in places:
-            del place.now, place.sent
+            del place.record_timestamp, place.record_send_end
 
 
 def a_step(pipe: Pipe, x: Tensor, synchronize: Callable[[], None]) -> Seconds:
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a micro-batch")
     parser.add_argument("--width", type=int)
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--runtimes", nargs="+", choices=["inline", "threads", "graph"])
     args = parser.parse_args()
     on_gpu, ranks = args.sms > 0, args.ranks
     chunks = args.chunks or 4 * ranks
@@ -150,7 +151,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {machine}: {ranks} ranks, {args.schedule}, {chunks}")
     print(f"micro-batches, 2 blocks of width {width} a rank, medians of {args.rounds}\n")
     print(head(HEADS))
-    for runtime in runtimes:
+    for runtime in args.runtimes or runtimes:
         for rows in sizes:
 
             def make(runtime: str = runtime) -> Pipe:
@@ -160,7 +161,7 @@ def main() -> None:
                 )
                 return Pipe(
                     model, chunks, "never", stages=[2] * ranks, devices=places,
-                    schedule=args.schedule, loss_fn=loss_of, runtime=runtime,
+                    schedule=args.schedule, loss_fn=loss_of, runtime=runtime, audit="off",
                 )  # fmt: skip
 
             x = torch.randn(chunks * rows, width, **tensor_options)

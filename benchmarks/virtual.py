@@ -3,29 +3,36 @@
 naive       the stages one after another: one group of multiprocessors is busy at a time
 contention  the speed of a group while all groups are busy, relative to the same work alone
 ideal       the simulated speed-up of the schedule over naive: unit costs, no messages
-ceiling     ideal x contention: the largest speed-up that the GPU allows
+ceiling     ideal x contention: the largest speed-up that the GPU allows; as a time, the simulated
+            step of the kernels' times alone, messages free, divided by the contention
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import math
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import schedules
+from penstock import Cost, Pipe, schedules
 from penstock.device.nvidia import VirtualGpu
+from penstock.model.traced.traced_partition import UnitCost
 
 CYCLES = 4_000_000  # about 2 ms, enough for the host to launch the work of all groups
-TURNS = 8  # repetitions of the work in a measurement of contention
+TURNS = 8  # repetitions of the work in a graph that measures contention
+BUSY_MS = (
+    200.0  # all groups are busy for so long at least: under load the clock falls after a while
+)
 IN_A_ROW = 4  # steps that are launched before the host waits
 
 
@@ -145,41 +152,61 @@ def contention(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
     return alone / statistics.median(together(places) for _ in range(3))
 
 
-def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
-    """Return the contention of captured work, which the host does not slow down at any size."""
-    stages = [copy.deepcopy(stage) for _ in places]  # a graph does not keep their memory alive
-    graphs = [captured(place, module, x) for place, module in zip(places, stages, strict=True)]
+def contention_of_graphs(
+    places: list[VirtualGpu],
+    stage: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> float:
+    """Return the contention of captured work, which the host does not slow down at any size.
 
-    def together(chosen: Sequence[int]) -> float:
-        pairs = []
+    The work is the forward of the stage with these arguments, and its backward.
+    """
+    stages = [copy.deepcopy(stage) for _ in places]  # a graph does not keep their memory alive
+    graphs = [
+        captured(place, module, args, kwargs or {})
+        for place, module in zip(places, stages, strict=True)
+    ]
+
+    def together(chosen: Sequence[int], replays: int = 1) -> float:
         torch.cuda._sleep(CYCLES)
         begin = torch.cuda.current_stream().record_event()
-        for place, graph in ((places[index], graphs[index]) for index in chosen):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            place.compute_stream.wait_event(begin)
-            with place.activate():
-                start.record()
-                graph.replay()
-                end.record()
-            pairs.append((start, end))
+        starts_and_ends = {
+            index: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for index in chosen
+        }
+        for replay in range(replays):
+            for index in chosen:
+                place, (start, end) = places[index], starts_and_ends[index]
+                if not replay:
+                    place.compute_stream.wait_event(begin)
+                with place.activate():
+                    if not replay:
+                        start.record()
+                    graphs[index].replay()
+                    end.record()
         torch.cuda.synchronize()
-        return float(statistics.mean(start.elapsed_time(end) for start, end in pairs))
+        pairs = list(starts_and_ends.values())
+        return float(statistics.mean(start.elapsed_time(end) for start, end in pairs)) / replays
 
     everyone = range(len(places))
-    together(everyone)
+    busy = together(everyone)
     # Groups may be unequal, so each of them is measured alone.
     alone = statistics.mean(
         statistics.median(together([index]) for _ in range(3)) for index in everyone
     )
-    return alone / statistics.median(together(everyone) for _ in range(5))
+    replays = max(1, math.ceil(BUSY_MS / busy))
+    return alone / statistics.median(together(everyone, replays) for _ in range(3))
 
 
-def captured(place: VirtualGpu, stage: nn.Module, x: Tensor) -> torch.cuda.CUDAGraph:
+def captured(
+    place: VirtualGpu, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.cuda.CUDAGraph:
     """Capture `TURNS` repetitions of forward and backward on the multiprocessors of a group."""
 
     def work(turns: int) -> None:
         for _ in range(turns):
-            loss_of(stage(x)).backward()
+            out = stage(*args, **kwargs)
+            loss_of(out[0] if isinstance(out, tuple) else out).backward()
 
     return graph_of(lambda: work(2), lambda: work(TURNS), place.compute_stream)
 
@@ -216,6 +243,23 @@ def ideal_of(name: str, checkpoint: str, ranks: int, chunks: int) -> float:
         return penstock.simulate(penstock.lower(schedule)).makespan
 
     return makespan("naive", "never") / makespan(name, checkpoint)
+
+
+def simulate_units(pipe: Pipe, units: Sequence[UnitCost]) -> float:
+    """Return the seconds of a step of a pipe whose units have these costs, with free messages.
+
+    NaN if the units of the pipe are others: with more stages, larger units are cut up.
+    """
+    counts = pipe.partition.counts
+    if sum(counts) != len(units):
+        return math.nan
+    ends = list(itertools.accumulate(counts))
+    stages = [units[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    F, I, W = (
+        tuple(sum(getattr(unit, op) for unit in stage) for stage in stages)
+        for op in ("forward", "input_grad", "weight_grad")
+    )
+    return pipe.forecast(Cost(F, I, W, activation=(0.0,) * len(counts))).makespan
 
 
 # ---- tables --------------------------------------------------------------------------------

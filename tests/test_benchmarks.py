@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import runpy
 import sys
+from math import isnan
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench, graph, papers
-from benchmarks.virtual import Block, enough, head, ideal_of, line, loss_of
+from benchmarks import bench, graph, papers, recording
+from benchmarks.virtual import Block, enough, head, ideal_of, line, loss_of, simulate_units
 from torch import nn
 
 from penstock import Pipe
+from penstock.device.device import Cpu
+from penstock.model.traced.traced_partition import UnitCost
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,6 +92,34 @@ def _step(pipe: Pipe, small: bench.Bench, expected: list[torch.Tensor]) -> None:
 def test_benchmark_command_line_options() -> None:
     given = graph.arguments(["--devices", "8", "--rows", "128", "512"])
     assert (given.devices, given.rows, given.chunks, given.figure) == ([8], [128, 512], 32, None)
-    assert graph.arguments(["--papers"]).papers == list(papers.SIZES)
+    assert graph.arguments(["--host"]).rows == graph.ROWS
     assert set(graph.FIGURES) == {2, 3, 4, 5}
     assert papers.arguments(["--cpu", "--runtime", "graph"]).runtime == "graph"
+
+
+def test_benchmark_of_recorded_times_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["recording.py", "--rounds", "1", "--rows", "2", "--width", "8", "--chunks", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    recording.main()
+    rows = capsys.readouterr().out.splitlines()[-2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| inline", "| threads"]
+
+
+def test_benchmark_without_recorded_times_has_no_timeline() -> None:
+    cpu = [Cpu(), Cpu()]
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipe(layers, 2, stages=2, devices=cpu, loss_fn=loss_of, runtime="inline", audit="off")
+    with recording.silent(cpu):
+        assert pipe.step(torch.ones(4, 4)).timeline.makespan == 0
+    assert pipe.step(torch.ones(4, 4)).timeline.makespan > 0
+
+
+def test_benchmark_ceiling_is_the_simulated_step_of_the_units() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    pipe = Pipe(layers, 4, "never", stages=[2, 1], devices=["cpu"] * 2, schedule="1f1b")
+    units = [UnitCost(1.0, 1.0, 1.0, 0, 0) for _ in range(3)]
+    # The first stage takes 6 s a micro-batch, and waits 1 s for its first backward.
+    assert simulate_units(pipe, units) == pytest.approx(4 * 6 + 1)
+    assert isnan(simulate_units(pipe, units[:2]))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import gelu, relu
 
 from penstock.fingerprint import (
+    Fingerprinter,
     ModuleSnapshot,
     build_cost_key,
     fingerprint_attributes,
@@ -114,6 +115,46 @@ def test_module_snapshot_detects_change(change: str) -> None:
     assert not snapshot.is_unchanged()
 
 
+class Configured(nn.Module):
+    """A layer with a configuration, as models of transformers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(deep={"a": [1, 2]}, names={"x"}, rate=0.5)
+        self.act, self.method = chosen_by(WAY), self.extra_repr
+
+
+CONFIGURATION_CHANGES: dict[str, Callable[[Configured], object]] = {
+    "a value in an object": lambda m: setattr(m.config, "rate", 0.25),
+    "a new attribute of an object": lambda m: setattr(m.config, "more", 1),
+    "a value in a list in a dict": lambda m: m.config.deep["a"].append(3),
+    "a key of a dict": lambda m: m.config.deep.update(b=m.config.deep.pop("a")),
+    "a value in a set": lambda m: m.config.names.add("y"),
+    "a value in a closure": lambda m: WAY.update(at=WAY["at"] + 1),
+    "the default of a function": lambda m: setattr(m.act, "__defaults__", (1,)),
+}
+
+
+@pytest.mark.parametrize("change", CONFIGURATION_CHANGES)
+def test_unchanged_configuration_needs_no_fingerprint(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Configured()
+    snapshot = ModuleSnapshot([layer])
+    with monkeypatch.context() as patch:
+        patch.delattr(Fingerprinter, "__call__")
+        assert snapshot.is_unchanged()
+    CONFIGURATION_CHANGES[change](layer)
+    assert not snapshot.is_unchanged()
+
+
+def test_equal_configuration_is_unchanged() -> None:
+    layer = Configured()
+    snapshot = ModuleSnapshot([layer])
+    layer.config.deep["a"] = [1, 2]
+    assert snapshot.is_unchanged()
+
+
 def test_fingerprint_ignores_values_in_tensors() -> None:
     layer = Layer()
     modules = list(layer.modules())
@@ -127,6 +168,10 @@ def test_fingerprint_ignores_values_in_tensors() -> None:
     layer.norm.weight.grad = torch.ones(2)
     assert snapshot.is_unchanged()
     assert (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)) == fingerprints
+
+
+def test_fingerprint_tells_a_float_from_an_int() -> None:
+    assert Fingerprinter()([1, 2]) != Fingerprinter()([1.0, 2])
 
 
 def test_fingerprint_tensors_by_column_matches_fingerprint_tensor() -> None:

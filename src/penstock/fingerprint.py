@@ -26,17 +26,18 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.nested_values import are_same_objects, iter_captured_values
+from penstock.nested_values import iter_captured_values
 from penstock.state_copy import LIBRARY_PACKAGES, get_attributes, get_package, is_of_numpy
 from penstock.tensor_spec import TensorSpec
 
@@ -56,6 +57,11 @@ _MAX_DEPTH = 5
 
 
 # ---- values ---------------------------------------------------------------------------------
+
+
+def are_same_objects(first: Collection[Any], second: Collection[Any]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 class ObjectIdentity:
@@ -173,8 +179,7 @@ class Fingerprinter:
     def _of_function(self, value: FunctionType | MethodType, depth: int) -> Hashable:
         if isinstance(value, MethodType):
             return value.__func__, self(value.__self__, depth)
-        captured = [*iter_captured_values(value), value.__kwdefaults__]
-        return value.__code__, self(captured, depth)
+        return value.__code__, self(_list_captured(value), depth)
 
 
 def _fingerprint_long_container(value: Any) -> Hashable:
@@ -328,7 +333,9 @@ class ModuleSnapshot:
             for value in (*self._table_entries, *user_values)
             if not isinstance(value, Tensor) and not _has_constant_fingerprint(value)
         ]
-        self._mutable_state = self._fingerprint_mutable_state()
+        self._contents = _Contents(self._mutable_values)
+        self._tensor_state = fingerprint_tensors_by_column(self._tensors)
+        self._mutable_state = self._fingerprint_mutable_values()
 
     def is_unchanged(self) -> bool:
         """Return whether the modules are as they were when the snapshot was taken."""
@@ -339,14 +346,79 @@ class ModuleSnapshot:
             and not any(self._empty_tables)
             and are_same_objects(_list_entries(self._filled_tables), self._table_entries)
             and are_same_objects(_list_tensor_hooks(self._tensors), self._tensor_hooks)
-            and self._fingerprint_mutable_state() == self._mutable_state
+            and fingerprint_tensors_by_column(self._tensors) == self._tensor_state
+            and (
+                self._contents.are_same()
+                or self._fingerprint_mutable_values() == self._mutable_state
+            )
         )
 
-    def _fingerprint_mutable_state(self) -> tuple[Any, list[Hashable]]:
-        fingerprint = Fingerprinter()
-        return fingerprint_tensors_by_column(self._tensors), [
-            *map(fingerprint, self._mutable_values)
-        ]
+    def _fingerprint_mutable_values(self) -> list[Hashable]:
+        return [*map(Fingerprinter(), self._mutable_values)]
+
+
+class _Contents:
+    """The objects in containers and plain objects, all of which are known by their identity.
+
+    A fingerprint looks at each entry of a configuration, say. If all entries are the same objects,
+    and none of them can change inside, the fingerprint is the same.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._tables: list[Mapping[Any, Any]] = []
+        self._lists: list[Iterable[Any]] = []
+        self._functions: list[FunctionType] = []
+        self._are_known = True  # whether there is nothing else that can change
+        visited: dict[int, Any] = {}
+        todo = list(values)
+        while todo and self._are_known:
+            value = todo.pop()
+            if id(value) in visited or _has_constant_fingerprint(value):
+                continue
+            visited[id(value)] = value
+            kind = type(value)
+            if isinstance(value, _CONTAINERS) and len(value) > _MAX_ENTRIES:
+                self._are_known = False
+            elif kind in (list, tuple, set, frozenset):
+                self._lists.append(value)
+                todo += value
+            elif kind is dict or _has_attributes_alone(value):
+                table = value if kind is dict else vars(value)
+                self._tables.append(table)
+                todo += table.values()
+            elif kind is FunctionType:
+                self._functions.append(value)
+                todo += _list_captured(value)
+            elif kind is MethodType:
+                todo.append(value.__self__)  # its function counts by its identity
+            else:
+                self._are_known = False
+        self._objects = self._list_objects()
+
+    def are_same(self) -> bool:
+        """Return whether it is certain that nothing has changed."""
+        return self._are_known and are_same_objects(self._list_objects(), self._objects)
+
+    def _list_objects(self) -> list[Any]:
+        objects = _list_entries(self._tables)
+        for values in self._lists:
+            objects += values
+        for function in self._functions:
+            objects += (function.__code__, *_list_captured(function))
+        return objects
+
+
+def _list_captured(function: FunctionType) -> list[Any]:
+    return [*iter_captured_values(function), function.__kwdefaults__]
+
+
+def _has_attributes_alone(value: Any) -> bool:
+    """Return whether the fingerprint of an object is made of its table of attributes alone."""
+    kind = type(value)
+    if isinstance(value, (*_INSPECTED_TYPES, *_VALUE_TYPES)) or hasattr(kind, "fingerprint_by"):
+        return False
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return type(getattr(value, "__dict__", None)) is dict and not has_slots
 
 
 def _list_tensor_hooks(tensors: Sequence[Tensor]) -> list[Any]:

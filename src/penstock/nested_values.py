@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -199,8 +198,3 @@ def find_referred_values(function: Any) -> dict[str, Any]:
         with suppress(ValueError):  # an empty cell: the variable has no value yet
             names[name] = cell.cell_contents
     return names
-
-
-def are_same_objects(first: Collection[Any], second: Collection[Any]) -> bool:
-    """Return whether two collections hold the same objects in the same order."""
-    return len(first) == len(second) and all(map(is_, first, second))

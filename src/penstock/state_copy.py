@@ -16,7 +16,7 @@ import itertools
 import random
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +48,11 @@ _COPYABLE_ITERATORS: tuple[type, ...] = (
     type(iter("")),
 )
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_SCALAR_TYPES = frozenset(SCALARS)
+# What models consist of, for the most part. None of these is an iterator.
+_COMMON_TYPES = frozenset(
+    (dict, OrderedDict, list, tuple, set, FunctionType, type, property, Tensor, nn.Parameter)
+)
 
 # The attributes that every module has: training, hooks, tables of members.
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -105,7 +110,7 @@ class StructureCopier:
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of the value, the same one each time."""
-        if type(value) in SCALARS:
+        if type(value) in _SCALAR_TYPES:
             return value
         if id(value) not in self._copies:
             self._copies[id(value)] = value, self._copy_value(value)
@@ -114,6 +119,8 @@ class StructureCopier:
     def _copy_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._map_tensor(value)
+        if isinstance(value, dict | list):
+            return self._copy_container(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, torch.jit.ScriptModule):
@@ -132,7 +139,7 @@ class StructureCopier:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, _COPYABLE_ITERATORS):
             return _try_copy(value)
-        if isinstance(value, dict | list | set | deque) or _is_plain_object(value):
+        if isinstance(value, set | deque) or _is_plain_object(value):
             return self._copy_container(value)
         return value
 
@@ -143,7 +150,7 @@ class StructureCopier:
         self._copies[id(value)] = value, new  # before the items, because it may contain itself
         items = value.values() if isinstance(value, dict) else value
         is_container = isinstance(value, dict | list | set | deque)
-        if is_container and frozenset(SCALARS).issuperset(map(type, items)):
+        if is_container and _SCALAR_TYPES.issuperset(map(type, items)):
             pass  # a list of a million numbers is copied already
         elif isinstance(value, dict):
             for key, entry in value.items():
@@ -315,15 +322,21 @@ class ReachedState:
         tables = [
             value.__dict__
             for value in self.objects.values()
-            if isinstance(getattr(value, "__dict__", None), dict)
+            if (type(value) not in _COMMON_TYPES or type(value) is FunctionType)
+            and isinstance(getattr(value, "__dict__", None), dict)
             and not isinstance(value, nn.Module | Tensor | ModuleType)
             and not _is_of_library(value if isinstance(value, FunctionType) else type(value))
         ]
-        return tables + self.find((list, dict, set, deque, torch.Generator))
+        containers = self.find((list, dict, set, deque))
+        # PyTorch asks Python whether something is a generator, which takes time.
+        others = (value for value in self.objects.values() if type(value) not in _COMMON_TYPES)
+        return tables + containers + [v for v in others if isinstance(v, torch.Generator)]
 
     def find_uncopyable(self) -> str | None:
         """Return the type of an iterator that no copy can replace, such as a generator, or None."""
         for value in self.objects.values():
+            if type(value) in _COMMON_TYPES or isinstance(value, nn.Module):
+                continue
             iterators = [value] if not isinstance(value, _COPYABLE_ITERATORS) else []
             if isinstance(value, partial):  # what it is bound to cannot be exchanged
                 iterators += value.args
@@ -352,9 +365,11 @@ def find_reachable(roots: Iterable[Any], known: ReachedState | None = None) -> R
     todo = list(roots)
     while todo and len(reached.objects) < _MAX_REACHED:
         value = todo.pop()
-        if type(value) in SCALARS or id(value) in reached.objects:
+        if type(value) in _SCALAR_TYPES or id(value) in reached.objects:
             continue
         reached.objects[id(value)] = value
+        if isinstance(value, Tensor):
+            continue
         if isinstance(value, type):
             if not _is_of_library(value):
                 todo += _follow_namespace(value, vars(value), reached)
@@ -363,7 +378,9 @@ def find_reachable(roots: Iterable[Any], known: ReachedState | None = None) -> R
             if not _is_of_library(value):
                 todo += _follow_function(value, reached)
         elif isinstance(value, nn.Module):
-            todo += [type(value), *vars(value).values()]
+            todo.append(type(value))
+            # Most tables of a module are empty, such as those of its hooks.
+            todo += [v for name, v in vars(value).items() if name not in MODULE_INTERNALS or v]
         else:
             todo += _list_parts(value)
     return reached
@@ -416,6 +433,8 @@ def _list_names(code: CodeType) -> list[str]:
 
 def _list_parts(value: Any) -> list[Any]:
     """Return the values in a container, in an object, or behind a method."""
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _MAX_ITEMS else []
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
@@ -424,10 +443,8 @@ def _list_parts(value: Any) -> list[Any]:
         return [value.__func__]
     if isinstance(value, property):
         return [value.fget, value.fset]
-    if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _MAX_ITEMS else []
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value) if len(value) <= _MAX_ITEMS else []
-    if isinstance(value, Tensor | ModuleType) or _is_of_library(type(value)):
+    if isinstance(value, ModuleType) or _is_of_library(type(value)):
         return []
     return [type(value), *get_attributes(value).values()]

@@ -65,7 +65,11 @@ class TensorSpec(NamedTuple):
 
     @property
     def spanned_bytes(self) -> int:
-        """The bytes from the first to the last element, gaps included."""
+        """The bytes from the first to the last element, gaps included.
+
+        >>> TensorSpec.from_tensor(torch.zeros(3, 4)[:, :2]).spanned_bytes
+        40
+        """
         if not all(self.shape):
             return 0
         last = sum([(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)])

@@ -85,8 +85,8 @@ def format_bandwidth(bytes_per_second: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return a duration with three significant digits.
 
-    >>> format_seconds(1.25), format_seconds(0.0125), format_seconds(2e-6)
-    ('1.25 s', '12.5 ms', '2 µs')
+    >>> format_seconds(1.25), format_seconds(0.0125), format_seconds(2e-6), format_seconds(0.9997)
+    ('1.25 s', '12.5 ms', '2 µs', '1 s')
     """
     for factor, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= 0.9995 * factor:

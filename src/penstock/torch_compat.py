@@ -1024,8 +1024,42 @@ def is_under_compiler() -> bool:
 
     Such an operation draws nothing, and a generator among its arguments would be a constant.
     """
-    kinds = _mode_kinds.FAKE, _mode_kinds.PROXY
-    return any(_get_mode_of_kind(kind) is not None for kind in kinds)
+    # Called for each draw, where a loop would take three times as long.
+    is_fake = _get_mode_of_kind(_mode_kinds.FAKE) is not None
+    return is_fake or _get_mode_of_kind(_mode_kinds.PROXY) is not None
+
+
+# ---- dropout with a generator --------------------------------------------------------------------
+#
+# `native_dropout` takes no generator=, so it draws from the default generator, which all threads
+# share. On CUDA, an older operator launches the same kernel and takes one. Tested with 2.11.
+# Without it, a cell gives the default generator its own state, and others wait for that.
+
+_fused_dropout = _probe("torch._fused_dropout", RANDOM_NUMBERS, fallback=None)
+
+
+def drop_with_generator(
+    generator: torch.Generator, tensor: Tensor, probability: float, is_training: bool | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return what `native_dropout` returns if the default generator has the generator's state.
+
+    Returns:
+        The output and the mask, or None if PyTorch has no such kernel for this tensor.
+    """
+    if (
+        tensor.device.type != "cuda"
+        or type(tensor) not in _PLAIN_TENSORS
+        or not is_training
+        or not 0 < probability < 1
+        or _fused_dropout is None
+        or is_inside_transform()  # it has no rule for `vmap`
+    ):
+        return None
+    output, mask = _fused_dropout(tensor, 1 - probability, generator)
+    return output, mask.view(torch.bool)
+
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 # ---- calls that a function mode does not see -----------------------------------------------------
@@ -1360,6 +1394,10 @@ get_mps_generator: Callable[[], torch.Generator] = _probe(
 
 
 # ---- torch.distributed ---------------------------------------------------------------------------
+
+# The module of some classes in checkpoints that releases before 2.3 have written. It is a name in a
+# pickle, which is compared and not imported.
+OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 # From a mesh to the one that it was sliced from, or to itself.

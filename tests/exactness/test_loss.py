@@ -31,6 +31,7 @@ from tests.support import (
     each_runtime,
     plain,
     run_in_threads,
+    same_gradients,
     trained,
     whole,
 )
@@ -66,6 +67,17 @@ def test_gradients_of_weighted_and_unweighted_steps_add_up() -> None:
     F.mse_loss(model(x[:4]), target[0][:4]).backward()
     assert agrees(model, pipe, x[2:], (target[0][2:], target[1][2:]), as_tuple)
     assert pipe[0].weight.grad is there
+
+
+@each_runtime
+def test_gradients_of_inputs_with_a_weighted_loss(runtime: str) -> None:
+    model, pipe = both(chunks=3, schedule="1f1b", runtime=runtime, loss_fn=as_tuple)
+    x, target = uneven(7)
+    encoder, other = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+    other.load_state_dict(encoder.state_dict())
+    pipe.step(encoder(x), target=target)
+    as_tuple(model(other(x)), target)[0].backward()
+    assert same_gradients(encoder, other)
 
 
 def test_weighted_loss_with_parameters_outside_the_pipe() -> None:

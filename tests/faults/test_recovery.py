@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import Pipe, RemoteError
-from penstock.runtime.distributed.links import HostLinks
+from penstock.runtime.distributed.channels import ProcessTransport
 from tests.distributed.ranks import ranks
 from tests.faults.disposable_ranks import remaining_threads
 from tests.faults.training_run import Fault, FaultInjector, batch, burst, model_of, pipe_of
@@ -52,9 +52,9 @@ def check_right(pipe: Pipe) -> None:
 @contextmanager
 def hooked(pipe: Pipe, injector: FaultInjector) -> Iterator[None]:
     """Let hooks of layers, hooks of gradients and sending fail."""
-    send = HostLinks.send
+    send = ProcessTransport.send
 
-    def fails(self: HostLinks, *given: Any) -> Any:
+    def fails(self: ProcessTransport, *given: Any) -> Any:
         injector("send")
         return send(self, *given)
 
@@ -66,7 +66,7 @@ def hooked(pipe: Pipe, injector: FaultInjector) -> Iterator[None]:
 
     for layer in pipe:
         layer.register_forward_hook(hook)
-    with patch.object(HostLinks, "send", fails):
+    with patch.object(ProcessTransport, "send", fails):
         yield
 
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from penstock import Pipe, is_recomputing
 from penstock.checkpoint.writer import CheckpointWriter
-from penstock.runtime.distributed.links import HostLinks
+from penstock.runtime.distributed.channels import ProcessTransport
 from tests.faults.disposable_ranks import RankContext
 from tests.faults.watchdog_step import EXIT_CODE, HEARTBEAT, LONG_HEARTBEAT, Burst, stall
 
@@ -122,9 +122,9 @@ def optimizer_of(module: nn.Module) -> Optimizer:
 
 def inject_into_send_and_save(injector: Injector) -> None:
     """Let sending and saving fail. The patches stay, so the process must not be reused."""
-    send, write = HostLinks.send, CheckpointWriter.write_data
+    send, write = ProcessTransport.send, CheckpointWriter.write_data
 
-    def injected_send(self: HostLinks, *given: Any) -> Any:
+    def injected_send(self: ProcessTransport, *given: Any) -> Any:
         injector("send", 1)
         return send(self, *given)
 
@@ -132,7 +132,7 @@ def inject_into_send_and_save(injector: Injector) -> None:
         injector("saving", 1)
         return write(self, *given)
 
-    patch.object(HostLinks, "send", injected_send).start()
+    patch.object(ProcessTransport, "send", injected_send).start()
     patch.object(CheckpointWriter, "write_data", injected_write).start()
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.model.profiler import profile_call
-from tests.gpu.support import needs_gpu, virtual_gpus
+from penstock.device.contention import SharedDevice
+from penstock.device.device import Gpu
+from penstock.model.profiler import measure_unit_layers, profile_call
+from tests.gpu.support import GPU, needs_gpu, virtual_gpus
 from tests.model.test_profiler import Watched, brief_times, nothing
 
 pytestmark = needs_gpu
@@ -61,3 +63,32 @@ def test_profile_inside_a_virtual_gpu_is_that_of_its_multiprocessors() -> None:
     with virtual_gpus(8)[0].activate():
         part = profile_call(layer, (x,), device="cuda").forward
     assert part > 2 * whole  # an eighth of the GPU; tests of other processes may disturb both
+
+
+# ---- devices that share the GPU ------------------------------------------------------------------
+
+
+def test_ranks_on_a_whole_gpu_slow_each_other_down() -> None:
+    layer = nn.Linear(4096, 4096).to("cuda", torch.bfloat16)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    streams = [Gpu(GPU) for _ in range(3)]
+    slowdown = SharedDevice(streams[0], tuple(streams[1:])).measure_slowdown(lambda: layer(x))
+    assert slowdown is not None
+    assert slowdown > 2  # three of them share all multiprocessors
+
+
+def test_slowdown_of_work_that_reads_numbers_is_unknown_and_harms_nothing() -> None:
+    first, *others = virtual_gpus(4)
+    shared = SharedDevice(first, tuple(others))
+    x = torch.ones(512, 512, device="cuda")
+    assert shared.measure_slowdown(lambda: (x @ x).sum().item()) is None
+    assert torch.equal(torch.rand(3, device="cuda"), torch.rand(3, device="cuda")) is False
+    assert shared.measure_slowdown(lambda: x @ x) is not None
+
+
+def test_workspace_on_a_gpu_has_what_lives_during_an_action_only() -> None:
+    layers = [nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()]
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    for unit in measure_unit_layers(layers, (x,), GPU, False, timeout=0.0):
+        gradients = 2 * x.nbytes + layers[0].weight.nbytes
+        assert gradients <= unit.workspace_bytes <= gradients + layers[0].weight.nbytes

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import penstock
 from penstock.device.contention import SharedDevice
 from penstock.device.device import Device
+from penstock.model import model_profile
 from penstock.model.profiler import UnitMeasurement, measure_unit_layers
 from penstock.planning import Profile, search_plan
 from tests.properties.memory_caps import Stack
@@ -166,3 +167,27 @@ def test_planned_peak_is_what_a_step_keeps(schedule: str, recompute: bool) -> No
     peaks = map(sum, zip(memory.peak, memory.held, strict=True))
     # The losses of the micro-batches, a few bytes each, are not in the profile.
     assert list(found.forecast.peak) == pytest.approx(list(peaks), abs=100)
+
+
+def test_small_microbatches_count_with_their_own_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With large weights they slowed each other down more: plans with many were 10% too fast."""
+    sizes: list[int] = []
+
+    class BySize:
+        def measure_slowdown(self, work: Callable[[], object]) -> float | None:
+            return 2.0 if sizes[-1] == 1 else 1.0
+
+    def measure(layers: Any, microbatch: Any, *rest: Any, shared: Any, **options: Any) -> Any:
+        sizes.append(len(microbatch[0]))
+        unit = UnitMeasurement(float(sizes[-1]), 0.0, 0.0, 0, False, False, 0)
+        return [unit._replace(slowdown=shared.measure_slowdown(None))] * len(layers)
+
+    monkeypatch.setattr(model_profile, "measure_unit_layers", measure)
+    monkeypatch.setattr(SharedDevice, "find", staticmethod(lambda *_: BySize()))
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
+    profiled = profile(model)
+    large, small = sizes
+    assert small == 1
+    seconds, device = profiled.units[0].seconds["cpu"], profiled.devices[0]
+    assert seconds.F.at(large) / device.speed == pytest.approx(large)
+    assert seconds.F.at(small) / device.speed == pytest.approx(2.0 * small)

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from itertools import accumulate
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from penstock import ArgumentError, Pipe, Schedule, loads, schedules
+from penstock import ArgumentError, Cost, Pipe, Schedule, loads, lower, schedules, simulate
 from penstock.model import placement
+from penstock.model.cut import ResourceLimits, find_cut_within
 from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
 from penstock.model.sequential import cut_sequential, group_by_device
 from penstock.model.tied import describe_tied_parameters
 from penstock.model.traced.traced_partition import UnitCost
+from penstock.schedules.balance import DeviceCapacity, UnitOutput, balance_costs
 from tests.support import Do
 
 
@@ -206,3 +210,39 @@ def test_lazy_layers_cannot_be_balanced_by_parameters() -> None:
     layers = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3))
     with pytest.raises(ArgumentError, match=r"'0\.weight' has no shape yet"):
         Pipe(layers, stages=2, devices=["cpu"] * 2)
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("on_one_device", "counts"), [(True, (2, 1)), (False, (1, 2))])
+def test_messages_between_ranks_on_one_gpu_do_not_move_the_cut(
+    on_one_device: bool, counts: tuple[int, ...]
+) -> None:
+    """Virtual GPUs share their memory. A large value was as dear as between two GPUs."""
+    devices = (torch.device("cuda", 0),) * 2
+    limits = ResourceLimits(devices, (1, 1), (0, 1), (inf, inf), on_one_device=on_one_device)
+    costs = [UnitCost(seconds, 0.0, 0.0, 0, 0) for seconds in (1.0, 1.0, 1.5)]
+    large = UnitOutput(src=1, dsts=(2,), size=40e9)
+    assert find_cut_within(limits, costs, (DeviceCapacity(),) * 2, (large,)) == counts
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_cut_for_several_stages_a_rank_is_the_faster_one_in_a_simulation(name: str) -> None:
+    """With a long head, the slowest stage alone made zb-v slower than 1f1b."""
+    seconds = [0.5] * 24 + [4.0]
+    costs = [UnitCost(cost, cost, cost, 0, 0) for cost in seconds]
+    schedule = schedules.make(name, 4, 16)
+    stages = len(schedule.placement)
+    unlimited = (1,) * stages, schedule.placement, (inf,) * 4
+    limits = ResourceLimits((torch.device("cpu"),) * stages, *unlimited, schedule=schedule)
+
+    def simulate_cut(counts: tuple[int, ...]) -> float:
+        ends = accumulate(counts)
+        F = tuple(sum(seconds[end - count : end]) for count, end in zip(counts, ends, strict=True))
+        return simulate(lower(schedule), Cost(F, F, F, (1.0,) * stages)).makespan
+
+    even_stages = balance_costs(seconds, stages)
+    counts = find_cut_within(limits, costs, (DeviceCapacity(),) * 4)
+    gain = simulate_cut(even_stages) / simulate_cut(counts)
+    assert counts == even_stages if name == "1f1b" else gain > {"zb-v": 1.15}.get(name, 1.0)

@@ -613,3 +613,65 @@ def test_time_of_runs_in_which_the_device_waited_for_the_host_does_not_count() -
     waited, launched = TimedWork(9.0, 9.0, False), TimedWork(1.0, 9.0, True)
     assert _find_median([waited, launched, waited]) == 1.0
     assert _find_median([waited, waited]) == 9.0
+
+
+def test_backwards_are_timed_while_gradients_are_there() -> None:
+    """To add to a gradient takes longer than to be the first."""
+    linear = nn.Linear(4, 4)
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.extend(parameter.grad is not None for parameter in linear.parameters())
+
+    watched = Watched(nothing, look)
+    profile_call(nn.Sequential(linear, watched), (needing(2, 4),), runs=2)
+    assert seen
+    assert all(seen)
+    assert linear.weight.grad is None
+
+
+# ---- workspace -------------------------------------------------------------------------------
+
+
+def measure_workspace(module: nn.Module, x: Tensor) -> int:
+    with measuring._profiled_call("a layer", module, ((x,), {}), None) as call:
+        call.measure_saved_bytes()
+        return call.measure_workspace(torch.device("cpu"))
+
+
+def test_workspace_of_a_forward_is_what_lives_only_in_it() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.repeat(8, 1).sum()  # a copy of eight times the size
+        return x * scale
+
+    # The output is made after the copy is gone, so it has room where the copy was.
+    assert measure_workspace(Do(forward), needing(10, 4)) == (8 - 1) * 40 * FLOAT
+    # In the backward there are two gradients and nothing else.
+    assert measure_workspace(Do(lambda x: x * 2), needing(10, 4)) == 2 * 40 * FLOAT
+
+
+def test_workspace_of_a_backward_has_gradients_of_outputs_and_weights() -> None:
+    gradients = {"output": 10 * 8, "input": 10 * 4, "weight": 8 * 4}
+    layer = nn.Linear(4, 8, bias=False)
+    assert measure_workspace(layer, needing(10, 4)) == sum(gradients.values()) * FLOAT
+    assert layer.weight.grad is None
+    # The gradients of two layers are not there at the same time: each is added to its sum at once.
+    large = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    assert measure_workspace(large, needing(1, 64)) < 2 * 64 * 64 * FLOAT
+
+
+def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[nn.Module] = []
+    run = measuring._CallProfiler.measure
+
+    def measure(self: Any, runs: float, timeout: float) -> Any:
+        measured.append(self._module)
+        return run(self, runs, timeout)
+
+    monkeypatch.setattr(measuring._CallProfiler, "measure", measure)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 4), nn.Linear(4, 4)]
+    units = measure_unit_layers(layers, (needing(8, 4),), None, False, timeout=0.0)
+    assert len(measured) == 3
+    assert units[0] == units[1] == units[4]
+    assert [unit.output_bytes for unit in units] == [128, 128, 64, 128, 128]

@@ -184,3 +184,34 @@ def test_recomputation_is_not_searched_where_everything_fits(
     monkeypatch.setattr(search, "schedule_bound", count)
     search_plan(even_profile(18, 8, rows=16), solver_seconds=0)
     assert bounds
+
+
+def test_plan_begins_with_plans_for_smaller_caps() -> None:
+    """By itself, the search under this cap ends 1 % above a plan that it finds under a smaller."""
+    profile = random_profile(9)
+    peak = max(search_plan(profile, solver_seconds=0).forecast.peak)
+    small, large = (with_memory(profile, share * peak) for share in (0.7, 0.75))
+    before = search_plan(small, solver_seconds=0)
+    assert search_plan(large, solver_seconds=0).seconds > before.seconds
+    plan = search_plan(large, start=[before], solver_seconds=0)
+    assert plan.seconds <= before.seconds
+    assert max(plan.forecast.peak) <= 0.75 * peak
+
+
+def test_plan_leaves_out_starts_that_do_not_fit_or_are_not_in_the_space() -> None:
+    profile = random_profile(9)
+    free = search_plan(profile, solver_seconds=0)
+    peak = max(free.forecast.peak)
+    capped = search_plan(with_memory(profile, 0.7 * peak), start=[free], solver_seconds=0)
+    assert max(capped.forecast.peak) <= 0.7 * peak
+    other = search_plan(profile, chunks=[1], start=[free], solver_seconds=0)
+    assert other.chunks == 1
+    even = even_profile()
+    assert search_plan(even, start=[free], solver_seconds=0).profile is even
+
+
+def test_fit_alone_finds_plans_for_models_with_too_many_cuts_to_try_each() -> None:
+    """The error said that nothing fits in memory."""
+    profile = even_profile(units=40, ranks=4)
+    plan = search_plan(profile, schedules=["fit"], chunks=[8], memory=1e9, solver_seconds=0)
+    assert plan.schedule_name == "fit"

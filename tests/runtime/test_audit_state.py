@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,31 @@ class Counting(nn.Module):
         return output * (1 + (next(self.numbers) > 8))
 
 
+class RunningMaximum(nn.Module):
+    """A layer that divides by the largest number so far, if that is above a limit."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self.register_buffer("maximum", torch.zeros((), dtype=torch.float64))
+        self.linear, self.is_read = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), is_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        maximum: Any = self.maximum
+        if self.is_read:
+            output = output / maximum.clamp(min=5.0)
+        with torch.no_grad():
+            maximum.copy_(torch.maximum(maximum, output.abs().max()))
+        return output
+
+
+@each_door
+def test_state_that_is_read_only_above_a_limit_is_found(door: str) -> None:
+    train(build(RunningMaximum(is_read=False)), door, rows())
+    with pytest.raises(AuditError, match="computes something else once it has grown"):
+        train(build(RunningMaximum(is_read=True)), door, rows())
+
+
 @each_door
 @pytest.mark.parametrize("way", ["list", "iterator"])
 def test_layer_that_counts_its_calls_is_found(way: str, door: str) -> None:
@@ -238,3 +264,31 @@ def test_number_that_is_read_and_makes_no_difference(door: str) -> None:
             assert torch.allclose(pipe(x, lengths), model(x, lengths))
         if door == "step":
             pipe.step(x, lengths, target=rows(), loss_fn=functional.mse_loss)
+
+
+def test_rows_that_are_trimmed_to_the_longest_of_a_micro_batch_are_equal() -> None:
+    """Rows of one length are tried with gradients, as the forward takes rows by a number."""
+    torch.manual_seed(0)
+
+    class Trims(Reads):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            x = x[:, : int(lengths.max())]
+            mask = torch.arange(x.shape[1]) < lengths[:, None]
+            output: Tensor = self.last((self.first(x) * mask[..., None]).sum(1))
+            return output
+
+    model = Trims(READS["item"])
+    unsplit = copy.deepcopy(model)
+    x, lengths = torch.randn(ROWS, 6, WIDTH, dtype=torch.float64), torch.full((ROWS,), 6)
+    pipe = Pipe(
+        model, 2, stages=2, devices=["cpu"] * 2, example=(x, lengths), balance="parameters",
+        loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    for batch in (lengths, torch.tensor([1, 2, 3, 3, 5, 4, 4, 6])):
+        target = rows()
+        pipe.step(x, batch, target=target)
+        functional.mse_loss(unsplit(x, batch), target).backward()
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)

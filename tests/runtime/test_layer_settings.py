@@ -159,7 +159,7 @@ class Keyed(nn.Module):
         self.gates = [zero.clone()]
         self.table = {f"option {index}": False for index in range(100)}
         self.flags = [False] * 300
-        self.tags = set(range(300))
+        self.tags: set[Any] = set(range(300))
         self.deep = [[[[False]]]]
         self.array, self.recent, self.slots = numpy.zeros(3), deque([False] * 3), Slots()
         self.extra = self._build_extra()
@@ -196,10 +196,25 @@ class Keyed(nn.Module):
             or self.extra()
             or "PENSTOCK_TEST_SWITCH" in os.environ
         )
-        gate = self.gate + self.large_gate[:1] + self.frozen + self.gates[0]
+        gate: Any = self.gate
+        large_gate: Any = self.large_gate
+        gate = gate + large_gate[:1] + self.frozen + self.gates[0]
         if is_on:
             x = x + x.flip(0)
-        return x + gate * x.flip(0)
+        output: Tensor = x + gate * x.flip(0)
+        return output
+
+
+class TracedKeyed(nn.Module):
+    """The same layer in a model that is traced."""
+
+    def __init__(self, first: Keyed, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.first(x))
+        return output
 
 
 def set_global(value: bool) -> None:
@@ -218,13 +233,13 @@ SWITCHES: dict[str, Callable[[Keyed], object]] = {
     "an environment variable": lambda layer: os.environ.update(PENSTOCK_TEST_SWITCH="1"),
     "a buffer, in place": lambda layer: layer.gate.fill_(1.0),  # type: ignore[operator]
     "another buffer": lambda layer: setattr(layer, "gate", torch.ones((), dtype=torch.float64)),
-    "a buffer by its data": lambda layer: layer.gate.data.fill_(1.0),  # type: ignore[operator, union-attr]
+    "a buffer by its data": lambda layer: layer.gate.data.fill_(1.0),  # type: ignore[operator]
     "a large buffer": lambda layer: layer.large_gate.fill_(1.0),  # type: ignore[operator]
     "a frozen parameter": lambda layer: layer.frozen.data.fill_(1.0),
     "a tensor in a list": lambda layer: layer.gates[0].fill_(1.0),
     "a dict of 100 entries": lambda layer: layer.table.update({"option 99": True}),
     "a list of 300 entries": lambda layer: layer.flags.__setitem__(299, True),
-    "a set of 300 entries": lambda layer: layer.tags.add("on"),  # type: ignore[arg-type]
+    "a set of 300 entries": lambda layer: layer.tags.add("on"),
     "a list in a list in a list": lambda layer: layer.deep[0][0][0].__setitem__(0, True),
     "an array": lambda layer: layer.array.__setitem__(2, 1.0),
     "a deque": lambda layer: layer.recent.__setitem__(2, True),
@@ -237,7 +252,8 @@ def restored() -> Iterator[None]:
     """Turn the switches that layers share off again."""
     mix = Keyed.__dict__["mix"]
     yield
-    Keyed.is_on, Keyed.on_list[0], Keyed.mix = False, False, mix
+    Keyed.is_on = Keyed.on_list[0] = False
+    setattr(Keyed, "mix", mix)  # noqa: B010
     global_options.is_on = Options.is_on = False
     set_global(False)
     os.environ.pop("PENSTOCK_TEST_SWITCH", None)
@@ -253,9 +269,7 @@ def test_switch_that_is_turned_on_later_is_found(switch: str, is_traced: bool, d
     options: dict[str, Any] = {"chunks": 2, "stages": 2, "devices": ["cpu"] * 2}
     options |= {"loss_fn": functional.mse_loss, "schedule": "1f1b"}
     if is_traced:
-        model = Traced()
-        model.first, model.last = layer, last  # type: ignore[assignment]
-        model.forward = lambda x: last(layer(x))  # type: ignore[method-assign]
+        model = TracedKeyed(layer, last)
         pipe = Pipe(model, example=rows(), balance="parameters", **options)
     else:
         pipe = Pipe(PipeSequential(layer, last), **options)
@@ -395,3 +409,19 @@ def test_name_that_is_another_one_in_each_step_is_audited_seldom() -> None:
         watch.read()
         keys.add(watch.key)
     assert len(keys) == 16 + 3  # 32, 64 and 128
+
+
+def test_number_that_becomes_0_is_another_setting() -> None:
+    layer = nn.Linear(2, 2)
+    layer.factor = 1.0  # type: ignore[assignment]
+    watch = SettingsWatch(lambda: [layer])
+    watch.read()
+    keys, looked_at = {watch.key}, []
+    for factor in (2.0, 3.0, 4.0):
+        layer.factor = factor  # type: ignore[assignment]
+        looked_at.append(watch.read())
+        keys.add(watch.key)
+    assert (looked_at, len(keys)) == ([True, True, False], 1)  # the third change is not looked at
+    layer.factor = 0.0  # type: ignore[assignment]
+    watch.read()
+    assert watch.key not in keys

@@ -11,8 +11,10 @@ from torch import nn
 
 from penstock import Pipe, schedules
 from penstock.runtime import program_cache
+from penstock.runtime.program_cache import ProgramKey
 from penstock.schedules import lowering, simulator
 from penstock.schedules.families import FAMILIES
+from penstock.schedules.ir import StageGraph
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -54,3 +56,15 @@ def test_recomputation_in_a_schedule_is_left_out_in_eval_mode() -> None:
     for training, ops in ((True, "FRB"), (False, "FB")):
         lanes = pipe.train(training).forecast().program.schedule.lanes
         assert {str(action.op) for lane in lanes for action in lane} == set(ops)
+
+
+def test_programs_of_several_stage_graphs_are_kept_apart() -> None:
+    pipe = Pipe(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]), stages=3, devices=["cpu"] * 3)
+    cache = pipe._prepared_pipe.program_cache
+    skips = [StageGraph.chain(3, skips=skip) for skip in ((), [(0, 2)], [(1, 2), (0, 2)])]
+    for graph in (*skips, StageGraph(((0, 2), (1, 2)))):
+        other = cache.for_graph(graph)
+        assert other is cache.for_graph(graph)
+        program, _ = other.get_step_phase(ProgramKey(2, True, "never"))
+        assert program.graph == graph
+    assert cache.for_graph(skips[0]) is cache

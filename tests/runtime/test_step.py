@@ -314,7 +314,7 @@ def test_step_result_repr_shows_the_loss() -> None:
     assert result.timeline is result.timeline
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_later_step_visits_few_modules_and_reaches_layers_in_few_frames(checkpoint: str) -> None:
     package = str(Path(penstock.__file__).parent)
     visited, depths = set[str](), list[int]()
@@ -334,7 +334,6 @@ def test_later_step_visits_few_modules_and_reaches_layers_in_few_frames(checkpoi
         devices=["cpu", "cpu"],
         runtime="inline",
         loss_fn=nn.functional.mse_loss,
-        audit="off",
     )
     x = torch.randn(4, 4)
     for _ in range(2):

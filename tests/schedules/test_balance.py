@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import inf, isclose
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.schedules.balance import (
     UnitOutput,
     balance_costs,
     check_cut,
+    even_out_ranks,
     find_best_cut,
 )
 
@@ -368,3 +369,52 @@ def test_check_cut_refuses_an_invalid_cut(counts: list[int], problem: str) -> No
 
 def test_check_cut_accepts_a_valid_cut() -> None:
     check_cut((1, 4, 1), units=6)
+
+
+# ---- ranks with several stages -------------------------------------------------------------------
+
+
+@st.composite
+def several_stages_a_rank(draw: st.DrawFn) -> CutProblem:
+    ranks, shape = draw(st.integers(2, 4)), draw(st.sampled_from(["loop", "v"]))
+    again = range(ranks) if shape == "loop" else reversed(range(ranks))
+    seconds = draw(st.lists(st.floats(0.1, 9), min_size=2 * ranks, max_size=20))
+    devices = [DeviceCapacity(draw(st.sampled_from([1.0, 2.0]))) for _ in range(ranks)]
+    return CutProblem(
+        tuple(map(UnitLoad, seconds)), tuple(devices), placement=(*range(ranks), *again)
+    )
+
+
+def find_rank_work(task: CutProblem, counts: Sequence[int]) -> list[float]:
+    work = [0.0] * len(task.devices)
+    for rank, (start, end) in zip(
+        task.placement, pairwise(accumulate(counts, initial=0)), strict=True
+    ):
+        seconds = sum(unit.seconds for unit in task.units[start:end])
+        work[rank] += seconds / task.devices[rank].speed
+    return work
+
+
+@settings(deadline=None)
+@given(several_stages_a_rank())
+def test_even_out_ranks_is_a_cut_that_is_not_less_even(task: CutProblem) -> None:
+    best = find_best_cut(task)
+    even = even_out_ranks(task, best)
+    check_cut(even, len(task.units))
+    before, after = (find_rank_work(task, counts) for counts in (best, even))
+    assert sum(w**8 for w in after) <= sum(w**8 for w in before) * (1 + 1e-9)
+
+
+def test_even_out_ranks_gives_the_rank_of_a_long_unit_less_in_its_other_stage() -> None:
+    units = tuple(map(UnitLoad, [1.0] * 24 + [8.0]))
+    v_shape = CutProblem(units, (DeviceCapacity(),) * 4, placement=(0, 1, 2, 3, 3, 2, 1, 0))
+    even = even_out_ranks(v_shape, find_best_cut(v_shape))
+    assert max(find_rank_work(v_shape, find_best_cut(v_shape))) >= 11
+    assert max(find_rank_work(v_shape, even)) == 9
+
+
+def test_even_out_ranks_keeps_to_the_memory_of_the_ranks() -> None:
+    units = tuple(UnitLoad(seconds, static_bytes=10) for seconds in [1, 1, 1, 1, 1, 1, 1, 3])
+    devices = DeviceCapacity(memory=40), DeviceCapacity(memory=40)
+    tight = CutProblem(units, devices, placement=(0, 1, 1, 0))
+    assert even_out_ranks(tight, (3, 2, 2, 1)) == (3, 2, 2, 1)

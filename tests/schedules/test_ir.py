@@ -17,6 +17,7 @@ from penstock.schedules.ir import (
     StageGraph,
     consumes,
     follows,
+    is_forward,
     lifetimes,
     produces,
 )
@@ -194,3 +195,11 @@ def test_schedule_refuses_a_placement_on_ranks_without_lanes() -> None:
     assert str(error.value) == (
         "the placement names rank -1, 2, but there are 2 lanes, for ranks 0 to 1"
     )
+
+
+def test_messages_to_later_stages_are_part_of_the_forward() -> None:
+    activations, gradients = Message(0, 2, 1), Message(2, 0, 1)
+    assert is_forward(Send(activations))
+    assert is_forward(Recv(activations))
+    assert not is_forward(Send(gradients))
+    assert not is_forward(Recv(gradients))

@@ -80,7 +80,7 @@ def test_refilling_weight_grads_keeps_the_order_of_the_others() -> None:
     pipeline = pipeline_of(vee(4), 12, 8)
     starts = schedule_in_rounds(pipeline, RoundRule())
     assert starts is not None
-    refilled = refill_weight_grads(pipeline, starts, [5.0] * 4)
+    refilled = refill_weight_grads(pipeline, pipeline.orders_by_start(starts, False), [5.0] * 4)
     assert refilled is not None
     before, after = pipeline.schedule(starts), pipeline.schedule(refilled)
     check_schedule(pipeline, after, 8)
@@ -109,10 +109,39 @@ def test_attempts_end_early_when_a_rank_is_idle_for_too_long() -> None:
 
     def run(limit: float) -> object:
         limits = [limit] * pipeline.ranks
-        return schedule_by_priority(pipeline, priorities, 0.0, None, [0.0] * 4, None, limits)
+        return schedule_by_priority(pipeline, priorities, 0.0, 0.0, None, [0.0] * 4, None, limits)
 
     assert run(idle / 100) is None
     assert run(1e9) is not None
+
+
+def test_ranks_with_patience_in_the_drain_hold_up_no_input_gradient() -> None:
+    placement = loop(3, 1)
+    cost = Cost((1.0,) * 3, (2.0,) * 3, (3.0,) * 3, (1.0,) * 3, 0.5)
+    pipeline = Pipeline(placement, 3, cost, [9.0] * 3, StageGraph.chain(3))
+    F, I, W = ([[late + m for m in range(3)]] * 3 for late in (0.0, 0.0, 100.0))
+
+    def last_wait(drain_patience: float) -> float:
+        """Return how long the last input gradient of the last rank waits on the rank before it."""
+        starts = schedule_by_priority(
+            pipeline, [*F, *I, *W], 0.0, drain_patience, [99.0] * 3, [0.0] * 3, None
+        )
+        assert starts is not None
+        arrival = starts[5][-1] + 2.0 + 0.5
+        return starts[4][-1] - arrival
+
+    assert last_wait(0.0) > 0.1
+    assert last_wait(3.0) == pytest.approx(0.0)
+
+
+def test_known_rules_reach_the_bound_where_a_rule_was_missing() -> None:
+    """A point of arXiv 2401.10241: 16 ranks, 64 micro-batches, memory for 1.875 per rank."""
+    chunks, kept = 64, 32 * 4096 / (34 * 4096 + 5 * 32 * 1024)
+    F, I, W = ((2.0 * seconds,) * 16 for seconds in (14412, 14393, 9688))
+    cost = Cost(F, I, W, (1.0,) * 16, 1621, weight_activation=(kept,) * 16)
+    schedule = fit(loop(16, 1), chunks, cost, memory=30, objective="period", effort=300_000)
+    work = chunks * 2 * (14412 + 14393 + 9688)
+    assert round(1 - work / simulate(lower(schedule), cost).period, 6) <= 0.015365
 
 
 def test_rules_that_aim_at_the_lower_bound_reach_it() -> None:

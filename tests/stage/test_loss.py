@@ -1,4 +1,4 @@
-"""Tests of how a `loss_fn` counts its targets."""
+"""Tests of how a `loss_fn` counts its targets, and of losses that need no proof."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch.nn import functional
 from penstock import Pipe, Weighted
 from penstock.errors import RunError
 from penstock.stage import loss_terms
+from penstock.stage.loss import TargetCounter, is_entry_mean
+from penstock.stage.row_means import RowMeanProver
 from tests.support import closely
 
 LossFn = Callable[[Tensor, Tensor], Any]
@@ -141,3 +143,95 @@ def test_loss_fn_that_counts_all_targets_or_is_known_is_exact(kind: str, row_cou
     expected = EVEN[kind](model(x), target)
     found = pipe_of(model, EVEN[kind]).step(x, target=target).loss
     assert closely(found, (expected[0] if isinstance(expected, Weighted) else expected).detach())
+
+
+def test_target_counter_leaves_ignored_targets_out() -> None:
+    target = torch.tensor([0, 1, 3, -100])
+    assert TargetCounter()(target) == 3
+    assert TargetCounter(ignore_index=1)(target) == 3
+    assert TargetCounter(-100, CLASS_WEIGHTS)(target) == 7
+    assert TargetCounter(1, CLASS_WEIGHTS)(torch.tensor([0, 1, 3])) == 2
+
+
+# ---- losses of PyTorch that need no proof -------------------------------------------------------
+
+
+def with_hook(loss_fn: nn.Module) -> nn.Module:
+    loss_fn.register_forward_hook(lambda module, args, output: output.square())
+    return loss_fn
+
+
+def with_forward(loss_fn: nn.Module) -> nn.Module:
+    loss_fn.forward = lambda y, t: (y - t).std()
+    return loss_fn
+
+
+class OtherLoss(nn.MSELoss):
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return (y - t).std()
+
+
+ENTRY_LOSSES = [
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy_with_logits,
+    nn.MSELoss(),
+    nn.MSELoss(reduction="sum"),
+    nn.SmoothL1Loss(),
+    nn.BCELoss(),
+    nn.BCEWithLogitsLoss(),
+]
+
+
+@pytest.mark.parametrize("loss_fn", ENTRY_LOSSES)
+def test_entry_mean_is_one_that_its_operations_prove(loss_fn: Callable[..., Any]) -> None:
+    output, target = torch.rand(6, 3, requires_grad=True) * 1, torch.rand(6, 3)
+    assert is_entry_mean(loss_fn, output, (target,))
+    with RowMeanProver(output, target) as prover:
+        loss = loss_fn(output, target)
+    assert prover.proves(loss)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        None,
+        torch.dist,
+        nn.KLDivLoss(),
+        partial(functional.mse_loss, reduction="mean"),
+        lambda y, t: functional.mse_loss(y, t),
+        OtherLoss(),
+        with_hook(nn.MSELoss()),
+        with_forward(nn.MSELoss()),
+        nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)),
+    ],
+)
+def test_other_losses_are_followed(loss_fn: Callable[..., Any] | None) -> None:
+    assert not is_entry_mean(loss_fn, torch.rand(6, 3), (torch.rand(6, 3),))
+
+
+def test_hook_of_all_modules_makes_a_loss_followed() -> None:
+    arguments = torch.rand(6, 3), (torch.rand(6, 3),)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert not is_entry_mean(nn.MSELoss(), *arguments)
+    finally:
+        handle.remove()
+    assert is_entry_mean(nn.MSELoss(), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("output", "targets"),
+    [
+        (torch.rand(6, 1), (torch.rand(6),)),
+        (torch.rand(6), (torch.rand(1),)),
+        (torch.rand(()), (torch.rand(()),)),
+        (torch.rand(6), ()),
+        (torch.rand(6), ((torch.rand(6), torch.rand(6)),)),
+        ((torch.rand(6),), (torch.rand(6),)),
+        (nn.Parameter(torch.rand(6)), (torch.rand(6),)),
+    ],
+)
+def test_arguments_that_may_mix_rows_make_a_loss_followed(output: Any, targets: Any) -> None:
+    assert not is_entry_mean(functional.mse_loss, output, targets)

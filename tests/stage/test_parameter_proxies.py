@@ -585,20 +585,20 @@ def test_large_weight_gradients_are_accumulated_in_separate_batches(
         accumulate_grads(roots, gradients, retain_graph)
 
     monkeypatch.setattr(weight_grad, "accumulate_grads", counted)
-    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 20)
+    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS_ON_CPU", 20)
     model = nn.Sequential(*(linear() for _ in range(5)))
     assert len(check_deferred_grads(model, given())) == 5
     assert calls == [2, 2, 1]
     calls.clear()
     parts = lambda m, x: [functional.linear(x, part) for part in m.weight.chunk(4)]  # noqa: E731
-    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 1)
+    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS_ON_CPU", 1)
     check_deferred_grads(linear(), given(), compute=parts)
     assert calls == [4]
 
 
 def test_weight_part_used_twice_with_separate_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first backward must not free what the second one needs."""
-    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 1)
+    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS_ON_CPU", 1)
 
     def compute(m: Any, x: Tensor) -> Any:
         part = m[0].weight[torch.tensor([1, 0, 1, 2])]

@@ -266,6 +266,30 @@ def test_dropout_rate_and_mode_may_change_between_calls(runtime: str) -> None:
         assert bool((y == 0).any()) == (training and p > 0)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@each_runtime
+def test_torch_checkpoint_that_draws_in_a_later_call_is_refused(
+    runtime: str, use_reentrant: bool
+) -> None:
+    """Only the first forward of a stage searches the stack for a checkpoint at every draw."""
+
+    calls: list[str] = []
+
+    class Repeats(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not calls:
+                return functional.dropout(x)
+            out: Tensor = checkpointed(functional.dropout, x, use_reentrant=use_reentrant)
+            return out
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Repeats()), 2, "never", stages=2, runtime=runtime)
+    for _ in range(2):
+        pipe(torch.randn(4, 4)).sum().backward()
+    calls.append("later")
+    with pytest.raises(RunError, match=r"inside torch\.utils\.checkpoint"):
+        pipe(torch.randn(4, 4))
+
+
 @each_runtime
 def test_torch_checkpoint_around_the_whole_pipe_may_draw(runtime: str) -> None:
     """The search for a checkpoint stops at the cell: a repeated call repeats its seed."""

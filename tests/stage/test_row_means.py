@@ -91,6 +91,14 @@ def test_other_loss_is_not_proved(batch: str, loss_fn: Callable[..., Any]) -> No
     assert not is_proved(batch, loss_fn)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_target_with_one_row_for_all_is_not_proved() -> None:
+    output, target = torch.randn(ROWS, CLASSES, requires_grad=True) * 1, torch.rand(1, CLASSES)
+    with RowMeanProver(output, target) as prover:
+        loss = F.mse_loss(output, target)
+    assert not prover.proves(loss)
+
+
 def test_tensor_that_a_layer_has_left_is_not_proved() -> None:
     left = torch.zeros(3, requires_grad=True) * 2
     assert not is_proved("numbers", lambda y, t: F.mse_loss(y, t) + left.sum())

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.stage.halves import check_deferred_grads
+from tests.stage.halves import backward, check_deferred_grads, forward
+from tests.support import Doubled
 
 
 @pytest.fixture(autouse=True)
@@ -457,3 +458,18 @@ def test_weight_grad_deferral_under_autocast(name: str, learns: bool) -> None:
     assert check_deferred_grads(function_module(function, *weight), x, compute=compute) == [
         "weight"
     ]
+
+
+def test_small_view_does_not_keep_its_base_until_w() -> None:
+    doubled = Doubled()
+
+    def use_a_quarter(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = model(doubled(x)[:, :2])
+        return y
+
+    output, pending = forward(nn.Linear(2, 2), randn(4, 8), compute=use_a_quarter)
+    assert doubled.alive == 1
+    backward(output)
+    del output
+    assert pending
+    assert doubled.alive == 0

@@ -34,10 +34,10 @@ from torch.futures import Future
 from penstock.checkpoint.directory import EXTRA_FILE, METADATA_FILE
 from penstock.checkpoint.manifest import MANIFEST_FILE, Manifest, VerifiedFile, damage_error
 from penstock.errors import CheckpointError, PenstockError
+from penstock.torch_compat import OLD_METADATA_MODULE
 
 # The classes in a `.metadata` that PyTorch writes. None of them runs code of its arguments.
 _DCP = "torch.distributed.checkpoint"
-_OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"  # releases before 2.3
 _KNOWN_CLASSES = {
     "collections": ("OrderedDict",),
     "torch": ("Size",),
@@ -52,7 +52,7 @@ _KNOWN_CLASSES = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     ),
-    _OLD_DCP: ("MEM_FORMAT_ENCODING", "TensorProperties"),
+    OLD_METADATA_MODULE: ("MEM_FORMAT_ENCODING", "TensorProperties"),
 }
 
 

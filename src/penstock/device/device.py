@@ -124,12 +124,14 @@ class Device(Protocol):
 
     Attributes:
         device: PyTorch's name of the device.
+        needs_activation: Whether `activate` has anything to do.
         has_streams: Whether the rank queues its work on streams of its own.
         has_graphs: Whether a step can be captured as a CUDA graph and replayed.
         copies_received: Whether the rank copies what it receives from a rank on the same device.
     """
 
     device: torch.device
+    needs_activation: bool
     has_streams: bool
     has_graphs: bool
     copies_received: bool
@@ -197,7 +199,7 @@ class Cpu:
     """The host. All its ranks share memory and a clock, so most methods have nothing to do."""
 
     device = torch.device("cpu")
-    has_streams = has_graphs = copies_received = False
+    needs_activation = has_streams = has_graphs = copies_received = False
 
     def __repr__(self) -> str:
         return str(self.device)
@@ -247,6 +249,8 @@ class EagerAccelerator(Cpu):
     Only copies to another device and timestamps wait for it.
     """
 
+    needs_activation = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -294,7 +298,7 @@ class Gpu:
         module: The module of the device type, such as `torch.cuda`.
     """
 
-    has_streams = True
+    needs_activation = has_streams = True
     copies_received = False
 
     def __init__(

@@ -10,19 +10,20 @@ before all backwards, and it trains in one process. `PipeTrainer` calls `pipe.st
     optimizer.pt, by number of parameter      a folder of pipe.save, by name, for any other cut
 
 `PipeTrainerMixin` does the same for subclasses of Trainer that keep its loss, and for TRL's
-`SFTTrainer`.
+`SFTTrainer`. `PipelineCallback` logs the steps of the pipe and draws their timelines.
 """
 
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_loss, find_labels
 
@@ -34,7 +35,7 @@ from penstock.checkpoint.pretrained_names import (
 )
 from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.integrations.accelerate import adapt, count_replicas
-from penstock.integrations.transformers_callback import PipelineCallback as PipelineCallback
+from penstock.integrations.step_monitor import StepMonitor
 from penstock.model.framework_attributes import find_base_model
 from penstock.pipe import Pipe
 from penstock.runtime.step import StepResult
@@ -339,3 +340,58 @@ def _make_smoothed_loss(smoother: Any, shifts_labels: bool, num_items: Any) -> C
 def _unwrap_single(values: Any) -> Any:
     """Return the only element of a tuple, or else the value itself."""
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values
+
+
+class PipelineCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback for `PipeTrainer` that logs `result.metrics()` and draws the timeline.
+
+    The numbers go wherever the Trainer reports to, as `pipe/bubble`, `pipe/tokens_per_second` and
+    so on. They are those of the last `pipe.step`: with accumulation, of its last batch. Pictures go
+    to `timelines/` in the output folder, and to TensorBoard if the Trainer reports to it.
+
+    Args:
+        every: How many steps of the optimizer lie between two logged ones.
+        **options: The options of `StepMonitor`: `draw_timeline`, `folder`, `prefix`, `log_figure`.
+
+    Raises:
+        ArgumentError: `every` is not a whole number from 1 up.
+        MissingExtra: Timelines are to be drawn, and matplotlib is not installed.
+    """
+
+    def __init__(self, every: int = 50, **options: Any) -> None:
+        self._monitor = StepMonitor(every, **options)
+        self._trainer: Any = None
+
+    def bind(self, trainer: Any) -> None:
+        """Remember the Trainer, which a `PipeTrainer` calls with itself."""
+        self._trainer = weakref.ref(trainer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start to keep the results of the pipe."""
+        if self._trainer is None:
+            raise RunError(
+                "PipelineCallback logs the steps of a pipe, which only a PipeTrainer runs. Use "
+                "PipeTrainer, or PipeTrainerMixin, in place of this Trainer."
+            )
+        self._monitor.attach([self._trainer().model])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log and draw the last step, if it is an N-th one."""
+        trainer, step = self._trainer(), state.global_step
+        if not self._monitor.is_due(step):
+            return
+        # `Trainer.log` clears the flag that makes the Trainer write its own line for this step.
+        should_log = control.should_log
+        trainer.log(self._monitor.read_metrics())
+        control.should_log = should_log
+        if state.is_world_process_zero:
+            writers = [
+                writer
+                for callback in trainer.callback_handler.callbacks
+                if hasattr(writer := getattr(callback, "tb_writer", None), "add_figure")
+            ]
+            self._monitor.draw(step, args.output_dir, writers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the pipe as it was."""
+        self._monitor.detach()

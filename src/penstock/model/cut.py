@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
 from math import inf
 from typing import Any, TypeVar
 
@@ -61,16 +62,22 @@ from penstock.schedules.balance import (
     UnitOutput,
     balance_costs,
     check_cut,
+    even_out_ranks,
     find_best_cut,
     find_nearest_cut,
 )
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import Schedule
+from penstock.schedules.lowering import lower
+from penstock.schedules.timeline import simulate
 from penstock.stage.stage import Stage
 from penstock.torch_compat import is_compiled_wrapper
 
 # ---- choosing the cut ----------------------------------------------------------------------------
 #
-# balance="time"        measure every unit, then search for the cut whose slowest rank takes the
-#                       least time, transfers included, and that fits the memory of the devices
+# balance="time"        measure every unit, then search for the cut whose slowest stage takes the
+#                       least time, transfers included, and that fits the memory of the devices; if
+#                       ranks have several stages, also for one with even ranks, and simulate both
 # balance="memory"      measure every unit, and even out the bytes of the stages
 # balance="parameters"  measure nothing, and even out the bytes of the parameters
 #
@@ -82,7 +89,8 @@ BALANCE_MODES = ("time", "memory", "parameters")
 
 MeasurementT = TypeVar("MeasurementT")
 
-# A GPU sends about 20 GB/s over PCIe. Stages on the CPU share memory, so there a transfer is free.
+# A GPU sends about 20 GB/s over PCIe. Ranks on the CPU, or on one GPU, share memory, so there a
+# transfer is free.
 _SECONDS_PER_BYTE = 1 / 20e9
 
 
@@ -94,7 +102,8 @@ class ResourceLimits:
     each stage, and `placement` is the rank of each stage. `memory` is the number of bytes that each
     rank may use. `measured_together` says that other processes may measure the same units at the
     same time. With `nearest`, a cut that needs a little too much is better than an error: the
-    caller measures what it really needs.
+    caller measures what it really needs. With `on_one_device`, the ranks share its memory. If ranks
+    have several stages, two cuts are simulated under the `schedule`.
     """
 
     devices: tuple[torch.device, ...]
@@ -103,6 +112,8 @@ class ResourceLimits:
     memory: tuple[float, ...]
     measured_together: bool = False
     nearest: bool = False
+    on_one_device: bool = False
+    schedule: Schedule | None = None
 
     @property
     def rank_devices(self) -> list[torch.device]:
@@ -193,16 +204,17 @@ def find_cut_within(
     values: tuple[UnitOutput, ...] = (),
 ) -> tuple[int, ...]:
     """Return the number of units of each stage, within the memory of the devices."""
+    sends_copies = is_accelerator(limits.devices[0]) and not limits.on_one_device
     problem = CutProblem(
         tuple(UnitLoad(c.seconds, c.resident_bytes, c.activation_bytes) for c in costs),
         devices,
         values,
         placement=limits.placement,
         in_flight=limits.in_flight,
-        seconds_per_byte=_SECONDS_PER_BYTE if is_accelerator(limits.devices[0]) else 0.0,
+        seconds_per_byte=_SECONDS_PER_BYTE if sends_copies else 0.0,
     )
     try:
-        return find_best_cut(problem)
+        return _choose_faster_cut(problem, find_best_cut(problem), costs, limits.schedule)
     except ArgumentError:
         if not limits.nearest:
             raise
@@ -210,6 +222,35 @@ def find_cut_within(
         static = tuple(replace(unit, activation_bytes=0) for unit in problem.units)
         find_best_cut(replace(problem, units=static))
         return find_nearest_cut(problem)
+
+
+def _choose_faster_cut(
+    problem: CutProblem,
+    counts: tuple[int, ...],
+    costs: Sequence[UnitCost],
+    schedule: Schedule | None,
+) -> tuple[int, ...]:
+    """Return the cut, or the one with even ranks if the schedule is simulated to be faster with it.
+
+    With several stages a rank, the slowest stage does not decide alone, nor does the slowest rank.
+    """
+    if schedule is None or len(set(problem.placement)) == problem.stages:
+        return counts
+    even = even_out_ranks(problem, counts)
+    if even == counts:
+        return counts
+    program = lower(schedule)
+
+    def simulate_cut(counts: tuple[int, ...]) -> float:
+        ends = list(accumulate(counts))
+        stages = [costs[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        F, I, W = (
+            tuple(sum(getattr(cost, part) for cost in stage) for stage in stages)
+            for part in ("forward", "input_grad", "weight_grad")
+        )
+        return simulate(program, Cost(F, I, W, activation=(0.0,) * len(counts))).makespan
+
+    return min((counts, even), key=simulate_cut)
 
 
 def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:

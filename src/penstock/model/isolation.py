@@ -115,6 +115,7 @@ def iter_module_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 _IMMUTABLE_TYPES = frozenset((bool, int, float, str, type(None)))
+_TABLE_TYPES = frozenset((dict, OrderedDict))
 
 
 class StateSnapshot:
@@ -137,12 +138,30 @@ class StateSnapshot:
                 if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++
                     self.record([*module.parameters(), *module.buffers()])
                     continue
-                self._restorers.append(partial(_set_class, module, type(module)))
-                self.record(vars(module))
+                self._record_module(module)
             for forward in {getattr(type(m), "forward", None) for m in modules}:
                 for value in find_referred_values(forward).values():
                     if isinstance(value, torch.Generator | random.Random) or is_of_numpy(value):
                         self.record(value)
+
+    def _record_module(self, module: nn.Module) -> None:
+        """Record the attributes of a module. Most are plain values and empty tables."""
+        attributes, kind = vars(module), type(module)
+        before = attributes.copy()
+        self._recorded[id(attributes)] = attributes
+        for value in before.values():
+            if type(value) in _TABLE_TYPES and not value:
+                self._empty_tables.append(value)
+            elif type(value) not in _IMMUTABLE_TYPES:
+                self.record(value)
+
+        def restore_module() -> None:
+            if type(module) is not kind:  # a lazy module changes its class when it is run
+                object.__setattr__(module, "__class__", kind)
+            if not has_same_contents(attributes, before):
+                set_contents(attributes, before)
+
+        self._restorers.append(restore_module)
 
     def record(self, value: Any) -> None:
         """Record a value and everything in it, except for modules and functions."""
@@ -151,18 +170,20 @@ class StateSnapshot:
         if isinstance(value, nn.Module | torch.Size):
             return
         self._recorded[id(value)] = value
-        if type(value) is OrderedDict and not value:
+        if type(value) in _TABLE_TYPES and not value:
             self._empty_tables.append(value)
             return
         if isinstance(value, Tensor):
             self._record_tensor(value)
+        elif isinstance(value, dict | list):  # first: other questions take more time
+            self._record_container(value)
         elif isinstance(value, torch.Generator):
             self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._restorers.append(partial(value.setstate, value.getstate()))
         elif is_of_numpy(value):
             self._record_numpy(value)
-        elif isinstance(value, dict | list | set | deque):
+        elif isinstance(value, set | deque):
             self._record_container(value)
         elif isinstance(value, tuple | frozenset):
             for item in value:
@@ -223,12 +244,8 @@ class StateSnapshot:
             for restore in self._restorers:
                 restore()
             for table in self._empty_tables:
-                table.clear()
-
-
-def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    if type(module) is not kind:  # a lazy module changes its class when it is run
-        object.__setattr__(module, "__class__", kind)
+                if table:
+                    table.clear()
 
 
 def _get_memory(tensor: Tensor) -> tuple[object, ...]:
@@ -315,8 +332,13 @@ def _replace_state(modules: Sequence[nn.Module], copier: StructureCopier) -> Non
             table.update({name: copier(tensor) for name, tensor in table.items()})
         scripted = {k: copier(m) for k, m in module._modules.items() if not _has_tables(m)}
         module._modules.update(scripted)
-        attributes = [name for name in vars(module) if name not in MODULE_INTERNALS]
-        vars(module).update({name: copier(vars(module)[name]) for name in attributes})
+        attributes = vars(module)
+        new = {
+            name: copier(value)
+            for name, value in attributes.items()
+            if name not in MODULE_INTERNALS and type(value) not in _IMMUTABLE_TYPES
+        }
+        attributes.update(new)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def profile_model(
         model=type(model).__name__,
         rows=rows,
         units=tuple(
-            _build_unit(index, name, module, samples)
+            _build_unit(index, name, module, samples, speeds)
             for index, (name, module) in enumerate(zip(names, modules, strict=True))
         ),
         values=tuple(_build_values(samples)),
@@ -266,10 +266,21 @@ def _find_speed(kind: str, samples: Sequence[_Sample]) -> float:
 
 
 def _build_unit(
-    index: int, name: str, module: nn.Module, samples: Sequence[_Sample]
+    index: int,
+    name: str,
+    module: nn.Module,
+    samples: Sequence[_Sample],
+    speeds: Mapping[str, float],
 ) -> UnitProfile:
     def line(kind: str, read: Callable[[UnitMeasurement], float]) -> PerRows:
         return _fit_line([(s.rows, read(s.by_kind[kind][index])) for s in samples])
+
+    def seconds_line(kind: str, read: Callable[[UnitMeasurement], float]) -> PerRows:
+        # Small micro-batches use more memory for their work, and slow each other down more. What is
+        # above the mean of both sizes counts as seconds, as the seconds are divided by the mean.
+        ratios = [speeds[kind] / _find_speed(kind, [sample]) for sample in samples]
+        points = [(s.rows, read(s.by_kind[kind][index])) for s in samples]
+        return _fit_line([(rows, n * r) for (rows, n), r in zip(points, ratios, strict=True)])
 
     kinds = list(samples[0].by_kind)
     tensors = list(iter_module_tensors(module))
@@ -282,15 +293,16 @@ def _build_unit(
         name=name,
         seconds={
             kind: UnitSeconds(
-                line(kind, lambda m: m.forward),
-                line(kind, lambda m: m.input_grad),
-                line(kind, lambda m: m.weight_grad),
+                seconds_line(kind, lambda m: m.forward),
+                seconds_line(kind, lambda m: m.input_grad),
+                seconds_line(kind, lambda m: m.weight_grad),
             )
             for kind in kinds
         },
         parameter_bytes=sum(t.nbytes for t in tensors),
         gradient_bytes=sum(t.nbytes for t in tensors if t.requires_grad),
         activation=activation_bytes,
+        workspace=line(kinds[0], lambda m: m.workspace_bytes),
     )
 
 

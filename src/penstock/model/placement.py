@@ -335,6 +335,8 @@ def partition_model(
         limits = _build_resource_limits(
             request, stage_devices, placement, nearest=request.memory is not None
         )
+        on_one_device = len({device.device for device in stage_devices}) == 1
+        limits = replace(limits, on_one_device=on_one_device)
         example = ExampleMicrobatch.from_batch(request.example, request.chunks)
         # Units are measured on the compute stream of the device, as those of a Sequential are.
         with stage_devices[0].activate():
@@ -375,6 +377,7 @@ def _build_resource_limits(
         caps,
         measured_together,
         nearest,
+        schedule=schedule,
     )
 
 
@@ -586,7 +589,7 @@ def _choose_layer_counts(
         )
     rows = take_maximum(list(map(astuple, profiles)), peers, device)
     profiles = [UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in rows]
-    if request.memory is None:
+    if request.memory is None and len(set(placement)) == stages:
         return balance_costs([profile.seconds for profile in profiles], stages)
     limits = _build_resource_limits(request, stage_devices, placement, measured_together, nearest)
     capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)

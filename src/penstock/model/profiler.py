@@ -38,6 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.device.accelerator import TimedWork, is_accelerator, time_work
 from penstock.device.contention import SharedDevice
+from penstock.device.storage_probe import StorageProbe
 from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
 from penstock.microbatch import move_to_device, scatter
@@ -172,6 +173,9 @@ class UnitMeasurement(NamedTuple):
     saves_inputs: bool
     saves_outputs: bool
     output_bytes: int
+    # The most that is needed in addition while it computes: values that live during an action only,
+    # and the gradient of its outputs. 0 on the CPU, where these are not counted.
+    workspace_bytes: int = 0
     has_loss: bool = False
     # How many times longer it takes while other ranks on the same accelerator do the same. None if
     # there are none, or if that cannot be measured.
@@ -193,6 +197,7 @@ class UnitMeasurement(NamedTuple):
             forward=self.forward + loss.forward,
             input_grad=self.input_grad + loss.input_grad + loss.weight_grad,
             inner_bytes=self.inner_bytes + loss.inner_bytes + kept_output,
+            workspace_bytes=max(self.workspace_bytes, loss.workspace_bytes),
             has_loss=True,
             slowdown=slowdown,
         )
@@ -230,16 +235,19 @@ def measure_unit_layers(
     loss: OutputLoss | None = None,
     shared: SharedDevice | None = None,
 ) -> list[UnitMeasurement]:
-    """Measure the layers of a Sequential on a micro-batch, the last one with the loss."""
-    slowdowns: dict[Hashable, float | None] = {}
+    """Measure the layers of a Sequential on a micro-batch, the last one with the loss.
+
+    Equal layers with equal inputs are measured once.
+    """
+    by_key: dict[Hashable, UnitMeasurement] = {}
 
     def measure(call: _CallProfiler) -> UnitMeasurement:
-        # Layers that are equal get equal work, and slow each other down alike.
-        key = None if shared is None else call.cost_key
-        is_new = key not in slowdowns
-        unit = call.measure_unit(runs, timeout, shared if is_new else None)
-        slowdown = slowdowns.setdefault(key, unit.slowdown)
-        return unit._replace(slowdown=slowdown)
+        key = call.cost_key
+        if key in by_key:
+            call.run_first()  # the next layer needs its output
+        else:
+            by_key[key] = call.measure_unit(runs, timeout, shared)
+        return by_key[key]
 
     measured = _measure_layers(layers, microbatch, unpack, device, measure, loss)
     if loss is not None:
@@ -464,6 +472,11 @@ class _CallProfiler(Skips):
         end = perf_counter() + timeout
         saved_bytes = self.measure_saved_bytes()
         self._time_backward(self._first_graphs.pop(), [])
+        if self._accelerator is not None:
+            # The first run has deferred no weight gradients. Kernels that run for the first time
+            # are loaded, which may take seconds.
+            self._time_run()
+            end = perf_counter() + timeout
         timed_runs: list[list[TimedWork]] = []
         while not timed_runs or (len(timed_runs) < runs and perf_counter() < end):
             timed_runs.append(self._time_run())
@@ -486,8 +499,41 @@ class _CallProfiler(Skips):
             # were made, so the backwards of the other devices would wait for this one.
             self._deferral = None
             slowdown = shared.measure_slowdown(self._run)
-        measured = UnitMeasurement(forward, input_grad, weight_grad, *self._saved_parts)
-        return measured._replace(slowdown=slowdown)
+        return UnitMeasurement(
+            forward,
+            input_grad,
+            weight_grad,
+            *self._saved_parts,
+            workspace_bytes=self.measure_workspace(self._accelerator) if self._accelerator else 0,
+            slowdown=slowdown,
+        )
+
+    def run_first(self) -> None:
+        """Run the first forward, without a measurement, for its output."""
+        args, kwargs = self._start_graph(self._arguments)
+        self.output = _detach(self._run_module(args, kwargs))
+
+    def measure_workspace(self, device: torch.device) -> int:
+        """Return the most bytes that a run needs beside what is known to be there.
+
+        That is: in the forward, beside all that is alive after it; in the backward, beside all that
+        was alive before it, without the gradient of the outputs.
+        """
+        probe = StorageProbe([device])
+        rank = 0
+        args, kwargs = self._start_graph(self._arguments)
+        with probe.track(), probe.attribute_to(rank):
+            output = self._run_module(args, kwargs)
+        in_forward = probe.read_transient_bytes().get(rank, 0)
+        graph, ones = self._build_graph(output)
+        gradient_bytes = sum(_count_bytes(one) for one in ones if one is not None)
+        del args, kwargs, output
+        with self._add_to_gradients(graph):
+            before = probe.read_live_bytes().get(rank, 0)
+            with probe.track(), probe.attribute_to(rank):
+                graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
+        in_backward = probe.read_peak_bytes().get(rank, 0) - before
+        return max(in_forward, in_backward + gradient_bytes)
 
     def measure_saved_bytes(self) -> int:
         """Run the first forward, and return the bytes that it and no earlier layer keeps.
@@ -578,12 +624,25 @@ class _CallProfiler(Skips):
     ) -> tuple[TimedWork, TimedWork]:
         cell_graph, ones = graph
         # Most leaves are copies. One that the module uses through a closure is the user's own.
-        with preserve_gradients(cell_graph.find_leaves()):
+        with self._add_to_gradients(cell_graph):
             input_grad = self._time(
                 "I", lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
             )
             weight_grad = self._time("W", lambda: accumulate_weight_grads(pending_weight_grads))
             return input_grad, weight_grad
+
+    @contextmanager
+    def _add_to_gradients(self, graph: CellGraph) -> Iterator[None]:
+        """Let backwards add to gradients that are there, as after the first micro-batch of a step.
+
+        Weights whose gradients are deferred are not in the graph.
+        """
+        weights = [weight for weight in self._module.parameters() if weight.requires_grad]
+        leaves = {id(leaf): leaf for leaf in (*graph.find_leaves(), *weights)}.values()
+        with preserve_gradients(leaves):
+            for leaf in leaves:
+                leaf.grad = torch.zeros_like(leaf)
+            yield
 
     def _time(self, op: str, function: Callable[[], object]) -> TimedWork:
         """Return the time of a function on the accelerator, or on the host without one."""

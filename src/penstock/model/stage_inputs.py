@@ -67,6 +67,10 @@ class Batch:
     is_step: bool = False
     return_outputs: bool = False
 
+    def list_batch(self) -> tuple[Any, ...]:
+        """Return the inputs and the target."""
+        return *self.inputs, *self.keyword_inputs.values(), *self.target
+
     def count_tokens(self) -> int | None:
         """Return the number of token ids, padding included, or None if there are none.
 

@@ -326,15 +326,15 @@ def unroll_pattern(
     patience = sum(pipeline.cost.W) / pipeline.stages
     no_idle = [0.0] * pipeline.ranks
     for part in _PATIENCES:
-        candidates.append(
-            schedule_by_priority(pipeline, times, part * patience, None, no_idle, None)
-        )
+        waits = part * patience
+        candidates.append(schedule_by_priority(pipeline, times, waits, waits, None, no_idle, None))
     bubble = pipeline.measure(times, objective) - pipeline.work
     for basis in (times, *candidates):
-        for part in _ALLOWANCES if basis else ():
-            assert basis is not None
+        orders = pipeline.orders_by_start(basis, with_weight_grads=False) if basis else None
+        for part in _ALLOWANCES if orders else ():
+            assert orders is not None
             candidates.append(
-                refill_weight_grads(pipeline, basis, [part * bubble] * pipeline.ranks)
+                refill_weight_grads(pipeline, orders, [part * bubble] * pipeline.ranks)
             )
     best = inf
     if not any(map(exceeds, pattern.peaks, pipeline.caps)):

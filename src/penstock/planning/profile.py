@@ -67,7 +67,8 @@ class UnitProfile:
             `ValueProfile.saved_by` says who keeps those.
         weight_activation: All that it keeps between I and W, its inputs included. None means that I
             frees nothing.
-        workspace: The most that it needs in addition while it computes.
+        workspace: The most that it needs in addition while it computes: values that are alive
+            during an action only, and the gradient of its outputs.
     """
 
     name: str

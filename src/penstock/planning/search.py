@@ -286,12 +286,14 @@ def search_plan(
     placement: Sequence[int] | None = None,
     recompute: Sequence[bool] | None = None,
     runtimes: Sequence[str] | None = None,
+    start: Sequence[Plan] = (),
     solver_seconds: float = 10.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Return the fastest plan for a profile, under a memory cap in bytes.
 
-    What is given is kept; everything else is searched.
+    What is given is kept; everything else is searched. The plan is never slower than one of `start`
+    that fits in memory.
 
     Args:
         profile: The model and its devices. The plan uses all of them, in their order.
@@ -305,6 +307,8 @@ def search_plan(
         placement: The rank of each stage.
         recompute: Whether each stage recomputes its activations.
         runtimes: The runtimes to choose from; by default those of the profile.
+        start: Plans to begin with, such as those for smaller caps, which fit under a larger one
+            too. Those that do not fit, or are not in the space that is searched, are left out.
         solver_seconds: How long the solver may try to improve the schedule of the best plan, or to
             prove that it is the best. Without ortools, or with 0, there is no solver.
         progress: Called with what the search is doing and the fraction that is done.
@@ -343,7 +347,7 @@ def search_plan(
             f"{' and '.join(sorted(space.names or ()))} cannot run with these stages and ranks. "
             "Allow other schedules, such as 'fit', or another number of stages per rank."
         )
-    results = _search_groups(space, groups, report)
+    results = _search_groups(space, groups, _points_of_plans(start, groups), report)
     if not results.points:
         raise ArgumentError(_explain_no_fit(space, groups))
     ranking = sorted(results.points.values(), key=lambda point: point.seconds)
@@ -479,8 +483,33 @@ class _Best:
         return sorted(points, key=lambda point: point.seconds)
 
 
-def _search_groups(space: Space, groups: Sequence[Group], report: Progress) -> _Best:
+def _points_of_plans(plans: Sequence[Plan], groups: Sequence[Group]) -> Iterator[Point]:
+    """Yield the plans that are in the space and fit in memory, as points of it."""
+    by_choice = {(group.placement, group.chunks): group for group in groups}
+    units = len(groups[0].space.profile.units)
+    for plan in plans:
+        group = by_choice.get((plan.placement, plan.chunks))
+        if group is None or sum(plan.cut) != units:
+            continue
+        space = group.space
+        allowed = plan.schedule_name in group.names or space.uses_fit
+        if not allowed or plan.cut != (space.cut or plan.cut):
+            continue
+        if plan.recompute != (space.recomputed or plan.recompute):
+            continue
+        costs = group.table.stage_costs(plan.cut, plan.placement)
+        timer = ScheduleTimer(plan.schedule_name, plan.schedule, costs.graph)
+        peaks = (timer.peak(rank, costs, plan.recompute) for rank in range(len(space.memory)))
+        if not any(map(exceeds, peaks, costs.free_bytes(space.memory))):
+            seconds = timer.seconds(costs, plan.recompute, space.objective)
+            yield Point(seconds, plan.schedule_name, group, plan.cut, plan.recompute, plan.schedule)
+
+
+def _search_groups(
+    space: Space, groups: Sequence[Group], start: Iterable[Point], report: Progress
+) -> _Best:
     best = _Best()
+    best.consider(start)
     ordered = sorted(groups, key=lambda group: group.bound)
     budget = _BUILT_ACTIONS
     for index, group in enumerate(sorted(groups, key=lambda group: group.estimate())):
@@ -531,6 +560,8 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
         if group.is_huge:
             continue
         cuts = [point.cut for point in best.of_group(group)[:1]]
+        if not group.names:  # no named schedule was timed
+            cuts = list({_even_cut(group, with_memory) for with_memory in (False, True)})
         if group.is_exhausted:
             # There were not too many before, and now there are fewer.
             cuts = group.find_cuts(best.seconds, _TIMED_ACTIONS) or []

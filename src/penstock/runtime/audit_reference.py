@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,6 @@ from penstock.microbatch import (
 from penstock.model.isolation import (
     StateSnapshot,
     isolated,
-    iter_module_tensors,
     preserve_gradients,
 )
 from penstock.model.partition import Partition, StageMap
@@ -98,9 +99,9 @@ class ReferenceForward(NamedTuple):
         changed_buffers: The buffers that it changed.
         changed_attributes: The attributes with numbers that it changed, such as a counter.
         adds_losses: Whether layers added auxiliary losses.
-        has_own_backward: Whether its backward runs code of hooks or of an `autograd.Function`.
         has_own_gradients: Whether its backward is more than the derivatives of its operations: it
             has hooks or an `autograd.Function`, or leaves something out with `detach`.
+        has_own_backward: Whether it has hooks or an `autograd.Function`.
         draws_in_loss: Whether `loss_fn` drew from `random` or `numpy.random`.
         row_watch: What it did that may depend on all rows of the batch, if it was watched.
         uses_float32: Whether an operation of the model returned a tensor of float32.
@@ -114,8 +115,8 @@ class ReferenceForward(NamedTuple):
     changed_buffers: frozenset[BufferKey]
     changed_attributes: frozenset[AttributeKey]
     adds_losses: bool
-    has_own_backward: bool
     has_own_gradients: bool
+    has_own_backward: bool
     draws_in_loss: bool
     row_watch: RowWatch
     uses_float32: bool
@@ -309,8 +310,8 @@ class Reference:
         for value in containers:
             if id(value) not in attributes:
                 other_state.record(value)
-        loss_parameters = [p for module in other_modules for p in module.parameters(False)]
-        parameters = [p for module in self.modules for p in module.parameters(False)]
+        loss_parameters = list_parameters(other_modules)
+        parameters = list_parameters(self.modules)
 
         def exchange_tensor(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
@@ -380,11 +381,11 @@ class Reference:
             self._separates_host_streams = True
             raise HostDrawsError
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
-        has_own_backward = watch.adds_hooks
+        has_own_backward = watch.has_tensor_hooks
         if not has_own_backward and records_state:
             nodes = (t.grad_fn for t in list_tensors(values) if t.grad_fn is not None)
             has_own_backward = has_python_nodes(nodes)
-        has_own_gradients = has_own_backward or watch.leaves_out
+        has_own_gradients = has_own_backward or watch.has_own_gradients
         if records_state:
             self._has_own_gradients = has_own_gradients
             self.watches_rows = watch.may_select_rows
@@ -400,8 +401,8 @@ class Reference:
             changed_buffers=frozenset([k for k, d in buffers.items() if before.get(k) != d]),
             changed_attributes=frozenset([k for k, old in attributes if now.get(k) != old]),
             adds_losses=self._adds_losses,
-            has_own_backward=has_own_backward,
             has_own_gradients=has_own_gradients,
+            has_own_backward=has_own_backward,
             draws_in_loss=self._draws_in_loss,
             row_watch=watch,
             uses_float32=self._uses_float32,
@@ -617,7 +618,8 @@ class Reference:
 
     def list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""
-        tensors = [t for module in self.modules for t in iter_module_tensors(module)]
+        tables = [table for m in self.modules for table in (m._parameters, m._buffers)]
+        tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
         request = self._request
         return [t.dtype for t in (*tensors, *list_tensors((request.inputs, request.target)))]
 
@@ -721,6 +723,11 @@ def _list_entries(container: Any) -> list[Any]:
     return list(container) if isinstance(container, list | deque) else []
 
 
+def list_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules, without those of their children."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
 def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
     """Return the buffers of modules that have numbers."""
     return {
@@ -769,11 +776,18 @@ class StateWatch:
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_counter(buffer)
         }
+        self._float_buffers = {
+            (module, name): buffer.detach().clone()
+            for module in names
+            if not has_write_only_buffers(module)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and _is_float_state(buffer)
+        }
         for _, value in self._before.values():
             self._copier(value)
         self._host_generators = StateSnapshot(())
         for value in self._copier.list_originals():
-            if _is_host_generator(value):
+            if type(value) not in _NO_GENERATORS and _is_host_generator(value):
                 self._host_generators.record(value)
 
     def _read(self) -> dict[Any, tuple[str, Any]]:
@@ -782,11 +796,12 @@ class StateWatch:
         for module, prefix in self._names.items():
             if isinstance(module, DeferredStatsBatchNorm):
                 continue  # its attributes are the sums of the micro-batches so far
-            tables = [vars(module)]
+            attributes = vars(module)
+            names = attributes.keys() - MODULE_INTERNALS
+            for name in [name for name in attributes if name in names] if names else ():
+                values[module, name] = f"{prefix}.{name}".lstrip("."), attributes[name]
             if module in self._other_modules:  # those of the model have digests
-                tables.append(module._buffers)
-            for name, value in ((n, v) for table in tables for n, v in table.items()):
-                if name not in MODULE_INTERNALS:
+                for name, value in module._buffers.items():
                     values[module, name] = f"{prefix}.{name}".lstrip("."), value
         for index, variable in enumerate(self._variables):
             values[index] = variable.name, variable.read()
@@ -794,8 +809,8 @@ class StateWatch:
 
     def _measure_tables(self) -> list[int]:
         """Return how many hooks, members and so on the modules have."""
-        tables = (vars(m).get(name) for m in self._names for name in MODULE_INTERNALS)
-        return [len(table) for table in tables if isinstance(table, dict)]
+        tables = chain.from_iterable(map(_get_tables, map(vars, self._names)))
+        return [*map(len, tables)]
 
     def rewind_generators(self) -> None:
         """Set the random generators of the model back, so that the next forward draws the same."""
@@ -805,14 +820,15 @@ class StateWatch:
 
     def has_host_draws(self) -> bool:
         """Return whether a forward has drawn from the model's own generators of Python or NumPy."""
-        values = self._copier.list_originals()
+        values = [v for v in self._copier.list_originals() if type(v) not in _NO_GENERATORS]
         return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
 
     def advance_counters(self) -> bool:
         """Let the counters that a forward has changed be far ahead. Return whether there are any.
 
         A counter is a whole number in an attribute, a buffer, a variable or an object, a list that
-        grows, or an `itertools.count`.
+        grows, or an `itertools.count`. Other numbers in buffers grow, too: a running maximum may be
+        read only where it is above a limit.
         """
         has_counters = False
         for module in self._names:
@@ -826,9 +842,12 @@ class StateWatch:
                     _, old = self._before.get(
                         (module, name), ("", self._buffers.get((module, name)))
                     )
+                    before = self._float_buffers.get((module, name))
                     if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
                         value.add_(_FAR_AHEAD)
                         has_counters = True
+                    elif before is not None and _is_float_state(value):
+                        has_counters |= _let_changes_grow(value, before)
                     else:
                         old = getattr(type(module), name, None) if old is None else old
                         has_counters |= self._advance(table, name, value, old)
@@ -893,13 +912,18 @@ class StateWatch:
             if parameter is not None and _get_storage_address(parameter) in written
         ]
         now = self._read()
+        have_changed: dict[int, bool] = {}  # by id: modules may share a configuration
         for key in {**self._before, **now}:
             name, value = now.get(key, ("", None))
             old_name, old = self._before.get(key, ("", None))
             is_same = value is old or (type(value) in SCALARS and value == old)
-            if isinstance(value, torch.Generator) or _is_host_generator(value):
+            if type(value) not in _NO_GENERATORS and (
+                isinstance(value, torch.Generator) or _is_host_generator(value)
+            ):
                 continue
-            if not is_same or self._copier.has_changed(value):
+            if id(value) not in have_changed:
+                have_changed[id(value)] = self._copier.has_changed(value)
+            if not is_same or have_changed[id(value)]:
                 names.append(name or old_name)
         if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
             names.append(_UNNAMED)
@@ -908,6 +932,29 @@ class StateWatch:
 
 _FAR_AHEAD = 1_000_000
 _LONGER = 100_000  # entries of a list
+_LARGER = 1_000.0
+_MAX_STATE = 1 << 20  # numbers of a buffer
+
+
+def _is_float_state(value: Any) -> bool:
+    """Return whether a tensor has numbers that a forward may let grow, and is not large."""
+    if type(value) is not Tensor or value.is_meta or value.is_inference():
+        return False
+    is_plain = value.layout is torch.strided and value.numel() <= _MAX_STATE
+    return is_plain and value.is_floating_point() and not value.requires_grad
+
+
+def _let_changes_grow(value: Tensor, before: Tensor) -> bool:
+    """Multiply the numbers that have changed. Return whether there are any.
+
+    The others may belong to rows with other ids.
+    """
+    if value.shape != before.shape or value.device != before.device:
+        return False
+    has_changed = value.detach() != before
+    with torch.no_grad():
+        value.copy_(torch.where(has_changed, value * _LARGER, value))
+    return bool(has_changed.any())
 
 
 def _is_counter(value: Any) -> bool:
@@ -919,6 +966,11 @@ def _is_counter(value: Any) -> bool:
 
 _UNNAMED = "a variable outside of the modules"
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+# Types of most attributes, none of which is a random generator.
+_NO_GENERATORS = frozenset((*SCALARS, dict, list, tuple, Tensor, nn.Parameter))
+_get_tables = itemgetter(*(n for n, table in vars(nn.Module()).items() if isinstance(table, dict)))
 
 
 def _is_host_generator(value: Any) -> bool:
@@ -944,20 +996,19 @@ class _ForwardWatch(RowWatch):
 
     Attributes:
         is_in_model: Whether the model runs, and not the loss.
-        adds_hooks: Whether the model or the loss adds a hook to a tensor.
-        leaves_out: Whether it leaves something out of the gradient.
+        has_own_gradients: Whether the model or the loss adds a hook, or leaves something out.
+        has_tensor_hooks: Whether it adds a hook.
     """
 
-    is_in_model = adds_hooks = leaves_out = False
+    is_in_model = has_own_gradients = has_tensor_hooks = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function, and look at it."""
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
-            has_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-            self.adds_hooks |= has_gradient and func is Tensor.register_hook
-            self.leaves_out |= has_gradient and func is not Tensor.register_hook
+            self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
+            self.has_tensor_hooks |= func is Tensor.register_hook
         if not self.is_in_model:
             # The model may have returned a size.
             return func(*unwrap_numbers(args), **unwrap_numbers(kwargs or {}))

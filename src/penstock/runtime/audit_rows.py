@@ -70,7 +70,6 @@ _MAX_GRADIENT_ROUNDING = 0.2
 # Some layers compute in float32 whatever the dtype of the model is, such as the recurrences of
 # transformers. A backward that mixes rows makes a difference far above their rounding.
 _MIN_GRADIENT_ROUNDING = 1e-5
-_LARGE_SCALE = 2.0**16  # as much as a `GradScaler` begins with
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
@@ -116,8 +115,6 @@ class RowsCheck:
     parameter_names: Mapping[int, str]
     # What forwards of other numbers of rows did, if the first one may have selected among rows.
     _watches: list[RowWatch] = field(default_factory=list)
-    # The factor of the gradients with which backwards begin.
-    seed_scale: float = 1.0
 
     def compare_rows(self, whole: ReferenceForward | None = None) -> str | None:
         """Return how the results of a few rows do not combine to those of all of them, or None.
@@ -133,27 +130,64 @@ class RowsCheck:
         )
         choices = self._choose_rows(None if with_gradients else whole)
         for ranges, together in choices:
-            problem = self._try_modes(ranges, together, with_gradients)
+            # The forward that has run has no gradients.
+            problem = self._try_modes(ranges, None if with_gradients else together, with_gradients)
             if problem is not None:
                 return problem
             # A table with an entry for each row may hold equal numbers so far.
             if whole is not None and not with_gradients and self._selects_rows(whole.row_watch):
                 with_gradients = torch.is_grad_enabled()
                 problem = self._try_modes(ranges, None, with_gradients)
-                if problem is not None:
-                    return problem
-        if with_gradients and whole is not None and whole.has_own_backward:
-            return self._compare_larger_gradients()
+            # A backward may clip only gradients that are larger than those of this step.
+            if whole is not None and whole.has_own_backward and torch.is_grad_enabled():
+                problem = problem or self._try_modes(ranges, None, True, self._find_large_seed())
+                problem = problem or self._compare_scales(ranges, whole)
+            if problem is not None:
+                return problem
         return None
 
-    def _compare_larger_gradients(self) -> str | None:
-        """Return how large gradients of a few rows do not add up, or None.
+    def _compare_scales(self, ranges: Sequence[Rows], whole: ReferenceForward) -> str | None:
+        """Return whose gradient does not grow with that of the loss, if `loss_fn` returns weights.
 
-        A hook or an `autograd.Function` may clip gradients, and these may be small so far. A factor
-        that is a power of 2 changes no rounding.
+        Their sum is known only at the end of a step, so backwards run with another scale, and
+        gradients get their own afterwards. Targets are counted before.
         """
-        ranges, _ = next(self._choose_rows(None))
-        return replace(self, seed_scale=_LARGE_SCALE)._try_modes(ranges, None, True)
+        has_weight = any(isinstance(v, LossExtras) and v.weight is not None for v in whole.values)
+        if not has_weight or self.reduction is None or self.reduction.target_counter is not None:
+            return None
+        factor = self._find_large_seed()
+        rows = self.inputs.rows._replace(counts=tuple([stop - start for start, stop in ranges]))
+        try:
+            small, large = (
+                self._run_rows(
+                    ranges,
+                    True,
+                    _select_seeds(self._build_seeds(rows, [1.0]), 0, ranges, scale),
+                ).gradients
+                for scale in (1.0, factor)
+            )
+        except Exception as error:  # not every model runs on so few rows
+            close_failed_checkpoints(error)
+            return None
+        tolerance = min(max(10 * self.rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
+        largest = max((d.norm for d in large.values() if math.isfinite(d.norm)), default=0.0)
+        zero = Digest(0.0, 0.0)
+        for key, name in self.parameter_names.items():
+            if large.get(key, zero).find_difference(
+                small.get(key, zero), tolerance, factor, tolerance * largest
+            ):
+                return (
+                    f"the gradient of '{name}' does not grow with that of the loss: a hook of a "
+                    "tensor or the backward of an autograd.Function clips it, say. The loss has "
+                    "weights, so gradients have their final scale only after the backwards. Use "
+                    "reduction='sum' and divide by the weight of the whole batch in loss_fn, or "
+                    "change the gradients after the step."
+                )
+        return None
+
+    def _find_large_seed(self) -> float:
+        """Return a factor for gradients that lets them grow, and not overflow."""
+        return 64.0 if {torch.float16, torch.bfloat16} & {*self.reference.list_dtypes()} else 1e4
 
     def _selects_rows(self, watch: RowWatch) -> bool:
         """Return whether the forward of the micro-batch has selected rows, or by their positions.
@@ -251,6 +285,7 @@ class RowsCheck:
         ranges: Sequence[Rows],
         whole: ReferenceForward | None = None,
         with_gradients: bool = False,
+        seed_factor: float = 1.0,
     ) -> str | None:
         """Compare parts in training, or else in eval mode, or else other parts."""
         # Not every model runs on so few rows, and a row by itself has no deviation, say. The
@@ -261,7 +296,9 @@ class RowsCheck:
             is_random = False
             for parts, together in attempts:
                 try:
-                    return self._try_split(parts, together, in_training, with_gradients)
+                    return self._try_split(
+                        parts, together, in_training, with_gradients, seed_factor
+                    )
                 except _RandomResultsError:
                     is_random = True
                     break
@@ -283,10 +320,12 @@ class RowsCheck:
         whole: ReferenceForward | None,
         in_training: bool,
         with_gradients: bool,
+        seed_factor: float = 1.0,
     ) -> str | None:
         """Return how the results of some parts differ from that of all together, or None.
 
-        `whole` is the forward of all, if it has run already.
+        `whole` is the forward of all, if it has run already. The gradients of the losses or outputs
+        are multiplied by `seed_factor`.
         """
         counts = tuple([stop - start for start, stop in ranges])
         part_rows = self.inputs.rows._replace(counts=counts)
@@ -303,13 +342,17 @@ class RowsCheck:
         ):
             host_state = HostRngState()
             parts = [
-                self._run_rows([rows], in_training, _select_seeds(part_seeds, index, [rows]))
+                self._run_rows(
+                    [rows], in_training, _select_seeds(part_seeds, index, [rows], seed_factor)
+                )
                 for index, rows in enumerate(ranges)
             ]
             together = (
                 _RowsResult(whole, {})
                 if whole is not None
-                else self._run_rows(ranges, in_training, _select_seeds(whole_seeds, 0, ranges))
+                else self._run_rows(
+                    ranges, in_training, _select_seeds(whole_seeds, 0, ranges, seed_factor)
+                )
             )
             results = *parts, together
             if any(result.forward.has_drawn for result in results) or host_state.find_used():
@@ -336,9 +379,7 @@ class RowsCheck:
                 count = sum(stop - start for start, stop in ranges)
                 if count != self.inputs.rows.counts[self.microbatch]:
                     self._watches.append(forward.row_watch)
-            pairs = list(seeds(forward.values)) if seeds is not None else []
-            if self.seed_scale != 1:
-                pairs = [(tensor, gradient * self.seed_scale) for tensor, gradient in pairs]
+            pairs = seeds(forward.values) if seeds is not None else ()
             gradients = self.reference.run_backward(pairs) if pairs else {}
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
         return _RowsResult(forward, gradients, input_ids)
@@ -482,9 +523,6 @@ class RowsCheck:
         for part in parts:
             for key, digest in part.gradients.items():
                 sums[key] = digest.plus(sums.get(key))
-        digests = *sums.values(), *whole.gradients.values()
-        if self.seed_scale != 1 and not all(math.isfinite(digest.norm) for digest in digests):
-            return None  # they are too large for the dtype
         names = self.parameter_names
         zero = Digest(0.0, 0.0)
         tolerance = min(max(10 * self.rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
@@ -494,25 +532,13 @@ class RowsCheck:
         for key, name in names.items():
             digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
             if digest.find_difference(expected, tolerance, scale, least_size):
-                return self._describe_gradient(f"the gradient of '{name}'")
+                return _describe_gradient(f"the gradient of '{name}'")
         # Those of the inputs have other places in the whole, so only their sizes are compared.
         size = whole.measure_input_gradients() * scale
         part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
         if abs(size - part_size) > tolerance * max(size, part_size):
-            return self._describe_gradient("the gradient of the inputs")
+            return _describe_gradient("the gradient of the inputs")
         return None
-
-    def _describe_gradient(self, what: str) -> str:
-        if self.seed_scale != 1:
-            return (
-                f"{what} for some rows together is not the sum of those for two parts of them once "
-                f"gradients are {self.seed_scale:,.0f} times as large. So a hook of a tensor or a "
-                "module, or the backward of an autograd.Function, clips or normalises a gradient "
-                "of several rows, and each micro-batch would have its own. Clip each row by "
-                "itself, clip the gradients of parameters after the step or in their hooks, or use "
-                "chunks=1."
-            )
-        return _describe_gradient(what)
 
 
 def _describe_gradient(what: str) -> str:
@@ -616,9 +642,12 @@ def _count_parts(parts: Sequence[Any]) -> str:
 
 
 def _select_seeds(
-    seeds: _LossSeeds | _OutputSeeds | None, index: int, ranges: Sequence[Rows]
+    seeds: _LossSeeds | _OutputSeeds | None, index: int, ranges: Sequence[Rows], factor: float
 ) -> Seeds | None:
-    return None if seeds is None else seeds.for_part(index, ranges)
+    if seeds is None:
+        return None
+    list_pairs = seeds.for_part(index, ranges)
+    return lambda values: [(tensor, gradient * factor) for tensor, gradient in list_pairs(values)]
 
 
 @contextmanager

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.fingerprint import CachedHash, Fingerprinter, ModuleSnapshot
+from penstock.fingerprint import CachedHash, Fingerprinter, ModuleSnapshot, are_same_objects
 from penstock.model.traced.settings import CodeVariables
-from penstock.nested_values import are_same_objects
 from penstock.state_copy import (
     LIBRARY_PACKAGES,
     MODULE_INTERNALS,

@@ -40,9 +40,9 @@ from penstock.runtime.execution import (
     NO_OVERRIDES,
     CaptureOverrides,
     Execution,
+    InlineExecutor,
     LaneExecutor,
 )
-from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.loss_accumulator import LossAccumulator, combine_metrics, read_loss_scale
 from penstock.runtime.memory import Memory, count_resident_bytes, profile_step_memory
 from penstock.runtime.memory_forecast import (

@@ -18,11 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, finalize
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from penstock import draw
@@ -32,10 +29,11 @@ from penstock.device.accelerator import (
     is_accelerator,
 )
 from penstock.device.device import Device
+from penstock.device.storage_probe import StorageProbe
 from penstock.draw.notebook import memory_html
 from penstock.draw.style import PictureFile
 from penstock.errors import RunError
-from penstock.runtime.inline import InlineExecutor
+from penstock.runtime.execution import InlineExecutor
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import BoundAction
 from penstock.schedules.cost import Cost
@@ -43,7 +41,6 @@ from penstock.schedules.ir import Action, Compute, Op, Program, Schedule, Send
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.stage import Stage
 from penstock.text_format import format_bytes
-from penstock.torch_compat import EagerDispatchMode, force_eager, get_storage_address, pytree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -228,103 +225,6 @@ class MemoryProbe(Protocol):
         """Return the live bytes, by rank."""
 
 
-class HostStorageProbe(EagerDispatchMode):
-    """A dispatch mode that counts the live bytes of ranks, by default on the CPU.
-
-    The mode sees every operation and keeps a weak reference to each storage that belongs to the
-    output and not to the arguments: a storage that is shared with an argument is not new.
-
-    Each storage has an origin: the rank, the number of the context in which it was created, and how
-    many storages were created in that context before. A storage on a device of `rank_of_device`
-    belongs to that rank, whichever rank created it: messages are copied by their senders.
-    """
-
-    def __init__(
-        self,
-        devices: Iterable[torch.device] = (torch.device("cpu"),),
-        rank_of_device: Mapping[torch.device, int] | None = None,
-    ) -> None:
-        super().__init__()
-        self._devices, self._rank_of_device = frozenset(devices), rank_of_device or {}
-        self._alive: Counter[int] = Counter()  # bytes by rank
-        self._most: Counter[int] = Counter()  # the most bytes by rank in the current context
-        self._current: tuple[int, int] | None = None  # the rank, and the number of the context
-        self._contexts, self._created = count(), 0
-        self._origins: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int, int]] = (
-            WeakKeyDictionary()
-        )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if self._current is not None:
-            input_addresses = {
-                get_storage_address(t.untyped_storage()) for t in self._find_tensors((args, kwargs))
-            }
-            for tensor in self._find_tensors(output):
-                storage = tensor.untyped_storage()
-                is_new = get_storage_address(storage) not in input_addresses
-                if is_new and storage not in self._origins:
-                    rank = self._rank_of_device.get(tensor.device, self._current[0])
-                    self._add(storage, rank, self._current[1])
-        return output
-
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        """Enter the mode, with compiled modules run as written.
-
-        A dispatch mode does not see the operations inside compiled code.
-        """
-        with force_eager(), self:
-            yield
-
-    @contextmanager
-    def attribute_to(self, rank: int) -> Iterator[None]:
-        """Attribute storages that are created in the context to a rank."""
-        self._current, self._created = (rank, next(self._contexts)), 0
-        self._most = self._alive.copy()
-        try:
-            yield
-        finally:
-            self._current = None
-
-    def read_live_bytes(self) -> Mapping[int, int]:
-        """Return the live bytes of the ranks that have created storages."""
-        live_bytes: Counter[int] = Counter()
-        for (rank, _, _), size in self.read_live_storages().items():
-            live_bytes[rank] += size
-        return live_bytes
-
-    def read_live_storages(self) -> dict[tuple[int, int, int], int]:
-        """Return the bytes of the live storages, by origin."""
-        return {origin: _get_size(storage) for storage, origin in [*self._origins.items()]}
-
-    def read_transient_bytes(self) -> dict[int, int]:
-        """Return how many bytes more than now were alive at some time in the last context."""
-        return {rank: most - self._alive[rank] for rank, most in self._most.items()}
-
-    def _add(self, storage: torch.UntypedStorage, rank: int, context: int) -> None:
-        size = _get_size(storage)
-        self._origins[storage] = (rank, context, self._created)
-        self._created += 1
-        self._alive[rank] += size
-        self._most[rank] = max(self._most[rank], self._alive[rank])
-        finalize(storage, self._alive.subtract, {rank: size}).atexit = False
-
-    def _find_tensors(self, values: Any) -> Iterator[Tensor]:
-        leaves = (leaf for leaf in pytree.tree_iter(values) if isinstance(leaf, Tensor))
-        return (t for t in leaves if t.layout is torch.strided and t.device in self._devices)
-
-
-_ALLOCATOR_BLOCK = 512  # bytes: the allocators of accelerators round sizes up to multiples of it
-
-
-def _get_size(storage: torch.UntypedStorage) -> int:
-    size = storage.nbytes()
-    return size if storage.device.type == "cpu" else -(-size // _ALLOCATOR_BLOCK) * _ALLOCATOR_BLOCK
-
-
 class AllocatorProbe:
     """A reader of the statistics of PyTorch's allocator, for ranks on accelerators.
 
@@ -379,7 +279,7 @@ def build_memory_probes(devices: Mapping[int, Device]) -> list[MemoryProbe]:
     """Return a probe for the ranks on accelerators and one for those on the CPU, as needed."""
     accelerated = {r: device for r, device in devices.items() if is_accelerator(device.device)}
     probes: list[MemoryProbe] = [AllocatorProbe(accelerated)] if accelerated else []
-    return probes if len(accelerated) == len(devices) else [*probes, HostStorageProbe()]
+    return probes if len(accelerated) == len(devices) else [*probes, StorageProbe()]
 
 
 # ---- measuring a step ----------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
+from penstock.device.storage_probe import StorageProbe
 from penstock.model.profiler import ExampleLoss, bind_target
-from penstock.runtime.inline import InlineExecutor
-from penstock.runtime.memory import HostStorageProbe
+from penstock.runtime.execution import InlineExecutor
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import BoundAction
 from penstock.schedules.ir import Action, Compute, Op, Program, Schedule
@@ -179,7 +179,7 @@ def trace_storages(
         for rank, device in devices.items()
         if owners[device.device] == 1 and is_accelerator(device.device)
     }
-    probe = HostStorageProbe(owners, rank_of_device)
+    probe = StorageProbe(owners, rank_of_device)
     transient: dict[Action, Mapping[int, int]] = {}
     actions: list[Action] = []
     lives: dict[tuple[int, int, int], tuple[int, Action | None]] = {}

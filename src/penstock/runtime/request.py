@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,10 +38,6 @@ class Request(Batch):
     scale: float = 1.0
     optimizer: torch.optim.Optimizer | None = None
     audit: str | int = "off"
-
-    def list_batch(self) -> tuple[Any, ...]:
-        """Return the inputs and the target."""
-        return *self.inputs, *self.keyword_inputs.values(), *self.target
 
     def describe_options(self) -> dict[str, str | float | bool | None]:
         """Return the options that decide what is computed, by name.

@@ -447,7 +447,8 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     replicas, group = pipe.replicas, call.replica_group
     needs_sync = group is not None or not replicas.is_empty
     with replicas.deferred_sync(group) if needs_sync else nullcontext(DeferredSync()) as deferred:
-        hooks = DeferredHooks(execution.find_hooked_parameters())
+        hooked = execution.find_hooked_parameters()
+        hooks = DeferredHooks(hooked) if hooked else None
         try:
             with execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
@@ -465,10 +466,12 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 check_whole_loss(pipe, call, execution, program, reduction, comparison)
         except BaseException:
             loss.restore_gradients()
-            hooks.restore()
+            if hooks is not None:
+                hooks.restore()
             raise
         loss.finish_gradients(totals.rescale_factor)
-        hooks.run()
+        if hooks is not None:
+            hooks.run()
         # FSDP keeps its gradients elsewhere and needs the factor itself.
         deferred.rescale_factor = totals.rescale_factor
     call.complete(totals)

@@ -2,6 +2,7 @@
 
     find_best_cut    the best cut under the memory of each rank
     balance_costs    the best cut by cost alone, for equal devices
+    even_out_ranks   from there, a cut in which ranks with several stages have equal work
 
 Stages that share a rank share its memory, so the limit of one depends on the others. The first
 search gives each stage the whole memory of its rank. If its best cut needs too much on a rank, then
@@ -617,6 +618,70 @@ def _explain_infeasible(problem: CutProblem) -> str:
         f"{text}Use more stages or devices with more memory, cut the batch into more chunks, "
         "recompute (checkpoint='always'), or use a schedule with fewer micro-batches in flight."
     )
+
+
+# A high power of the ranks' work weighs the slowest rank most, and still tells apart two cuts with
+# the same slowest rank.
+_EVENNESS_POWER = 8
+_LARGEST_MOVE = 4  # units that move over one cut at once
+
+
+def even_out_ranks(problem: CutProblem, counts: Sequence[int]) -> tuple[int, ...]:
+    """Move units between neighbouring stages until the work of the ranks is as even as it gets.
+
+    `find_best_cut` looks at the slowest stage. If ranks have several stages, and one of these has a
+    unit that is longer than the others, such as the head of a language model, its rank should have
+    less in its other stages. Messages are not counted. The result fits the memory of the ranks.
+
+    >>> units = tuple(map(UnitLoad, [1, 1, 1, 1, 1, 1, 1, 3]))
+    >>> v_shape = CutProblem(units, (DeviceCapacity(),) * 2, placement=(0, 1, 1, 0))
+    >>> find_best_cut(v_shape), even_out_ranks(v_shape, find_best_cut(v_shape))
+    ((3, 2, 2, 1), (2, 3, 2, 1))
+    """
+    cut, placement = list(counts), problem.placement
+    sums = list(accumulate((unit.seconds for unit in problem.units), initial=0.0))
+    starts = list(accumulate(cut, initial=0))
+    mean = sums[-1] / len(problem.devices) or 1.0
+    work = [0.0] * len(problem.devices)
+    for stage, rank in enumerate(placement):
+        seconds = sums[starts[stage + 1]] - sums[starts[stage]]
+        work[rank] += seconds / problem.devices[rank].speed / mean
+
+    def find_gain(stage: int, count: int) -> float:
+        """Return how much more even the work is if a stage takes so many units of the next."""
+        rank, next_rank = placement[stage], placement[stage + 1]
+        cut_at = starts[stage + 1]
+        seconds = (sums[cut_at + count] - sums[cut_at]) / mean
+        before = work[rank] ** _EVENNESS_POWER + work[next_rank] ** _EVENNESS_POWER
+        more = work[rank] + seconds / problem.devices[rank].speed
+        less = work[next_rank] - seconds / problem.devices[next_rank].speed
+        return before - more**_EVENNESS_POWER - less**_EVENNESS_POWER
+
+    while True:
+        moves = [
+            (find_gain(stage, count), stage, count)
+            for stage in range(len(cut) - 1)
+            if placement[stage] != placement[stage + 1]
+            for count in range(-min(_LARGEST_MOVE, cut[stage] - 1), _LARGEST_MOVE + 1)
+            if count < cut[stage + 1]
+        ]
+        gain, stage, count = max(moves, default=(0.0, 0, 0))
+        if gain <= 1e-9:
+            return tuple(cut) if _fits(problem, cut) else tuple(counts)
+        seconds = (sums[starts[stage + 1] + count] - sums[starts[stage + 1]]) / mean
+        for changed, sign in ((stage, 1), (stage + 1, -1)):
+            cut[changed] += sign * count
+            rank = placement[changed]
+            work[rank] += sign * seconds / problem.devices[rank].speed
+        starts[stage + 1] += count
+
+
+def _fits(problem: CutProblem, counts: Sequence[int]) -> bool:
+    """Return whether the stages of each rank fit in its memory."""
+    needs = [0] * len(problem.devices)
+    for rank, size in zip(problem.placement, problem.memory_by_stage(counts), strict=True):
+        needs[rank] += size
+    return all(need <= device.memory for need, device in zip(needs, problem.devices, strict=True))
 
 
 def balance_costs(costs: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ step with its own rule for what a rank does next:
                   simple policies, which choose the order too
     rule search   the best rules so far, with some of their numbers changed
 
-No rule is best everywhere, and each costs little. Finally, a local search improves the winner.
+With many micro-batches, half of the effort is for schedules of four micro-batches per rank, which
+are then extended (see `extension`). No rule is best everywhere, and each costs little. Finally, a
+local search improves the winner.
 
 "Fast" has two meanings, the objectives. The makespan is the time from the first start to the last
 end on any rank. The period is the longest time that one rank needs from its first to its last
@@ -29,6 +31,7 @@ from typing import NamedTuple
 from penstock.errors import ArgumentError
 from penstock.schedules.bound import Objective, schedule_bound
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
+from penstock.schedules.extension import extend_schedule
 from penstock.schedules.families import make, training_families
 from penstock.schedules.families.common import Placement, check_sizes
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, follows, produces
@@ -41,7 +44,7 @@ from penstock.schedules.list_scheduler import (
     when_full,
     when_lagging,
 )
-from penstock.schedules.priority_scheduler import Pipeline
+from penstock.schedules.priority_scheduler import Pipeline, Starts, time_orders
 from penstock.schedules.rule_search import search_rules, try_known_rules
 from penstock.schedules.simulator import Deadlock, Span, check_stages_match, play
 
@@ -186,8 +189,9 @@ def _swaps_on_critical_path(
 # -------------------------------------------------------------------------------------------------
 
 _MIN_STRATEGIES = 20  # how many are tried before rules are searched, if the effort allows it
-_KNOWN_RULES = 20  # about as many as there are
-_RULE_ATTEMPTS = 400
+_KNOWN_RULES = 24  # about as many as there are
+_RULE_ATTEMPTS = 1000
+_SHORT_CHUNKS = 4  # micro-batches per rank of the schedules that are extended to more of them
 
 
 def fit(
@@ -250,37 +254,80 @@ def fit(
     whole = [False] * len(placement)
     goal = schedule_bound(cost, graph, placement, chunks, whole, caps, objective)
     goal *= 1 + 1e-12  # the bound is a sum of floats; the factor allows for its rounding errors
-    size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
     # With one stage per rank some families are the same.
     named = list(dict.fromkeys(named_schedules(placement, chunks).values()))
     fitting = [schedule for schedule in (*named, *start) if _fits_caps(schedule, cost, caps)]
     best = _BestSchedule(graph, cost, _MEASURES[objective], fitting)
-    if best.schedule and best.seconds <= goal:
-        return best.schedule
     pipeline = Pipeline(placement, chunks, cost, caps, graph)
-    known = min(effort // 3, _KNOWN_RULES * size)
-    for starts in try_known_rules(pipeline, objective, known, goal, best.seconds):
+    most = _SHORT_CHUNKS * pipeline.ranks
+    if chunks > most and best.seconds > goal:
+        more = (chunks - most) * pipeline.period
+        short = pipeline.with_chunks(most)
+        named_short = list(named_schedules(placement, most).values())
+        search = _Search(short, caps, objective, goal - more, named_short, effort // 2)
+        effort -= effort // 2
+        for starts in search.run(best.seconds - more):
+            extended = extend_schedule(short, starts, pipeline, objective)
+            if extended and pipeline.measure(extended, objective) < best.seconds:
+                best.consider(pipeline.schedule(extended))
+    search = _Search(pipeline, caps, objective, goal, named, effort)
+    for starts in search.run(best.seconds):
         best.consider(pipeline.schedule(starts))
-    effort -= known
-    # Most of the effort is for the search of rules, which finds more than the strategies.
-    kept = effort - max(effort // 3, min(effort, _MIN_STRATEGIES * size))
-    for strategy in _strategies(placement, chunks, named, cost, caps):
-        if best.schedule and best.seconds <= goal:
-            return best.schedule
-        if best.schedule and effort - size < kept:
-            break
-        effort -= size
-        best.consider(strategy.build(placement, chunks, caps, graph))
     assert best.schedule, "the strategies that check is_safe always end"
-    rules = min(effort, _RULE_ATTEMPTS * size)
-    if rules >= size:
-        for starts in search_rules(pipeline, objective, rules, goal, best.seconds):
-            best.consider(pipeline.schedule(starts))
-        effort -= rules
     if best.seconds <= goal:
         return best.schedule
-    swaps = min(200, effort // size)
+    swaps = min(200, search.effort // pipeline.actions)
     return improve_by_swaps(best.schedule, graph, cost, caps, swaps, objective)
+
+
+class _Search:
+    """One search: the known rules, the strategies, and then the search of rules.
+
+    effort  how many actions may still be placed
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        caps: Sequence[float],
+        objective: Objective,
+        goal: float,
+        named: list[Schedule],
+        effort: int,
+    ) -> None:
+        self._pipeline, self._caps, self._named = pipeline, caps, named
+        self._objective, self._goal = objective, goal
+        self.effort = effort
+
+    def run(self, best: float) -> Iterator[Starts]:
+        """Yield ever better schedules, if they take less than `best` seconds, as their starts."""
+        pipeline, objective, goal = self._pipeline, self._objective, self._goal
+        size = pipeline.actions
+        if best <= goal:
+            return
+        known = min(self.effort // 3, _KNOWN_RULES * size)
+        for starts in try_known_rules(pipeline, objective, known, goal, best):
+            best = pipeline.measure(starts, objective)
+            yield starts
+        self.effort -= known
+        # Most of the effort is for the search of rules, which finds more than the strategies.
+        kept = self.effort - max(self.effort // 10, min(self.effort, _MIN_STRATEGIES * size))
+        placement, chunks, cost = pipeline.placement, pipeline.chunks, pipeline.cost
+        for strategy in _strategies(placement, chunks, self._named, cost, self._caps):
+            if best <= goal:
+                return
+            if best < inf and self.effort - size < kept:
+                break
+            self.effort -= size
+            schedule = strategy.build(placement, chunks, self._caps, pipeline.graph)
+            timed = time_orders(pipeline, pipeline.orders(schedule)) if schedule else None
+            if timed and pipeline.measure(timed, objective) < best:
+                best = pipeline.measure(timed, objective)
+                yield timed
+        rules = min(self.effort, _RULE_ATTEMPTS * size)
+        if rules >= size:
+            yield from search_rules(pipeline, objective, rules, goal, best)
+            self.effort -= rules
 
 
 class _BestSchedule:

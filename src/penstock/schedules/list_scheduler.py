@@ -119,13 +119,13 @@ class SchedulerState:
         alive = self.live[rank] + size[action.stage]
         if exceeds(alive, self.memory[rank]):
             return False
-        held, first = self._live_by_microbatch[rank], self._oldest_unfinished[rank]
+        held, oldest = self._live_by_microbatch[rank], self._oldest_unfinished[rank]
         done = [node.done + (node.stage == action.stage) for node in nodes]
         # Micro-batches with the same Fs ahead need the same, and the oldest of them finds least
         # room. So it is enough to check the first one that each F has not reached.
         for microbatch in done:
             if microbatch < self.chunks:
-                gone = sum(held[first:microbatch])
+                gone = sum(held[oldest:microbatch])
                 gone += size[action.stage] if action.microbatch < microbatch else 0.0
                 ahead = sum(
                     size[node.stage]
@@ -158,10 +158,10 @@ class SchedulerState:
     def _update_memory(self, rank: int, action: Compute) -> None:
         # Activations live from F to W. An I frees what its W does not need.
         op, stage, microbatch = action
-        whole, kept = self.cost.activation[stage], self.cost.kept_sizes[stage]
+        whole, remaining = self.cost.activation[stage], self.cost.kept_sizes[stage]
         self.ordered_actions_done[rank] += op is not Op.W
         self.pending_weight_grads[rank] += {Op.F: 0, Op.I: 1, Op.W: -1}[op]
-        change = {Op.F: whole, Op.I: kept - whole, Op.W: -kept}[op]
+        change = {Op.F: whole, Op.I: remaining - whole, Op.W: -remaining}[op]
         self.live[rank] += change
         self._live_by_microbatch[rank][microbatch] += change
         while self._oldest_unfinished[rank] < min(

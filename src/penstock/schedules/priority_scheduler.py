@@ -7,8 +7,9 @@ all stages, then I of all stages, then W of all stages. Each queue takes the mic
 
     schedule_by_priority   F, I and W by their priority numbers
     refill_weight_grads    F and I in the order of a given schedule, W placed anew
+    time_orders            F, I and W in given orders
 
-Both return the start of every action, as `starts[queue][microbatch]`, or None if they get stuck.
+All return the start of every action, as `starts[queue][microbatch]`, or None if they get stuck.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _OPS = (Op.F, Op.I, Op.W)
 _ROUNDING = 1 + 1e-9  # caps may be exceeded by the rounding errors of a sum
 
 Starts = list[list[float]]
+Orders = Sequence[Sequence[int]]  # the queues of each rank, in the order of its actions
 
 
 class Pipeline:
@@ -112,6 +114,21 @@ class Pipeline:
             lanes[span.rank].append(span.action)
         return Schedule(self.placement, self.chunks, tuple(map(tuple, lanes)))
 
+    def orders(self, schedule: Schedule) -> list[list[int]]:
+        """Return the orders of a schedule of F, I and W."""
+        return [
+            [_OPS.index(action.op) * self.stages + action.stage for action in lane]
+            for lane in schedule.lanes
+        ]
+
+    def orders_by_start(self, starts: Starts, with_weight_grads: bool = True) -> list[list[int]]:
+        """Return the orders of a schedule that is given by its starts."""
+        queues = (3 if with_weight_grads else 2) * self.stages
+        return [
+            [q for _, q in sorted((t, q) for q in mine if q < queues for t in starts[q])]
+            for mine in self.queues_by_rank
+        ]
+
     def measure(self, starts: Starts, objective: Objective) -> float:
         """Return the makespan of a schedule, or its period: see `fit`."""
         begin, end = [inf] * self.ranks, [0.0] * self.ranks
@@ -137,6 +154,7 @@ def schedule_by_priority(
     pipeline: Pipeline,
     priorities: Sequence[Sequence[float]],
     patience: float,
+    drain_patience: float,
     allowances: Sequence[float] | None,
     handicaps: Sequence[float],
     limits: Sequence[int] | None,
@@ -151,6 +169,7 @@ def schedule_by_priority(
         pipeline: The pipeline.
         priorities: The priority number of each action, by queue and micro-batch.
         patience: A rank waits for a more urgent action that comes within so many seconds.
+        drain_patience: The same after the last F of the rank, if it has only Ws to start.
         allowances: How long each rank may be idle in all before it prefers a W to waiting. None: as
             long as the rank that has been idle longest so far, less its handicap.
         handicaps: Seconds by which each rank is expected to be idle later than the others.
@@ -177,6 +196,7 @@ def schedule_by_priority(
     oldest = [0] * ranks  # the first micro-batch that still needs the rank
     forwards = [[q for q in mine if q < stages] for mine in queues_by_rank]
     shares = [sum(allocated[q] for q in mine) for mine in forwards]
+    forwards_left = [chunks * len(mine) for mine in forwards]
     weights_from = 2 * stages
     worst_handicap = max(handicaps)
     events: list[tuple[float, int]] = []
@@ -188,11 +208,11 @@ def schedule_by_priority(
     def is_safe(rank: int, queue: int, microbatch: int) -> bool:
         # The same as SchedulerState.is_safe.
         size, mine = allocated[queue], forwards[rank]
-        alive, first = live[rank] + size, oldest[rank]
+        alive, oldest_open = live[rank] + size, oldest[rank]
         done = [len(starts[q]) + (q == queue) for q in mine]
         for other in done:
             if other < chunks:
-                gone = sum(held[rank][first:other]) + (size if microbatch < other else 0.0)
+                gone = sum(held[rank][oldest_open:other]) + (size if microbatch < other else 0.0)
                 ahead = sum([allocated[q] for q, n in zip(mine, done, strict=True) if n <= other])
                 if alive - gone + ahead > caps[rank]:
                     return False
@@ -205,13 +225,14 @@ def schedule_by_priority(
         # `best` can start now. Something with `coming_priority` can start at `arrival`.
         best = -1
         best_priority = coming_priority = arrival = inf
+        latest_arrival = now + (patience if forwards_left[rank] else drain_patience)
         for queue in queues_by_rank[rank]:
             microbatch = len(starts[queue])
             if microbatch >= len(ready[queue]):
                 continue
             time = ready[queue][microbatch]
             priority = priorities[queue][microbatch]
-            if time > now + patience or priority >= (
+            if time > latest_arrival or priority >= (
                 best_priority if time <= now else coming_priority
             ):
                 continue
@@ -228,8 +249,9 @@ def schedule_by_priority(
             else:
                 coming_priority, arrival = priority, time
         if coming_priority < best_priority:
-            waits = best < weights_from  # nothing to start, or an F or I that is less urgent
-            if not waits:
+            # Nothing to start, or an F or I that is less urgent.
+            waits = best < 0 or (best < weights_from and arrival <= now + patience)
+            if best >= weights_from:
                 if allowances is None:
                     allowed = max(max(idle), worst_handicap - handicaps[rank])
                 else:
@@ -246,6 +268,7 @@ def schedule_by_priority(
             if idle_limits and idle[rank] > idle_limits[rank]:
                 return None
         starts[best].append(now)
+        forwards_left[rank] -= best < stages
         end = free_at[rank] = now + seconds[best]
         change = allocated[best] - freed[best]
         live[rank] += change
@@ -265,9 +288,9 @@ def schedule_by_priority(
 
 
 def refill_weight_grads(
-    pipeline: Pipeline, starts: Starts, allowances: Sequence[float]
+    pipeline: Pipeline, orders: Orders, allowances: Sequence[float]
 ) -> Starts | None:
-    """Keep the order of F and I of a schedule, and place its Ws anew.
+    """Return a schedule with given orders of F and I, in which only the Ws are placed.
 
     A W runs where it fits before the next F or I, where memory is full, and where its rank would
     otherwise be idle for longer than its allowance.
@@ -285,10 +308,6 @@ def refill_weight_grads(
         pipeline.rank,
     )
     ranks = pipeline.ranks
-    orders = [
-        [queue for _, queue in sorted((t, q) for q in mine if q < 2 * stages for t in starts[q])]
-        for mine in pipeline.queues_by_rank
-    ]
     ends: Starts = [[] for _ in range(pipeline.queues)]
     free_at, live, idle = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     pending: list[list[int]] = [[] for _ in range(ranks)]  # the queues of Ws, in the order of Is
@@ -337,6 +356,48 @@ def refill_weight_grads(
         for other, delay in outputs[queue]:
             if rank_of[other] != rank:
                 heappush(events, (end + delay, rank_of[other]))
+    if any(len(done) < pipeline.chunks for done in ends):
+        return None
+    return [[end - seconds[queue] for end in done] for queue, done in enumerate(ends)]
+
+
+def time_orders(pipeline: Pipeline, orders: Orders) -> Starts | None:
+    """Return the starts of all actions in given orders, or None if they wait for each other."""
+    seconds, inputs, outputs, rank_of = (
+        pipeline.seconds,
+        pipeline.inputs,
+        pipeline.outputs,
+        pipeline.rank,
+    )
+    ends: Starts = [[] for _ in range(pipeline.queues)]
+    free_at, positions = [0.0] * pipeline.ranks, [0] * pipeline.ranks
+    ready = list(range(pipeline.ranks))
+    while ready:
+        rank = ready.pop()
+        order, now = orders[rank], free_at[rank]
+        position = positions[rank]
+        while position < len(order):
+            queue = order[position]
+            mine = ends[queue]
+            microbatch = len(mine)
+            start = now
+            for source, delay in inputs[queue]:
+                done = ends[source]
+                if len(done) <= microbatch:
+                    break
+                time = done[microbatch] + delay
+                if time > start:
+                    start = time
+            else:
+                now = start + seconds[queue]
+                mine.append(now)
+                position += 1
+                for other, _ in outputs[queue]:
+                    if rank_of[other] != rank:
+                        ready.append(rank_of[other])
+                continue
+            break
+        free_at[rank], positions[rank] = now, position
     if any(len(done) < pipeline.chunks for done in ends):
         return None
     return [[end - seconds[queue] for end in done] for queue, done in enumerate(ends)]

@@ -13,9 +13,10 @@ one stage a rank, the first rank's fill often decides, and a rule that aims at t
 
 An attempt ends as soon as a rank is idle for longer than in every schedule worth keeping. Most do.
 
-Bubbles are in the fill and in the drain, and both look alike for any large number of micro-batches.
-So with more than three micro-batches per rank, half of the search is for three, and the other half
-begins with the rules that it found.
+A rule that is good at once must not keep others from being changed until they are better. So of
+all rules that come from the same ancestor, only the best is changed further. And a long search has
+several populations, one after the other: each begins without the ancestor of the best rule of the
+one before.
 
 The random numbers have a fixed seed: the same problem always has the same result.
 """
@@ -37,9 +38,9 @@ from penstock.schedules.priority_scheduler import (
 )
 from penstock.schedules.round_scheduler import RoundRule, schedule_in_rounds
 
-_SEARCHED_CHUNKS = 3  # micro-batches per rank with which rules are searched
-_PARENTS = 4  # rules from which others are made
-_FINALISTS = 6  # rules that run with all micro-batches
+_PARENTS = 6  # rules from which others are made, each with another ancestor
+_POPULATION = 150  # attempts that are worth one more population
+_MORE_POPULATIONS = 5  # at most
 _NEARLY_BEST = 1.003  # the Ws of a schedule that is not much slower than the best are placed anew
 _REFILLS = (0.0, 0.5, 1.0)  # the idle times that these aim at: see PriorityRule.aim
 
@@ -60,6 +61,8 @@ class PriorityRule(NamedTuple):
                 time to reach; -1 for as long as any other rank so far
     aim         which idle time to reach: 0 that of the lower bound, 1 that of the best schedule so
                 far
+    drain       the patience of a rank after its last F, or None for the same as before. If it is
+                larger, no W holds up the last input gradients on their way to the first rank.
     """
 
     forward: tuple[float, float]
@@ -71,12 +74,14 @@ class PriorityRule(NamedTuple):
     headroom: float | None
     allowance: float
     aim: float = 1.0
+    drain: float | None = None
 
 
 Rule = PriorityRule | RoundRule
 
 # Where the search begins: a few rules that, together, are good for pipelines of 16 to 32 ranks with
-# memory for one to three micro-batches per rank. First those for one stage a rank.
+# memory for one to three micro-batches per rank. The first ones are better for one stage a rank,
+# the last ones for a V.
 _FIRST_RULES = (
     PriorityRule((4, 1.5), (3, 1.5), -0.5, 1, 1000, 1.5, 1, 1, 0),
     PriorityRule((1, 1.5), (2, 2), -0.5, 0.8, 1000, 1.5, 2, 1),
@@ -84,6 +89,7 @@ _FIRST_RULES = (
     PriorityRule((1, 2), (1, 2), 0, 1.5, 1000, 0.1, 0, inf, 0),
     PriorityRule((1.976, 0.863), (5.25, 5.157), 0, 1.2, 1000, 0.56, 0, 0.25, 0),
     PriorityRule((3.176, 1.291), (2.344, 2.795), 0, 0.914, 1000, 0.896, 1, 0.25, 0),
+    PriorityRule((2.071, 0.778), (5.839, 4.919), 0.054, 1.288, 1000, 1.426, 0.25, 0.594, 0),
     PriorityRule((3.966, 4.953), (3.047, 0.926), 0.585, 0.89, 1000, 0.2, 0.75, -1),
     PriorityRule((1.9, 2.3), (7, 5.6), -0.35, 1.35, 1000, 0.5, 0, 1),
     PriorityRule((4.135, 8.728), (4.758, 0.874), 0.958, 1.569, 1000, 0.329, None, -1),
@@ -94,6 +100,8 @@ _FIRST_RULES = (
     PriorityRule((1.9, 2.3), (7, 5.6), -0.437, 1.211, 1000, 0.411, 1.5, inf, 0.9),
     PriorityRule((1.9, 2.3), (9.555, 5.005), -0.921, 1.35, 1000, 0.5, 0, 1),
     PriorityRule((2.364, 2.759), (6.2, 9.346), -1.026, 1.126, 1000, 0.411, 2, 1, 0.5),
+    PriorityRule((2.5, 2.9), (5.88, 9.55), -0.956, 1.12, 1000, 0.39, 1, 0.675, 1, 0.75),
+    PriorityRule((2.45, 2.2), (6.14, 10.1), -0.88, 1.3, 1000, 0.41, 0, 0.69, 1, 0.75),
 )
 _FIRST_ROUND_RULES = (
     RoundRule(),
@@ -110,6 +118,7 @@ _WEIGHT_LAGS = (0, 1, 2, 5, 20, 1000, 1000, 1000)
 _HEADROOMS = (None, -2, -1, 0, 0.25, 0.5, 0.75, 1, 1.5, 2)
 _ALLOWANCES = (inf, -1, -1, 0.25, 0.5, 0.75, 1, 1)
 _AIMS = (0, 0.5, 0.9, 1)
+_DRAINS = (None, None, 0.5, 0.75, 1)
 
 
 def _draw_rule(draw: Random) -> PriorityRule:
@@ -123,6 +132,7 @@ def _draw_rule(draw: Random) -> PriorityRule:
         draw.choice(_HEADROOMS),
         draw.choice(_ALLOWANCES),
         draw.choice(_AIMS),
+        draw.choice(_DRAINS),
     )
 
 
@@ -130,18 +140,29 @@ def _change_rule(draw: Random, rule: Rule) -> Rule:
     if isinstance(rule, RoundRule):
         return _change_round_rule(draw, rule)
 
-    def stretch(pair: tuple[float, float]) -> tuple[float, float]:
-        return pair[0] * draw.uniform(0.7, 1.4), pair[1] * draw.uniform(0.7, 1.4)
+    # Large changes find other kinds of schedules, small ones the best of a kind.
+    width = draw.choice((1.0, 1.0, 0.2))
+
+    def stretch(number: float) -> float:
+        return number * draw.uniform(1 - 0.3 * width, 1 + 0.4 * width)
+
+    def stretch_both(pair: tuple[float, float]) -> tuple[float, float]:
+        return stretch(pair[0]), stretch(pair[1])
+
+    def shift(number: float) -> float:
+        return number + width * draw.uniform(-0.5, 0.5)
 
     changes: list[Callable[[PriorityRule], PriorityRule]] = [
-        lambda r: r._replace(forward=stretch(r.forward)),
-        lambda r: r._replace(backward=stretch(r.backward)),
-        lambda r: r._replace(shift=r.shift + draw.uniform(-0.5, 0.5)),
-        lambda r: r._replace(pace=r.pace * draw.uniform(0.8, 1.25)),
+        lambda r: r._replace(forward=stretch_both(r.forward)),
+        lambda r: r._replace(backward=stretch_both(r.backward)),
+        lambda r: r._replace(shift=shift(r.shift)),
+        lambda r: r._replace(pace=r.pace * draw.uniform(1 - 0.2 * width, 1 + 0.25 * width)),
         lambda r: r._replace(weight_lag=draw.choice(_WEIGHT_LAGS)),
         lambda r: r._replace(patience=draw.uniform(0, 1.6)),
+        lambda r: r._replace(drain=draw.choice(_DRAINS)),
         lambda r: r._replace(headroom=draw.choice(_HEADROOMS)),
         lambda r: r._replace(allowance=draw.choice(_ALLOWANCES), aim=draw.choice(_AIMS)),
+        lambda r: r._replace(allowance=draw.uniform(0.2, 2.0), aim=draw.choice(_AIMS)),
     ]
     for _ in range(draw.choice((1, 1, 2))):
         rule = draw.choice(changes)(rule)
@@ -187,10 +208,10 @@ class _Trial(NamedTuple):
         highest = best - self.pipeline.work if best < inf else self.pipeline.period
         return lowest + aim * max(0.0, highest - lowest)
 
-    def run(self, rule: Rule, best: float, slowest: float) -> Starts | None:
+    def run(self, rule: Rule, best: float, slowest: float, near: float) -> Starts | None:
         """Return the schedule of a rule, or None if it takes more than `slowest` seconds.
 
-        If it is nearly as good as `best`, its Ws are placed anew.
+        If it takes less than `near` seconds, its Ws are placed anew.
         """
         if isinstance(rule, RoundRule):
             starts = schedule_in_rounds(self.pipeline, rule)
@@ -199,10 +220,11 @@ class _Trial(NamedTuple):
         if starts is None:
             return None
         seconds = self.seconds(starts)
-        if self.goal < seconds < best * _NEARLY_BEST:
+        if self.goal < seconds < near:
+            orders = self.pipeline.orders_by_start(starts, with_weight_grads=False)
             for aim in _REFILLS:
                 allowances = [self.idle_time(seconds, aim)] * self.pipeline.ranks
-                refilled = refill_weight_grads(self.pipeline, starts, allowances)
+                refilled = refill_weight_grads(self.pipeline, orders, allowances)
                 if refilled and self.seconds(refilled) < seconds:
                     starts, seconds = refilled, self.seconds(refilled)
         return starts
@@ -220,7 +242,7 @@ def try_known_rules(
         if effort < pipeline.actions or best <= goal:
             return
         effort -= pipeline.actions
-        starts = trial.run(rule, best, best * _NEARLY_BEST)
+        starts = trial.run(rule, best, best * _NEARLY_BEST, best * _NEARLY_BEST)
         if starts and trial.seconds(starts) < best:
             best = trial.seconds(starts)
             yield starts
@@ -238,16 +260,19 @@ def search_rules(
         goal: Seconds that cannot be beaten. The search ends when it reaches them.
         best: Seconds of the best schedule so far. Only faster ones are yielded.
     """
-    full = _Trial(pipeline, objective, goal)
-    most = _SEARCHED_CHUNKS * pipeline.ranks
-    seeds: list[Rule] = []
-    if pipeline.chunks > most:
-        short_goal = goal - (pipeline.chunks - most) * pipeline.period
-        short = _Trial(pipeline.with_chunks(most), objective, short_goal)
-        rules = [rule for _, rule, _ in _evolve(short, effort // 2, [])]
-        seeds, effort = rules[: -_FINALISTS - 1 : -1], effort // 2
-    for _, _, starts in _evolve(full, effort, seeds, best):
-        yield starts
+    trial, rules = _Trial(pipeline, objective, goal), _first_rules(pipeline)
+    populations = 1 + min(_MORE_POPULATIONS, effort // (_POPULATION * pipeline.actions))
+    for population in range(populations):
+        winner: Rule | None = None
+        share = effort // populations
+        for seconds, ancestor, starts in _evolve(trial, Random(population), share, rules):
+            winner = ancestor
+            if seconds < best:
+                best = seconds
+                yield starts
+        if best <= goal:
+            return
+        rules = [rule for rule in rules if rule != winner]
 
 
 def _is_vee(pipeline: Pipeline) -> bool:
@@ -255,41 +280,51 @@ def _is_vee(pipeline: Pipeline) -> bool:
 
 
 def _first_rules(pipeline: Pipeline) -> list[Rule]:
-    return [*(_FIRST_ROUND_RULES if _is_vee(pipeline) else ()), *_FIRST_RULES]
+    if _is_vee(pipeline):
+        return [*_FIRST_ROUND_RULES, *reversed(_FIRST_RULES)]
+    return [*_FIRST_RULES]
 
 
 def _evolve(
-    trial: _Trial, effort: int, seeds: Sequence[Rule], best: float = inf
+    trial: _Trial, draw: Random, effort: int, first_rules: Sequence[Rule]
 ) -> Iterator[tuple[float, Rule, Starts]]:
-    """Yield (seconds, rule, starts) of ever better rules, beginning with the seeds."""
-    draw, pipeline, attempt = Random(0), trial.pipeline, 0
-    first_rules = [*seeds, *_first_rules(pipeline)]
-    parents: dict[float, Rule] = {}  # the best so far; of those that take equally long, the newest
+    """Yield (seconds, ancestor, starts) of ever better rules.
+
+    The ancestor is the one of `first_rules`, or the random rule, from which a rule was made.
+    """
+    pipeline, attempt, best = trial.pipeline, 0, inf
+    # By ancestor: the fastest rule that comes from it, and its seconds.
+    parents: dict[Rule, tuple[float, Rule]] = {}
     while effort >= pipeline.actions and best > trial.goal:
-        rule: Rule
         if attempt < len(first_rules):
-            rule = first_rules[attempt]
+            rule = ancestor = first_rules[attempt]
         elif _is_vee(pipeline) and draw.random() < 0.15:
-            rule = _draw_round_rule(draw)
-        elif not parents or draw.random() < 0.25:
-            rule = _draw_rule(draw)
+            rule = ancestor = _draw_round_rule(draw)
+        elif not parents or draw.random() < 0.15:
+            rule = ancestor = _draw_rule(draw)
         else:
-            rule = _change_rule(draw, draw.choice(list(parents.values())))
+            ancestor = draw.choice(list(parents))
+            rule = _change_rule(draw, parents[ancestor][1])
         attempt += 1
         effort -= pipeline.actions
-        slowest = max(parents) if len(parents) == _PARENTS else inf
-        starts = trial.run(rule, best, max(slowest, best * _NEARLY_BEST))
+        slowest = inf
+        if len(parents) == _PARENTS:
+            slowest = max(seconds for seconds, _ in parents.values())
+        before = parents[ancestor][0] if ancestor in parents else inf
+        near = max(best, min(before, slowest)) * _NEARLY_BEST
+        starts = trial.run(rule, best, max(slowest, best * _NEARLY_BEST), near)
         if starts is None:
             continue
         seconds = trial.seconds(starts)
-        if seconds < best * _NEARLY_BEST:
+        if seconds < near:
             effort -= len(_REFILLS) * pipeline.actions
-        parents[seconds] = rule
-        if len(parents) > _PARENTS:
-            del parents[max(parents)]
+        if seconds <= before:
+            parents[ancestor] = seconds, rule
+            if len(parents) > _PARENTS:
+                del parents[max(parents, key=lambda ancestor: parents[ancestor][0])]
         if seconds < best:
             best = seconds
-            yield seconds, rule, starts
+            yield seconds, ancestor, starts
 
 
 # ---- from a rule to priorities --------------------------------------------------------------
@@ -306,7 +341,9 @@ def _apply_rule(trial: _Trial, rule: PriorityRule, best: float, slowest: float) 
         *(time + (rule.shift + rule.weight_lag) * period for time in backward),
     ]
     priorities = [[time + m * period for m in range(pipeline.chunks)] for time in first_times]
-    patience = rule.patience * sum(cost.W) / stages
+    weight = sum(cost.W) / stages
+    patience = rule.patience * weight
+    drain_patience = patience if rule.drain is None else rule.drain * weight
     limits = None
     if rule.headroom is not None:
         limits = _limits_in_flight(pipeline, rule.headroom)
@@ -316,13 +353,13 @@ def _apply_rule(trial: _Trial, rule: PriorityRule, best: float, slowest: float) 
         allowances = [rule.allowance * idle if idle > 0 else 0.0] * ranks
     idle_limits = [slowest - pipeline.chunks * load for load in pipeline.loads]
     starts = schedule_by_priority(
-        pipeline, priorities, patience, allowances, even, limits, idle_limits
+        pipeline, priorities, patience, drain_patience, allowances, even, limits, idle_limits
     )
     if starts and allowances is None:
         # Once more, now that it is known which ranks are idle for long anyway.
         idle_seconds = pipeline.idle_seconds(starts)
         again = schedule_by_priority(
-            pipeline, priorities, patience, None, idle_seconds, limits, idle_limits
+            pipeline, priorities, patience, drain_patience, None, idle_seconds, limits, idle_limits
         )
         if again and pipeline.measure(again, "period") < pipeline.measure(starts, "period"):
             return again

@@ -33,6 +33,7 @@ from penstock.stage.recompute import is_checkpointing, is_recomputing, mark_only
 from penstock.stage.row_means import RowMeanProver
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import (
+    get_global_hook_ids,
     get_legacy_reduction,
     pytree,
     unwrap_compiled,
@@ -53,6 +54,17 @@ _COUNTED_LOSS_MODULES = tuple(
     if hasattr(nn, name)
 )
 DEFAULT_IGNORE_INDEX = -100  # the default of PyTorch's losses
+
+# Losses of PyTorch that combine each entry of the output with one of the target, and average.
+_ENTRY_LOSSES = {
+    nn.MSELoss: functional.mse_loss,
+    nn.L1Loss: functional.l1_loss,
+    nn.SmoothL1Loss: functional.smooth_l1_loss,
+    nn.HuberLoss: functional.huber_loss,
+    nn.BCELoss: functional.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
+}
+_ENTRY_LOSS_FUNCTIONS = tuple(_ENTRY_LOSSES.values())
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,33 @@ def identify_loss(loss_fn: LossFn | None) -> Any:
     if isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
     return getattr(loss_fn, "__code__", type(loss_fn))
+
+
+def is_entry_mean(loss_fn: LossFn | None, output: Any, targets: tuple[Any, ...]) -> bool:
+    """Return whether a loss is one of PyTorch's that is a mean over rows, for these arguments.
+
+    Nothing has to be learnt from the operations that it runs. A prediction of shape (rows, 1) and a
+    target of shape (rows) would be combined row by row.
+
+    >>> is_entry_mean(functional.mse_loss, torch.ones(4, 1), (torch.ones(4, 1),))
+    True
+    >>> is_entry_mean(functional.mse_loss, torch.ones(4, 1), (torch.ones(4),))
+    False
+    """
+    if isinstance(loss_fn, nn.Module):
+        # Class weights are in buffers, and hooks may compute anything.
+        attributes = vars(loss_fn)
+        hooks = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]
+        has_weights = any(weight is not None for weight in attributes["_buffers"].values())
+        is_plain = not (hooks or has_weights or "forward" in attributes)
+        if type(loss_fn) not in _ENTRY_LOSSES or not is_plain or any(get_global_hook_ids()):
+            return False
+    elif loss_fn not in _ENTRY_LOSS_FUNCTIONS:
+        return False
+    if type(output) is not Tensor or len(targets) != 1 or type(targets[0]) is not Tensor:
+        return False
+    shape, target_shape = output.shape, targets[0].shape
+    return 0 < len(shape) == len(target_shape) and shape[0] == target_shape[0]
 
 
 class CrossEntropyRecorder(TorchFunctionMode):
@@ -291,7 +330,6 @@ class LossStageFunction:
                     raise
             if prover is not None and self.comparison is not None:
                 value = result.get("loss") if isinstance(result, Mapping) else result
-                # Without a graph, nothing else shows that a number is a mean, and not a count.
                 is_mean = torch.is_grad_enabled() and prover.proves(value)
                 self.comparison.note_functions(prover.function_names, prover.goes_by_row_count)
                 has_new_counts = self.comparison.has_new_row_counts
@@ -334,6 +372,10 @@ class LossStageFunction:
         """Return what follows the loss function on the first micro-batch of a step, if needed."""
         comparison = self.comparison
         if comparison is None or not comparison.keeps_outputs or comparison.kept_outputs:
+            return None
+        # Without a graph, nothing else shows that a number is a mean, and not a count.
+        if torch.is_grad_enabled() and is_entry_mean(self.loss_fn, output, targets):
+            comparison.keeps_outputs = False
             return None
         return RowMeanProver(output, targets, row_counts=comparison.row_counts)
 

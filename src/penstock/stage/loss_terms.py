@@ -379,27 +379,27 @@ class TermComparison:
         first_microbatch = next(iter(self._coefficients))
         if microbatch == first_microbatch:
             return
-        first = self._coefficients[first_microbatch]
+        expected = self._coefficients[first_microbatch]
         rows = self._row_shares[microbatch] / self._row_shares[first_microbatch]
-        if len(first) != len(coefficients):
-            if any(one.name == _RECEIVED for one in (*first, *coefficients)):
+        if len(expected) != len(coefficients):
+            if any(term.name == _RECEIVED for term in (*expected, *coefficients)):
                 return
             # A loop over rows has a term for each of them.
-            counts, other_counts = Counter(first), Counter(coefficients)
+            counts, other_counts = Counter(expected), Counter(coefficients)
             are_as_many = len(counts) == len(other_counts) and all(
-                other_counts[other] in (counts[one], round(counts[one] * rows))
-                for one, other in zip(counts, other_counts, strict=True)
+                other_counts[actual] in (counts[term], round(counts[term] * rows))
+                for term, actual in zip(counts, other_counts, strict=True)
             )
             if not are_as_many:
                 raise self._build_error(
-                    f"it has {len(first)} terms in micro-batch {first_microbatch} and "
+                    f"it has {len(expected)} terms in micro-batch {first_microbatch} and "
                     f"{len(coefficients)} in micro-batch {microbatch}"
                 )
-            first, coefficients = list(counts), list(other_counts)
-        for one, other in zip(first, coefficients, strict=True):
-            if not _is_mean_over_rows(one, other, rows):
+            expected, coefficients = list(counts), list(other_counts)
+        for term, actual in zip(expected, coefficients, strict=True):
+            if not _is_mean_over_rows(term, actual, rows):
                 raise self._build_error(
-                    _describe_difference(one, other, first_microbatch, microbatch)
+                    _describe_difference(term, actual, first_microbatch, microbatch)
                 )
 
     def _build_error(self, problem: str) -> RunError:

@@ -520,7 +520,8 @@ def multiply_by_fixed_vector(flat: Tensor) -> Tensor:
 
 def _flatten(tensor: Tensor) -> Tensor:
     """Return the numbers of a tensor, in a dtype that has products."""
-    flat = tensor.detach()
+    # Each operation lets go of the GIL, for which the threads of other ranks wait.
+    flat = tensor.detach() if tensor.requires_grad else tensor
     if flat.dtype not in _PRODUCT_DTYPES:
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj())

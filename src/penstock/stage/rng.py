@@ -10,7 +10,9 @@ the cell's own (`DrawRedirect`):
     seed of the call             drawn once from the caller's default generator (`peek_seed`)
     seed of the cell             hash of (call seed, stage, micro-batch)  (`derive_cell_seed`)
     operation takes generator=   it is called with the cell's generator
-    operation takes none         the default generator has the cell's state during the operation
+    dropout on a GPU             its kernel is called with the cell's generator
+    operation takes none         the default generator has the cell's state during the operation,
+                                 while the operations of other threads wait
 
 The forward and the recomputation of a cell use the same seed, so they draw the same numbers.
 
@@ -34,6 +36,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from penstock.device.accelerator import get_default_generator, resolve_index
 from penstock.errors import RunError
@@ -45,6 +48,7 @@ from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     DisableTorchFunction,
     add_draw_kernel,
+    drop_with_generator,
     get_innermost_dispatch_mode,
     get_schema_arguments,
     is_under_compiler,
@@ -53,6 +57,7 @@ from penstock.torch_compat import (
     pytree,
     register_draw_kernels,
     set_draw_key,
+    top_saved_tensor_hooks,
     without_innermost_dispatch_mode,
 )
 
@@ -62,6 +67,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # device has a default generator. The parts of a virtual GPU share one, and so do CPU threads.
 _shared_generator_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 _CPU = torch.device("cpu")
+_NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
 # ---- default generators ------------------------------------------------------------------------
@@ -73,13 +80,13 @@ def seed_shared_generators(seed: int, device: torch.device) -> None:
         get_default_generator(where).manual_seed(seed)
 
 
-def read_shared_cpu_state() -> torch.Tensor:
+def read_shared_cpu_state() -> Tensor:
     """Return the state of the CPU's default generator, at a moment when no cell replaces it."""
     with _shared_generator_locks[_CPU]:
         return torch.default_generator.get_state()
 
 
-def _check_not_seeded(state_before: torch.Tensor) -> None:
+def _check_not_seeded(state_before: Tensor) -> None:
     """Raise if the CPU's default generator was seeded since it had this state.
 
     Draws of other threads move it on, too, but do not bring it to the beginning of a seed.
@@ -200,8 +207,8 @@ class SeededRng:
         Only one thread can be in such a context, as the default generator belongs to all threads.
         The new state goes back to `generator`, and the default generator gets its old state again.
         """
+        shared = get_default_generator(generator.device)
         with _shared_generator_locks[generator.device]:
-            shared = get_default_generator(generator.device)
             if generator.device.type == "cuda":
                 # Both refer to one state, which costs less than to copy it forth and back.
                 shared_state = shared.graphsafe_get_state()
@@ -241,7 +248,7 @@ class DrawRedirect:
         self,
         source: RngSource | int,
         detect_seeding: bool = False,
-        own_states: dict[torch.Generator, torch.Tensor] | None = None,
+        own_states: dict[torch.Generator, Tensor] | None = None,
     ) -> None:
         self._own_states = own_states
         self._source = SeededRng(source) if isinstance(source, int) else source
@@ -267,13 +274,22 @@ class DrawRedirect:
                     "one), or set checkpoint='never'."
                 )
             return func(*args, **kwargs)  # the layer manages its own generator
-        _reject_inside_torch_checkpoint()
         if self._shared_state is not None:
+            _reject_inside_torch_checkpoint()
             _check_not_seeded(self._shared_state)
+        elif _may_be_inside_torch_checkpoint():
+            _reject_inside_torch_checkpoint()
         cell_generator = self._source.generator_for(_find_device(args, kwargs))
+        if func is _BERNOULLI and not kwargs:
+            # The operation of most dropouts on a CPU. As a method it takes half the time.
+            return Tensor.bernoulli_(*args, generator=cell_generator)
         if _takes_generator(func):
             return func(*args, **{**kwargs, "generator": cell_generator})
-        # Some operations, such as native_dropout, take no generator= and read the default one.
+        if func is _NATIVE_DROPOUT:
+            dropped = drop_with_generator(cell_generator, *args)
+            if dropped is not None:
+                return dropped
+        # Some operations, such as attention, take no generator= and read the default one.
         with self._source.replace_shared_generator(cell_generator):
             return func(*args, **kwargs)
 
@@ -473,10 +489,10 @@ def _find_redirect() -> DrawRedirect:
 
 def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Return the device on which an operation draws."""
-    if args and isinstance(args[0], torch.Tensor):
+    if args and isinstance(args[0], Tensor):
         return args[0].device
     for leaf in pytree.tree_iter((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             return leaf.device
     return resolve_index(torch.device(kwargs.get("device") or "cpu"))
 
@@ -528,6 +544,16 @@ def mark_cell_boundary(function: F) -> F:
     code: CodeType = function.__code__
     _cell_boundaries[id(code)] = code
     return function
+
+
+def _may_be_inside_torch_checkpoint() -> bool:
+    """Return False if no `torch.utils.checkpoint` of this thread is running a forward.
+
+    A reentrant one runs it without grad, the other one under hooks on saved tensors. The search on
+    the stack takes longer than all else that a draw costs, so only the first forward of a stage
+    does it for every draw: that also finds a reentrant one whose layers switch grad on again.
+    """
+    return not torch.is_grad_enabled() or top_saved_tensor_hooks(True) is not None
 
 
 def _reject_inside_torch_checkpoint() -> None:

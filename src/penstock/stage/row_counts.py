@@ -157,11 +157,11 @@ class RowCounts:
 
 # PyTorch's functions in C ask whether a number is symbolic, and look into it if not. So it is both
 # for them: an int for code of users, and a symbol that a mode will replace.
-class _SymbolicInt(int, torch.SymInt):
+class _SymbolicInt(int, torch.SymInt):  # type: ignore[misc]
     pass
 
 
-class _SymbolicFloat(float, torch.SymFloat):
+class _SymbolicFloat(float, torch.SymFloat):  # type: ignore[misc]
     pass
 
 
@@ -171,7 +171,7 @@ class _RowNumber:
     def __init__(self, value: float, others: Sequence[Any], counts: RowCounts) -> None:
         self.value, self.others, self.counts = value, others, counts
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The type that the number is for code that asks with `isinstance`."""
         return _SymbolicInt if type(self.value) is int else _SymbolicFloat
@@ -199,7 +199,7 @@ class RowFraction(_RowNumber):
 class RowSizes(tuple[Any, ...]):
     """The sizes of a tensor, in place of a `torch.Size`, which takes plain numbers only."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The type that the sizes are for code that asks with `isinstance`."""
         return torch.Size

@@ -109,11 +109,14 @@ class RowStatistics:
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Note an operation that has returned numbers of several rows."""
-        tensors = list(iter_tensors((args, kwargs)))
+        tensors = _list_operands(args, kwargs)
         if tensors and all(map(self._is_constant, tensors)):
             self._constants.update((id(tensor), tensor) for tensor in iter_tensors(out))
             return
-        sources = {id(t): source for t in tensors if (source := self._find(t)) is not None}
+        sources: Mapping[int, _Operation] = {}
+        if self._operations:
+            found = [(id(t), self._find(t)) for t in tensors]
+            sources = {key: source for key, source in found if source is not None}
         if sources:
             others = (t for t in tensors if id(t) not in sources and t.dim())
             if not all(map(self._is_constant, others)):
@@ -158,7 +161,9 @@ class RowStatistics:
         self.reads.append(StatisticRead(outcome, operation, versions))
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or self._constants.get(id(tensor)) is tensor
+        # PyTorch asks Python whether a tensor is a parameter, which takes longer than its type.
+        is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+        return is_parameter or self._constants.get(id(tensor)) is tensor
 
     def take_reads(self) -> list[StatisticRead]:
         """Return the numbers that were read, without the graphs of what they were computed from."""
@@ -170,6 +175,17 @@ class RowStatistics:
     def _find(self, tensor: Tensor) -> _Operation | None:
         followed, operation = self._operations.get(id(tensor), (None, None))
         return operation if followed is tensor else None
+
+
+def _list_operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a function. It is called for each function."""
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list | dict | slice):
+            tensors += iter_tensors(value)
+    return tensors
 
 
 def _reduces_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:

@@ -556,6 +556,8 @@ class StageRunner:
         products: dict[int, list[Product]] = {}
         for dst, tensors in self._list_compared_outputs(flat_outputs).items():
             products[dst] = list(map(compute_product, tensors))
+        if not mutated:
+            flat_outputs = _copy_returned_inputs(flat_outputs, input_payloads)
         return _RecomputeInputs(
             originals if mutated else input_payloads,
             payload_versions(originals.values()) if mutated else after,
@@ -921,6 +923,25 @@ class StageRunner:
 
 _get_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+
+
+def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> FlatValues:
+    """Return outputs with copies of those that are inputs, or views of them.
+
+    The recomputation needs the inputs as they are, and the next stage may change what it gets in
+    place, as it may in the unsplit model.
+    """
+    addresses = storage_addresses(t for p in input_payloads.values() for t in p.tensors)
+    if addresses.isdisjoint(storage_addresses(t for flat in outputs.values() for t in flat[0])):
+        return outputs  # as most stages
+    copies: dict[int, Tensor] = {}  # by id: a tensor that is returned twice stays one tensor
+
+    def copy_input(tensor: Tensor) -> Tensor:
+        if addresses.isdisjoint(storage_addresses([tensor])):
+            return tensor
+        return copies.setdefault(id(tensor), tensor.clone())
+
+    return {dst: (tuple(map(copy_input, flat[0])), flat[1]) for dst, flat in outputs.items()}
 
 
 def _copy_leaf(tensor: Tensor) -> Tensor:

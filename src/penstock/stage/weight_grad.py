@@ -222,7 +222,11 @@ class StopBackward(torch.autograd.Function):
 
 
 _NO_INPUT = torch.empty(0)
-_MAX_BATCHED_ELEMENTS = 1 << 20  # gradients of this many elements may wait to be added
+# Gradients of this many elements may wait to be added. On a CPU a large one is added while it is
+# still in the cache, and the next one is computed in the same memory. On a GPU the fixed cost of a
+# backward is the larger one.
+_MAX_BATCHED_ELEMENTS = 1 << 20
+_MAX_BATCHED_ELEMENTS_ON_CPU = 1 << 16
 
 
 def stop_backward(
@@ -253,7 +257,7 @@ def accumulate_weight_grads(pending: list[PendingWeightGrad]) -> None:
     pending.reverse()
     roots: list[TensorOrEdge] = []
     gradients: list[Tensor] = []
-    elements = 0
+    elements, limit = 0, _MAX_BATCHED_ELEMENTS
     with torch.no_grad():
         while pending:
             pending_grad = pending.pop()
@@ -262,7 +266,9 @@ def accumulate_weight_grads(pending: list[PendingWeightGrad]) -> None:
                 roots.append(pending_grad.root)
                 gradients.append(gradient)
                 elements += gradient.numel()
-            if elements > _MAX_BATCHED_ELEMENTS and not (
+                limit = _MAX_BATCHED_ELEMENTS_ON_CPU if gradient.is_cpu else _MAX_BATCHED_ELEMENTS
+                gradient = None  # or its memory would not be free for the next one
+            if elements > limit and not (
                 pending and pending[-1].parameter is pending_grad.parameter
             ):
                 # Several uses of a weight may share a root, so the graph behind it must stay.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from penstock.runtime.cuda_graph.recorded_graph import GraphMemoryPools
+from penstock.device.recorded_graph import GraphMemoryPools
 from penstock.stage.rng import SeededRng
 
 Made = TypeVar("Made")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device.device import Cpu
+from penstock.device.recorded_graph import GraphMemoryPools
 from penstock.runtime.cuda_graph import graph_cache
 from penstock.runtime.cuda_graph.capture_transport import BorrowedStorage, CaptureTransport
-from penstock.runtime.cuda_graph.recorded_graph import GraphMemoryPools
 from penstock.stage.payload import Payload
 from tests.runtime.cuda_graph.emulated import EmulatedGraph
 from tests.runtime.cuda_graph.support import (

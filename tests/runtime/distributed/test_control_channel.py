@@ -104,6 +104,21 @@ def test_values_with_tensors_arrive_on_all_ranks() -> None:
         assert broadcast["weights"].tolist() == [[1.0], [1.0]]
 
 
+def summed() -> list[Any]:
+    rank = dist.get_rank()
+    group: Any = dist.group.WORLD
+    channel, like = ControlChannel(group), torch.zeros(2)
+    tensors = [torch.full((2,), 10.0**rank), torch.ones(2) if rank == 2 else None, None]
+    return [channel.all_reduce_sum([0, 1, 2], tensor, like) for tensor in tensors]
+
+
+def test_sum_over_ranks_leaves_out_those_without_a_tensor() -> None:
+    for total, single, nothing in ranks(3).run(summed):
+        assert total.tolist() == [111.0, 111.0]
+        assert single.tolist() == [1.0, 1.0]
+        assert nothing is None
+
+
 def test_sample_tensors_distinguishes_batches_and_is_short() -> None:
     one, other = torch.randn(1000, 100), torch.randn(1000, 100)
     assert sample_tensors([one]) != sample_tensors([other])

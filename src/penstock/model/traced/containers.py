@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from penstock.nested_values import are_same_objects
+from penstock.fingerprint import are_same_objects
 from penstock.state_copy import LIBRARY_PACKAGES
 from penstock.torch_compat import get_eager_function
 
@@ -169,7 +169,9 @@ def has_same_contents(container: Any, snapshot: Any) -> bool:
     if is_state_object(container):
         return has_same_contents(vars(container), vars(snapshot))
     if isinstance(container, dict):
-        return are_same_objects([*container, *container.values()], [*snapshot, *snapshot.values()])
+        return are_same_objects(container, snapshot) and are_same_objects(
+            container.values(), snapshot.values()
+        )
     return are_same_objects(container, snapshot)
 
 

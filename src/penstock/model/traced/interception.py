@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock import torch_compat
 from penstock.model.traced.containers import NO_REBOUND_HOOKS, ReboundHooks, rebind_function
+from penstock.model.traced.torch_functions import is_metadata_only
 from penstock.nested_values import iter_captured_values, iter_tensors, map_tensors
 from penstock.torch_compat import (
     TORCH_DIRECTORY,
@@ -64,6 +65,14 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
         PyTorch function. They differ for the four kinds of calls that a function mode does not see.
         """
         raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer a read of metadata, and handle any other function as an operation."""
+        if is_metadata_only(func, args):
+            return func(*args, **(kwargs or {}))
+        return self.intercept_op(func, args, kwargs or {}, func)
 
     def __enter__(self) -> OpInterceptor:
         install_call_handlers(get_current_interceptor)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.data_parallel.dtensor import Sharding
+from penstock.fingerprint import are_same_objects
 from penstock.model.traced.containers import (
     PLAIN_TYPES,
     ContainerCopy,
@@ -42,7 +43,7 @@ from penstock.model.traced.containers import (
 )
 from penstock.model.traced.interception import get_current_interceptor
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.nested_values import are_same_objects, iter_captured_values
+from penstock.nested_values import iter_captured_values
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
     COMPILED_CALL_ATTRIBUTE,

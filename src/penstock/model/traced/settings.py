@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.fingerprint import CachedHash, ObjectIdentity
+from penstock.fingerprint import CachedHash, ObjectIdentity, are_same_objects
 from penstock.model.traced.containers import HOOK_TABLES
-from penstock.nested_values import are_same_objects
 from penstock.state_copy import LIBRARY_PACKAGES
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))

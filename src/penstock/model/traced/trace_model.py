@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.fingerprint import are_same_objects
 from penstock.model.isolation import isolated
 from penstock.model.traced.containers import (
     MODULE_ATTRIBUTES,
@@ -44,7 +45,6 @@ from penstock.model.traced.settings import SettingsReader, find_attribute_names
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
     REFLECTED_COMPARISONS,
-    is_metadata_only,
 )
 from penstock.model.traced.trace import (
     ArgumentLeaf,
@@ -57,7 +57,7 @@ from penstock.model.traced.trace import (
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.unit_shapes import SizeBinding, SizesDiffer, UnitShapes
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
-from penstock.nested_values import are_same_objects, flatten, iter_tensors, unflatten
+from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
 from penstock.torch_compat import FakeTensor, force_eager, without_fake_tensor_log
 
@@ -132,14 +132,6 @@ class _ConsistencyChecker(OpInterceptor):
             isinstance(tensor, RemoteTensor) and tensor.value_index == value
         ):
             raise EscapedTensor(self._unit_by_value[value], location)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Skip an operation, unless it reads metadata only."""
-        if is_metadata_only(func, args):
-            return func(*args, **(kwargs or {}))
-        return self.intercept_op(func, args, kwargs or {}, func)
 
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, PenstockTypeError, RunError
-from penstock.fingerprint import Fingerprinter, ObjectIdentity
+from penstock.fingerprint import Fingerprinter, ObjectIdentity, are_same_objects
 from penstock.microbatch import (
     MicrobatchRows,
     check_inputs,
@@ -63,7 +63,7 @@ from penstock.model.traced.trace_family import TraceFamily, differ_in_sizes_only
 from penstock.model.traced.trace_model import derive_trace, trace_model
 from penstock.model.traced.unit_shapes import SizesDiffer, UnitShapes, learn_unit_shapes
 from penstock.model.traced.whole_model import UnitLocations, run_model_method
-from penstock.nested_values import are_same_objects, flatten
+from penstock.nested_values import flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
 from penstock.tensor_spec import TensorSpec

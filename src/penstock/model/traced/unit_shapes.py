@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.fingerprint import are_same_objects
 from penstock.model.isolation import isolated
 from penstock.model.meta_init import has_meta_tensors
 from penstock.model.traced.containers import HOOK_TABLES, OutputWithContainerUpdates
@@ -43,7 +44,7 @@ from penstock.model.traced.trace import (
     ValueLeaf,
     ValueRef,
 )
-from penstock.nested_values import are_same_objects, flatten, map_tensors, unflatten
+from penstock.nested_values import flatten, map_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
 from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (

@@ -31,7 +31,7 @@ from penstock.model.partition import TensorExchange
 from penstock.model.traced.interception import OpInterceptor, without_interception
 from penstock.model.traced.proxies import NO_VALUE, ProxyModel, build_unit_proxy, copy_module_tree
 from penstock.model.traced.remote_tensor import RemoteTensor
-from penstock.model.traced.torch_functions import METADATA_ONLY, is_in_place, is_metadata_only
+from penstock.model.traced.torch_functions import METADATA_ONLY, is_in_place
 from penstock.model.unsplit import gather_operands
 from penstock.nested_values import (
     flatten,
@@ -107,14 +107,6 @@ def _return_to_device(model: nn.Module, device: torch.device) -> None:
 
 class _MethodInterceptor(OpInterceptor):
     """Runs the units of a method, and the operations between them, where their tensors are."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Answer a read of metadata, and run any other operation."""
-        if is_metadata_only(func, args):
-            return func(*args, **(kwargs or {}))
-        return self.intercept_op(func, args, kwargs or {}, func)
 
     @abstractmethod
     def finish(self, result: Any) -> Any:

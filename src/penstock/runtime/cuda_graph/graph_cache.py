@@ -26,6 +26,11 @@ from torch import Tensor, nn
 
 from penstock.device.device import Device, GraphTimestamp, Timestamp
 from penstock.device.nvidia import GraphTimestamps, ReplayTimestamps
+from penstock.device.recorded_graph import (
+    GraphMemoryPools,
+    RecordedCudaGraph,
+    RecordedGraph,
+)
 from penstock.fingerprint import fingerprint_attributes
 from penstock.model.isolation import StateSnapshot
 from penstock.model.partition import Partition
@@ -46,11 +51,6 @@ from penstock.runtime.cuda_graph.graph_key import (
     get_optimizer_numbers,
 )
 from penstock.runtime.cuda_graph.graph_rng import GraphGenerators, HostRngGuard, RngUsage
-from penstock.runtime.cuda_graph.recorded_graph import (
-    GraphMemoryPools,
-    RecordedCudaGraph,
-    RecordedGraph,
-)
 from penstock.runtime.cuda_graph.static_buffers import (
     FlatInputs,
     GradBufferMap,
@@ -64,8 +64,7 @@ from penstock.runtime.cuda_graph.static_buffers import (
     flatten_inputs,
     redirect_grads_for_replay,
 )
-from penstock.runtime.execution import CaptureOverrides, LaneExecutor, MeasuredRun
-from penstock.runtime.inline import InlineExecutor
+from penstock.runtime.execution import CaptureOverrides, InlineExecutor, LaneExecutor, MeasuredRun
 from penstock.runtime.step import StepResult
 from penstock.runtime.transport import Mailboxes
 from penstock.schedules.timeline import Timeline

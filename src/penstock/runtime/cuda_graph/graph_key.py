@@ -30,12 +30,12 @@ from penstock.fingerprint import (
     Fingerprinter,
     ModuleSnapshot,
     ObjectIdentity,
+    are_same_objects,
     fingerprint_attributes,
     fingerprint_tensors_and_hooks,
 )
 from penstock.model.partition import Partition
 from penstock.model.stage_inputs import StageInputs
-from penstock.nested_values import are_same_objects
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.cuda_graph.static_buffers import FlatInputs
 from penstock.runtime.request import Request

@@ -22,8 +22,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from penstock.device.recorded_graph import RecordedGraph
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, CaptureGuard
-from penstock.runtime.cuda_graph.recorded_graph import RecordedGraph
 from penstock.runtime.execution import RngPolicy
 from penstock.stage.host_rng import HostRngState
 from penstock.stage.rng import RngSource, SeededRng, advance_caller_rng, derive_cell_seed, peek_seed

@@ -1,10 +1,13 @@
 """Links: they move the tensors of a payload from this process to another.
 
-| class       | ranks on | path                                | who waits for the data            |
-|-------------|----------|-------------------------------------|-----------------------------------|
-| HostLinks   | CPU      | gloo, from the memory of the tensor | the host, in `wait()`             |
-| StagedLinks | GPU      | GPU -> host memory -> gloo -> ...   | the host, then the compute stream |
-| NcclLinks   | GPU      | NCCL                                | the compute stream, not the host  |
+| class             | ranks on      | path                               | who waits for the data |
+|-------------------|---------------|------------------------------------|------------------------|
+| SharedMemoryLinks | CPU, one host | memory that both ranks have mapped | the host, in `wait()`  |
+| HostLinks         | CPU           | gloo, from the tensor's memory     | the host, in `wait()`  |
+| StagedLinks       | GPU           | GPU -> host memory -> gloo -> ...  | the host, then the GPU |
+| NcclLinks         | GPU           | NCCL                               | the GPU, not the host  |
+
+`shared_memory.py` has the first ones. The others are here.
 
 A send returns at once and keeps its tensors alive until the receiver has them. Even a small gloo
 send completes only when the receive is posted. Over gloo at most MAX_IN_FLIGHT messages may be

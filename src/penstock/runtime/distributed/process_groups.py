@@ -27,13 +27,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.data_parallel.all_reduce import ReplicaGroup
+from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import RunError
 from penstock.runtime.distributed.channels import CallCacheEntry
 from penstock.runtime.distributed.control_channel import ControlChannel
 from penstock.runtime.distributed.failure.watchdog import SubgroupWatchdog, Watchdog
-from penstock.runtime.distributed.inherited_sockets import close_sockets_in_children
+from penstock.runtime.distributed.inherited_descriptors import close_sockets_in_children
 from penstock.runtime.distributed.links import GLOO, LinkBackend, Links, PairGroups
+from penstock.runtime.distributed.shared_memory import open_shared_memory_links
 from penstock.runtime.distributed.store import open_shared_store, wait_for_all_ranks
 from penstock.runtime.distributed.topology import Topology
 
@@ -265,18 +267,29 @@ class ProcessGroups:
 
         All ranks call this together with the same pairs, inside a call of the pipe. gloo groups
         connect all pairs anyway. NCCL gets one group for each pair that exchanges messages, because
-        each group costs memory on the GPU.
+        each group costs memory on the GPU. CPU ranks of one host get shared memory for each pair.
         """
         open_pairs = self._linked_pairs or frozenset()
-        if self._linked_pairs is not None and rank_pairs <= open_pairs:
-            return
+        if self._linked_pairs is not None:
+            if rank_pairs <= open_pairs:
+                return
+            self._abort_callbacks.remove(self.links.abort)
         self._linked_pairs, new_pairs = open_pairs | rank_pairs, rank_pairs - open_pairs
+        self.links = self._open_shared_memory() or self._open_backend_links(new_pairs)
+        self._abort_callbacks.append(self.links.abort)
+
+    def _open_shared_memory(self) -> Links | None:
+        """Return links through shared memory, or None if the ranks cannot have them."""
+        if is_accelerator(self.device.device) or not self._linked_pairs:
+            return None
+        return open_shared_memory_links(self.pipeline_channel, self._linked_pairs)
+
+    def _open_backend_links(self, new_pairs: frozenset[tuple[int, int]]) -> Links:
         if self._link_backend.uses_pairs:
             self._pair_groups |= self._open_pair_groups(new_pairs)
-        self.links = self._link_backend.build_links(
+        return self._link_backend.build_links(
             self.rank, self.device, self.pipeline_channel.group, self._pair_groups
         )
-        self._abort_callbacks.append(self.links.abort)
 
     def _open_replica_channels(self, store: Store) -> None:
         """Connect this rank to the ranks of other replicas that have the same stages."""

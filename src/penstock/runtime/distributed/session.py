@@ -76,8 +76,7 @@ from penstock.runtime.distributed.step_results import (
     all_gather_results,
     exchange_replica_shares,
 )
-from penstock.runtime.execution import Execution, RngPolicy
-from penstock.runtime.inline import use_worker_thread_settings
+from penstock.runtime.execution import Execution, RngPolicy, use_worker_thread_settings
 from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.cuda_graph import recorded_graph
-from penstock.runtime.cuda_graph.recorded_graph import GraphMemoryPools, RecordedCudaGraph
+from penstock.device import recorded_graph
+from penstock.device.recorded_graph import GraphMemoryPools, RecordedCudaGraph
 
 DEVICE = torch.device("cuda", 0)
 capturing: list[bool] = []  # one entry per capture in progress, False once it is invalid

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from penstock import Compute, Pipe
+from penstock.device.device import Cpu
 from penstock.schedules.ir import Op
 from penstock.schedules.timeline import Timeline
 from tests.support import SCHEDULES, Traced, Watch, each_schedule, numbered
@@ -48,3 +51,23 @@ def test_inline_leaves_autograd_multithreading_unchanged(enabled: bool) -> None:
     with torch.autograd.set_multithreading_enabled(enabled):
         pipe(torch.randn(4, 3)).sum().backward()
         assert torch._C._is_multithreading_enabled() == enabled
+
+
+def test_inline_activates_a_device_that_needs_it() -> None:
+    active: list[bool] = []
+
+    class HostWithContext(Cpu):
+        needs_activation = True
+
+        @contextmanager
+        def activate(self) -> Iterator[None]:
+            active.append(True)
+            yield
+            active.pop()
+
+    seen: list[bool] = []
+    layers = nn.Sequential(Watch(lambda x: seen.append(bool(active))), nn.Linear(3, 3))
+    devices = [HostWithContext(), Cpu()]
+    Pipe(layers, 2, stages=2, devices=devices, runtime="inline")(torch.randn(4, 3))
+    assert seen
+    assert all(seen)
