@@ -419,13 +419,76 @@ def test_loss_whose_gradient_mixes_rows_is_found() -> None:
     [
         Reversed.apply,
         with_hook(lambda g: g.clamp(-1e-3, 1e-3)),
+        with_hook(lambda g: g * (30 / g.norm(dim=1, keepdim=True)).clamp(max=1)),
         lambda x: x + (x.round() - x).detach(),
     ],
-    ids=["reversed", "clipped", "straight through"],
+    ids=["reversed", "clipped", "rows clipped by norm", "straight through"],
 )
 def test_backward_of_each_row_by_itself_is_equal(function: Function, door: str) -> None:
     torch.manual_seed(0)
     expect_equal(layers(Layer(function)), door)
+
+
+class ClippedByNorm(torch.autograd.Function):
+    """Clips gradients that are a hundred times as large as those of the tests, by their norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return clip_by_norm(gradient)
+
+
+def clip_by_norm(gradient: Any) -> Any:
+    return gradient * (100 / (gradient.norm() + 1e-12)).clamp(max=1)
+
+
+class ClipsWeight(nn.Linear):
+    """Clips the gradient of its weight by value, before it reaches the parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = with_hook(lambda gradient: gradient.clamp(-100, 100))(self.weight)
+        return functional.linear(x, weight, self.bias)
+
+
+def clip_in_module_hook() -> nn.Module:
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.register_full_backward_hook(lambda _, inputs, __: tuple(map(clip_by_norm, inputs)))
+    return linear
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Layer(ClippedByNorm.apply),
+        lambda: Layer(with_hook(clip_by_norm)),
+        lambda: ClipsWeight(WIDTH, WIDTH),
+        clip_in_module_hook,
+    ],
+    ids=["autograd.Function", "tensor", "weight", "module"],
+)
+def test_backward_that_would_clip_larger_gradients_is_found_in_the_first_step(
+    build: Callable[[], nn.Module], door: str, checkpoint: str
+) -> None:
+    """A later step may have such gradients, and would clip those of each micro-batch."""
+    with pytest.raises(AuditError, match="is not the sum of those for two parts of them"):
+        run(made(layers(build()), checkpoint=checkpoint), door)
+    run(made(layers(build()), checkpoint=checkpoint, chunks=1), door)
+
+
+def test_larger_gradients_that_are_infinite_prove_nothing() -> None:
+    """The gradients of half precision overflow, and a layer need not go on with such numbers."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        return gradient.half().to(gradient.dtype)
+
+    expect_equal(layers(Layer(with_hook(lambda g: 1e3 * hook(1e-3 * g)))), "step")
+    model = layers(Layer(with_hook(lambda g: hook(1e4 * g) * 1e-4)))
+    run(made(model), "step")
 
 
 def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:
