@@ -134,7 +134,7 @@ bench-gpu:
 	$(PYTHON) benchmarks/plans.py --rounds gpt-4 unequal gpt-8
 	$(PYTHON) benchmarks/papers.py --steps 1 --runtime graph --schedule 1f1b --checkpoint never
 	$(PYTHON) benchmarks/papers.py --steps 1 --runtime graph
-	$(PYTHON) benchmarks/papers.py --steps 1
+	$(PYTHON) benchmarks/papers.py --steps 2
 
 format: $(READY)
 	$(BIN)/ruff format .
