@@ -237,11 +237,11 @@ def test_pipe_called_by_its_own_worker_is_refused() -> None:
     pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
     x, target = batch(4)
 
-    def look(parameter: Tensor) -> None:
+    def look(module: nn.Module, inputs: object, output: object) -> None:
         with torch.no_grad():
             pipe(x)
 
-    hook = pipe.get_parameter("2.weight").register_post_accumulate_grad_hook(look)
+    hook = pipe.get_submodule("2").register_forward_hook(look)
     errors: list[RuntimeError] = []
 
     def train() -> None:

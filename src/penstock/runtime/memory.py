@@ -67,6 +67,7 @@ class Memory:
         held: The bytes of each rank's parameters, gradients and buffers, which are there before
             and after the step.
 
+    >>> import torch
     >>> from torch import nn
     >>> from penstock import Pipe
     >>> layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -926,12 +926,15 @@ _get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buf
 
 
 def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> FlatValues:
-    """Return outputs with copies of those that are inputs, or views of them.
+    """Return outputs with copies of those that are inputs from other stages, or views of them.
 
     The recomputation needs the inputs as they are, and the next stage may change what it gets in
-    place, as it may in the unsplit model.
+    place, as it may in the unsplit model. The caller's batch is not copied: the unsplit model would
+    change it for the caller, too, so that change is refused.
     """
-    addresses = storage_addresses(t for p in input_payloads.values() for t in p.tensors)
+    addresses = storage_addresses(
+        t for src, p in input_payloads.items() if src != OUTSIDE for t in p.tensors
+    )
     if addresses.isdisjoint(storage_addresses(t for flat in outputs.values() for t in flat[0])):
         return outputs  # as most stages
     copies: dict[int, Tensor] = {}  # by id: a tensor that is returned twice stays one tensor
