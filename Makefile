@@ -20,7 +20,7 @@
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
 # make caps      random models under random memory caps: peaks, and their forecasts; three minutes
-# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; half an hour on two cores
+# make papers    compare `fit` with the bubbles that the zero-bubble paper publishes; five minutes on 14 cores
 # make plans     compare plans with brute force, on 200 random small problems; minutes
 # make bench     measure; prints tables
 # make bench-gpu measure on one GPU; prints all GPU tables of docs/measurements.md; about an hour. PYTHON= chooses the

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench, graph, papers, recording
+from benchmarks import bench, graph, papers, recording, zero_bubble
 from benchmarks.virtual import Block, enough, head, ideal_of, line, loss_of, simulate_units
 from torch import nn
 
@@ -123,3 +123,32 @@ def test_benchmark_ceiling_is_the_simulated_step_of_the_units() -> None:
     # The first stage takes 6 s a micro-batch, and waits 1 s for its first backward.
     assert simulate_units(pipe, units) == pytest.approx(4 * 6 + 1)
     assert isnan(simulate_units(pipe, units[:2]))
+
+
+def test_zero_bubble_results_carry_on_to_larger_caps_and_are_read_again(tmp_path: Path) -> None:
+    points, file = [*zero_bubble.curves(16)][:3], tmp_path / "found.jsonl"
+    results = zero_bubble.Results(points, file)
+    work = points[0].work
+    for point, period in zip(points, (1.2 * work, 1.1 * work, 1.3 * work), strict=True):
+        results.add(zero_bubble.Result(point, period), effort=5)
+    again = zero_bubble.Results(points, file)
+    for found in (results, again):
+        periods = [result.period / work for result in found.results()]
+        assert periods == pytest.approx([1.2, 1.1, 1.1])
+    # The second and the third are below the published bubble. The first one is open for more.
+    assert [result.verdict for result in again.results()] == ["worse", "better", "better"]
+    assert again.open_points(5) == []
+    assert again.open_points(50) == points[:1]
+
+
+def test_zero_bubble_searches_some_points_and_goes_on_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--points", "0:3", "--effort", "1000", "--workers", "1", "--save"]
+    for _ in range(2):
+        assert zero_bubble.main([*command, str(tmp_path / "found.jsonl")]) == 0
+        written = capsys.readouterr()
+        assert (
+            "3 points: 3 at or below the published bubble, 0 of them strictly below" in written.out
+        )
+    assert not written.err  # nothing was searched again
