@@ -115,8 +115,10 @@ def test_use_cache_is_refused(name: str) -> None:
 def test_mixture_of_experts_with_router_loss() -> None:
     """Router logits leave the blocks through hooks; their loss is computed at the end.
 
-    It balances the experts over all rows, so the audit refuses it.
+    It balances the experts over all rows, so the audit refuses it, unless the rows that it tries
+    choose their experts alike, as with one of 16 seeds.
     """
+    torch.manual_seed(1)
     batch = batch_for("mixtral")
     agree(mixtral(), batch)
     batch = {**batch, "output_router_logits": True}
