@@ -557,38 +557,3 @@ def test_layer_that_changes_what_a_stage_has_only_passed_on(checkpoint: str, doo
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
-
-
-class TanhInPlace(nn.Module):
-    """A layer that changes its own result in place, which its backward would need."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x).mul_(2.0)
-
-
-@each_door
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_batch_that_a_recomputed_stage_has_only_passed_on_needs_no_gradient(
-    checkpoint: str, door: str
-) -> None:
-    """Without a graph the stage expected a gradient, and PyTorch refused what the next one does."""
-    torch.manual_seed(0)
-
-    class PassOn(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model = nn.Sequential(PassOn(4, 4), TanhInPlace(), nn.Linear(4, 4)).double()
-    unsplit = copy.deepcopy(model)
-    pipe = Pipe(
-        model, 2, checkpoint, stages=[1, 1, 1], devices=["cpu"] * 3, schedule="1f1b",
-        loss_fn=nn.functional.mse_loss,
-    )  # fmt: skip
-    x, y = torch.randn(2, 8, 4, dtype=torch.float64)
-    if door == "step":
-        pipe.step(x, target=y)
-    else:
-        nn.functional.mse_loss(pipe(x), y).backward()
-    nn.functional.mse_loss(unsplit(x), y).backward()
-    assert model[0].weight.grad is None
-    assert torch.allclose(model[2].weight.grad, unsplit[2].weight.grad, atol=1e-12)

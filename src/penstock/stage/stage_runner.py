@@ -116,7 +116,6 @@ class _RecomputeInputs:
         attributes: Snapshots, from before the forward, of Python attributes that it sets.
         host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
         products: Numbers of the outputs by destination, if the recomputation is compared with them.
-        returns_inputs: Whether an output is an input, or a view of one.
         detached: The outputs that need no gradient, by destination, as their indices.
     """
 
@@ -128,7 +127,6 @@ class _RecomputeInputs:
     attributes: list[AttributeSnapshot]
     host_rng: HostRngCell | None
     products: dict[int, list[Product]]
-    returns_inputs: bool
     detached: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
@@ -402,18 +400,17 @@ class StageRunner:
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
 
-        A forward without a graph cannot tell them apart. If there are several outputs, an output
-        that is an input, which may need no gradient, a frozen stage that may need no backward at
-        all, or a layer with backward hooks, which are not called without gradients, the first
-        forward of each kind is followed by a recomputation whose graph is dropped at once. So it is
-        for outputs of the pipe that share memory: `h, h[:, 0]` and `h, h.detach()` are joined to a
-        tensor and a view of it.
+        A forward without a graph cannot tell them apart. If there are several outputs, a frozen
+        stage that may need no backward at all, or a layer with backward hooks, which are not called
+        without gradients, the first forward of each kind is followed by a recomputation whose graph
+        is dropped at once. So it is for outputs of the pipe that share memory: `h, h[:, 0]` and
+        `h, h.detach()` are joined to a tensor and a view of it.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE or p.shared}
-        saved = self._recompute_inputs[microbatch]
-        is_always_asked = saved.returns_inputs or self._has_frozen_peer or self._has_peer_with_hooks
+        is_always_asked = self._has_frozen_peer or self._has_peer_with_hooks
         if not is_always_asked and sum(map(sum, sent.values())) < 2:
             return
+        saved = self._recompute_inputs[microbatch]
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
         key = received, tuple(sent.items()), self._trainable_ids
         detached = self._behavior.detached_outputs.get(key)
@@ -559,8 +556,7 @@ class StageRunner:
         products: dict[int, list[Product]] = {}
         for dst, tensors in self._list_compared_outputs(flat_outputs).items():
             products[dst] = list(map(compute_product, tensors))
-        returned = _find_returned_inputs(flat_outputs, input_payloads)
-        if returned and not mutated:
+        if not mutated:
             flat_outputs = _copy_returned_inputs(flat_outputs, input_payloads)
         return _RecomputeInputs(
             originals if mutated else input_payloads,
@@ -571,7 +567,6 @@ class StageRunner:
             attributes,
             self._host_rng,
             products,
-            bool(returned),
         ), flat_outputs
 
     def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, Sequence[Tensor]]:
@@ -930,12 +925,6 @@ _get_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
-def _find_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> set[int]:
-    """Return the addresses of the memory that inputs and outputs have in common."""
-    addresses = storage_addresses(t for p in input_payloads.values() for t in p.tensors)
-    return addresses & storage_addresses(t for flat in outputs.values() for t in flat[0])
-
-
 def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> FlatValues:
     """Return outputs with copies of those that are inputs from other stages, or views of them.
 
@@ -946,6 +935,8 @@ def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payl
     addresses = storage_addresses(
         t for src, p in input_payloads.items() if src != OUTSIDE for t in p.tensors
     )
+    if addresses.isdisjoint(storage_addresses(t for flat in outputs.values() for t in flat[0])):
+        return outputs  # as most stages
     copies: dict[int, Tensor] = {}  # by id: a tensor that is returned twice stays one tensor
 
     def copy_input(tensor: Tensor) -> Tensor:
