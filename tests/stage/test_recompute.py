@@ -557,3 +557,30 @@ def test_layer_that_changes_what_a_stage_has_only_passed_on(checkpoint: str, doo
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
+
+
+class TwoViews(nn.Module):
+    """A layer that returns two views of its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.view(-1, 2, 2)
+
+
+class ChangeOneOfTwo(nn.Module):
+    """A layer that changes one of two views, and computes with the other."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        pair[0].mul_(2.0)
+        return pair[1].reshape(-1, 4) + 1
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_change_of_one_of_two_views_of_a_passed_on_input_is_refused(checkpoint: str) -> None:
+    """Each view had a copy of its own, so the other one did not change, without an error."""
+    layers = nn.Linear(4, 4), TwoViews(), ChangeOneOfTwo(), nn.Linear(4, 4)
+    pipe = Pipe(
+        nn.Sequential(*layers), 2, checkpoint, stages=[1, 1, 1, 1], devices=["cpu"] * 4,
+        loss_fn=nn.functional.mse_loss, schedule="1f1b", audit="off",
+    )  # fmt: skip
+    with pytest.raises(RunError, match="a layer changed a shared tensor"):
+        pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))

@@ -195,8 +195,8 @@ def _list_constant_tensors(
         for table in tables:
             for name, value in table.items():
                 if name not in MODULE_INTERNALS and (module, name) not in left_out:
-                    found = [value, *value] if isinstance(value, list | tuple) else [value]
-                    tensors.update({id(t): t for t in found if isinstance(t, Tensor)})
+                    values = [value, *value] if isinstance(value, list | tuple) else [value]
+                    tensors.update({id(t): t for t in values if isinstance(t, Tensor)})
     return [tensor for tensor in tensors.values() if not tensor.requires_grad]
 
 

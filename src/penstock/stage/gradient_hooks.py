@@ -57,8 +57,8 @@ class DeferredHooks:
         for parameter in dict.fromkeys(parameters):
             # PyTorch calls what is in these tables, so they are emptied and filled again. A handle
             # finds its hook in them.
-            both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            tables = [(table, dict(table)) for table in both if table]
+            hook_tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            tables = [(table, dict(table)) for table in hook_tables if table]
             for table, _ in tables:
                 table.clear()
             self._hooked.append(_HookedParameter(parameter, parameter.grad, tables))

@@ -929,22 +929,24 @@ def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payl
     """Return outputs with copies of those that are inputs from other stages, or views of them.
 
     The recomputation needs the inputs as they are, and the next stage may change what it gets in
-    place, as it may in the unsplit model. The caller's batch is not copied: the unsplit model would
-    change it for the caller, too, so that change is refused.
+    place, as it may in the unsplit model. Two cases are left alone, so that such a change is
+    refused: the caller's batch, which the unsplit model would change for the caller, too, and
+    several views of one input, of which a change of one would change the others.
     """
     addresses = storage_addresses(
         t for src, p in input_payloads.items() if src != OUTSIDE for t in p.tensors
     )
-    if addresses.isdisjoint(storage_addresses(t for flat in outputs.values() for t in flat[0])):
+    output_tensors = [t for flat in outputs.values() for t in flat[0]]
+    if addresses.isdisjoint(storage_addresses(output_tensors)):
         return outputs  # as most stages
-    copies: dict[int, Tensor] = {}  # by id: a tensor that is returned twice stays one tensor
-
-    def copy_input(tensor: Tensor) -> Tensor:
-        if addresses.isdisjoint(storage_addresses([tensor])):
-            return tensor
-        return copies.setdefault(id(tensor), tensor.clone())
-
-    return {dst: (tuple(map(copy_input, flat[0])), flat[1]) for dst, flat in outputs.items()}
+    returned = {id(t): t for t in output_tensors if addresses & storage_addresses([t])}
+    if len(storage_addresses(returned.values())) < len(returned):
+        return outputs
+    copies = {key: tensor.clone() for key, tensor in returned.items()}
+    return {
+        dst: (tuple([copies.get(id(tensor), tensor) for tensor in flat[0]]), flat[1])
+        for dst, flat in outputs.items()
+    }
 
 
 def _copy_leaf(tensor: Tensor) -> Tensor:
