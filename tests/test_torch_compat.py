@@ -203,6 +203,8 @@ def test_torch_compat_imports_without_any_api_and_reports_it(path: str) -> None:
         "torch.storage._warn_typed_storage_removal",
         "torch.cuda._sleep",
         "torch._fused_dropout",
+        "torch._VF",
+        "torch._VF.dropout",
         "torch._C._autograd._get_sequence_nr",
         "torch._C._functorch.is_legacy_batchedtensor",
         *DRAW_KERNELS,

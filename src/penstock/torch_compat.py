@@ -1060,6 +1060,80 @@ def drop_with_generator(
 
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+_HAS_NAMES = hasattr(Tensor, "names")  # dims had names before 2.13
+
+
+# Most models drop by `nn.Dropout`, that is by `F.dropout`, which calls `torch._VF.dropout`. If the
+# dispatcher finds the draw in there (see above), it goes from Python to C++ and back twice, and the
+# thread has to get Python's lock again each time, for which it competes with the other ranks. So
+# while a thread computes a cell that draws, `F.dropout` calls a function of Penstock, which calls
+# operators with the generator of the cell. All other ways to dropout go through the dispatcher.
+#
+# `torch._VF` looks its functions up in a class of C when they are asked for, so an attribute of its
+# own comes first, and is removed when no cell needs it. Without `torch._VF`, nothing is replaced.
+
+_functional_calls = _probe("torch._VF", RANDOM_NUMBERS, fallback=None)
+_plain_dropout = _probe("torch._VF.dropout", RANDOM_NUMBERS, fallback=None)
+_dropout_lock = threading.Lock()
+_dropout_users = 0  # how many cells need the replacement
+
+# Called as `torch.dropout`, with the tensor, the probability and whether it is in training.
+Dropout = Callable[[Tensor, float, bool], Tensor]
+
+
+def install_dropout(replacement: Dropout) -> None:
+    """Let `F.dropout` call a replacement, until `remove_dropout` is called as often as this.
+
+    All callers pass the same replacement, which finds out whether its thread computes a cell.
+    """
+    global _dropout_users
+    if _plain_dropout is None:
+        return
+    with _dropout_lock:
+        _dropout_users += 1
+        if _dropout_users == 1:
+            _functional_calls.dropout = replacement
+
+
+def remove_dropout() -> None:
+    """Let `F.dropout` call PyTorch's own function again when no cell needs the replacement."""
+    global _dropout_users
+    if _plain_dropout is None:
+        return
+    with _dropout_lock:
+        _dropout_users -= 1
+        if _dropout_users == 0:
+            del _functional_calls.dropout
+
+
+def run_plain_dropout(tensor: Tensor, probability: float, is_training: bool) -> Tensor:
+    """Run PyTorch's own `torch.dropout`."""
+    output: Tensor = _plain_dropout(tensor, probability, is_training)
+    return output
+
+
+def can_drop_by_parts(tensor: Tensor, probability: float) -> bool:
+    """Return whether `drop_by_parts` computes the same as `torch.dropout` in training."""
+    return (
+        type(tensor) in _PLAIN_TENSORS
+        and 0 < probability < 1
+        and (tensor.is_cpu or (tensor.is_cuda and _fused_dropout is not None))
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not (_HAS_NAMES and any(tensor.names))
+        and tensor.numel() > 0
+        and get_innermost_dispatch_mode() is None
+        and not is_inside_transform()
+    )
+
+
+def drop_by_parts(generator: torch.Generator, tensor: Tensor, probability: float) -> Tensor:
+    """Return what `torch.dropout` returns if the default generator has the generator's state."""
+    keep = 1 - probability
+    if tensor.is_cuda:
+        output: Tensor = _fused_dropout(tensor, keep, generator)[0]
+        return output
+    return tensor * torch.empty_like(tensor).bernoulli_(keep, generator=generator).div_(keep)
 
 
 # ---- calls that a function mode does not see -----------------------------------------------------

@@ -52,3 +52,15 @@ def test_attention_dropout_in_a_cell_on_gpu_leaves_the_default_generator_alone()
         found = functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
     assert torch.equal(found, expected)
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_gradients_of_dropout_in_a_cell_on_gpu_are_those_of_dropout() -> None:
+    x = torch.randn(64, 33, device=GPU, requires_grad=True)
+    with redirect_draws(DrawRedirect(3)):
+        in_a_cell = [functional.dropout(x, 0.3), functional.dropout(x.T, 0.3)]
+    torch.manual_seed(3)
+    expected = [functional.dropout(x, 0.3), functional.dropout(x.T, 0.3)]
+    for found, wanted in zip(in_a_cell, expected, strict=True):
+        assert torch.equal(found, wanted)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, wanted)]
+        assert torch.equal(*grads)

@@ -44,6 +44,9 @@ class FixedDraws(DrawRedirect):
             return super().run(func, args, kwargs)
         return compute(named)
 
+    def drop(self, tensor: Tensor, probability: float) -> None:
+        """Return None: `run` has the fixed result of dropout."""
+
 
 def _fill(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:
     """Return a function that fills the tensor `self` of an operation in place."""

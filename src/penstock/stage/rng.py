@@ -21,7 +21,8 @@ Two contexts find the random operations, and run them alike:
     CellRngMode      a dispatch mode: sees every operation, each of which then goes through Python.
                      For the first forward of a stage, and for compiled layers.
     CellRngKernels   a dispatch key with kernels for the operations that draw: the others cost
-                     nothing. For all other forwards.
+                     nothing. `F.dropout`, which most draws come from, does not even go through the
+                     dispatcher. For all other forwards.
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     DisableTorchFunction,
     add_draw_kernel,
+    can_drop_by_parts,
+    drop_by_parts,
     drop_with_generator,
     get_innermost_dispatch_mode,
     get_schema_arguments,
+    install_dropout,
     is_under_compiler,
     pop_dispatch_mode,
     push_dispatch_mode,
     pytree,
     register_draw_kernels,
+    remove_dropout,
+    run_plain_dropout,
     set_draw_key,
     top_saved_tensor_hooks,
     without_innermost_dispatch_mode,
@@ -293,6 +299,19 @@ class DrawRedirect:
         with self._source.replace_shared_generator(cell_generator):
             return func(*args, **kwargs)
 
+    def drop(self, tensor: Tensor, probability: float) -> Tensor | None:
+        """Return what dropout in training returns, or None if `run` has to find its draw.
+
+        Neither the key nor a mode of a cell sees it.
+        """
+        if (
+            self._shared_state is not None
+            or _may_be_inside_torch_checkpoint()
+            or not can_drop_by_parts(tensor, probability)
+        ):
+            return None
+        return drop_by_parts(self._source.generator_for(tensor.device), tensor, probability)
+
 
 def _run_suspended(
     run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -436,11 +455,13 @@ class CellRngKernels:
         self._thread = threading.get_ident()
         self._outer = _redirects.get(self._thread)
         _redirects[self._thread] = self.redirect
+        install_dropout(_drop)
         self._had_key = set_draw_key(True)
         return self
 
     def __exit__(self, *_: object) -> None:
         set_draw_key(self._had_key)
+        remove_dropout()
         if self._outer is None:
             del _redirects[self._thread]
         else:
@@ -466,6 +487,20 @@ def _run_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _run_suspended(_find_redirect().run, func, args, kwargs)
     finally:
         set_draw_key(True)
+
+
+def _drop(tensor: Tensor, probability: float, is_training: bool) -> Tensor:
+    """Run the dropout of `F.dropout`, in any thread."""
+    redirect = _redirects.get(threading.get_ident())
+    # Without the key, the thread is in a part of the cell that draws from the default generators.
+    if redirect is not None and is_training and set_draw_key(False):
+        try:
+            output = redirect.drop(tensor, probability)
+        finally:
+            set_draw_key(True)
+        if output is not None:
+            return output
+    return run_plain_dropout(tensor, probability, is_training)
 
 
 def _find_redirect() -> DrawRedirect:
