@@ -20,9 +20,11 @@ unsplit     the model on the whole GPU, with eager gradient accumulation over mi
 plain graph the same, captured as one CUDA graph
 
 Contention is also measured with captured work. `host` is the time that the host takes to launch a
-replayed step on an idle device, as a share of the step. `memory` is the memory of the graph over
-that of threads: the peak in tensors, and the memory reserved from the device. `--figure` prints
-claims, and exits with 1 if one of them does not hold.
+replayed step on an idle device, as a share of the step. Of this, the device only waits for what
+comes before the launch of the graph and for the beginning of the launch, which `--host` measures:
+the time of a step less that from its first to its last action on the device. `memory` is the memory
+of the graph over that of threads: the peak in tensors, and the memory reserved from the device.
+`--figure` prints claims, and exits with 1 if one of them does not hold.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ import penstock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.bench import GRAPH, NAIVE, THREADS, TORCHGPIPE, Bench
-from benchmarks.virtual import blocks_of, head, line, milliseconds, needs_cuda
+from benchmarks.bench import GRAPH, NAIVE, THREADS, TORCHGPIPE, WARM_UP, Bench
+from benchmarks.virtual import blocks_of, head, in_turns, line, milliseconds, needs_cuda
 
 BLOCKS, WIDTH, CHUNKS = 8, 2048, 32
 DEVICES = (2, 4, 8)
@@ -106,31 +108,84 @@ def sizes(args: argparse.Namespace) -> None:
                 print(row(bench, ranks, unsplit), flush=True)
 
 
+class Replays(NamedTuple):
+    """Median milliseconds of replayed steps on an idle device.
+
+    Attributes:
+        step: Until the device is done.
+        host: Until the call of `step` returns.
+        before: Until the launch of the graph begins.
+        launch: The launch, a call of the driver.
+        device: From the first to the last action, by the clock of the device.
+        in_a_row: A step among several that are launched before the host waits, as in training.
+    """
+
+    step: float
+    host: float
+    before: float
+    launch: float
+    device: float
+    in_a_row: float
+
+    @property
+    def waits(self) -> float:
+        """Milliseconds in which the device waits for the host, in a step on an idle device."""
+        return self.step - self.device
+
+
+def time_replays(pipe: penstock.Pipe, x: torch.Tensor, times: int) -> Replays:
+    rounds = []
+    with timed_launches() as launches:
+        for _ in range(WARM_UP):
+            pipe.step(x)
+        for _ in range(times):
+            torch.cuda.synchronize()
+            start = perf_counter()
+            result = pipe.step(x)
+            returned = perf_counter()
+            torch.cuda.synchronize()
+            end = perf_counter()
+            launch_begin, launch_end = launches[-1]
+            durations = (
+                end - start,
+                returned - start,
+                launch_begin - start,
+                launch_end - launch_begin,
+                result.timeline.makespan,
+            )
+            rounds.append([1e3 * duration for duration in durations])
+    (in_a_row,) = in_turns([lambda: pipe.step(x)], times)
+    return Replays(*map(statistics.median, zip(*rounds, strict=True)), in_a_row)
+
+
 def hosts(args: argparse.Namespace) -> None:
-    """Print the host time of a replay at each size, and how much of it is the driver's launch."""
-    print(head(["devices", "rows", "step", "host", "launch", "host / step"]), flush=True)
+    """Print the host time of a replay at each size, and how long the device waits for it."""
+    heads = ["devices", "rows", "step", "host", "before", "launch", "host / step"]
+    heads += ["on the device", "waits", "waits / step", "in a row"]
+    print(head(heads), flush=True)
     for rows, ranks in itertools.product(args.rows, args.devices):
         if perf_counter() > args.end:
             return
-        bench = mlp(rows, args)
-        with timed_launches() as launches:
-            host, step = bench.host(penstock.virtual_devices("cuda:0", ranks))
-        launch = statistics.median(launches[-args.times :])
-        times = [f"{duration:.2f}" for duration in (step, host, launch)]
-        print(line([ranks, rows, *times, f"{host / step:.1%}"]), flush=True)
+        bench, places = mlp(rows, args), penstock.virtual_devices("cuda:0", ranks)
+        replays = bench.of_pipe(GRAPH, places, partial(time_replays, x=bench.x, times=args.times))
+        host = [replays.step, replays.host, replays.before, replays.launch]
+        cells = [ranks, rows, *(f"{ms:.2f}" for ms in host), f"{replays.host / replays.step:.1%}"]
+        cells += [f"{replays.device:.2f}", f"{replays.waits:.2f}"]
+        cells += [f"{replays.waits / replays.step:.1%}", f"{replays.in_a_row:.2f}"]
+        print(line(cells), flush=True)
 
 
 @contextmanager
-def timed_launches() -> Iterator[list[float]]:
-    """Collect the milliseconds of each launch of a CUDA graph."""
-    launches: list[float] = []
+def timed_launches() -> Iterator[list[tuple[float, float]]]:
+    """Collect the times at which each launch of a CUDA graph begins and ends."""
+    launches: list[tuple[float, float]] = []
     graphs: Any = torch.cuda.CUDAGraph
     replay = graphs.replay
 
     def timed(graph: torch.cuda.CUDAGraph) -> None:
         start = perf_counter()
         replay(graph)
-        launches.append(1e3 * (perf_counter() - start))
+        launches.append((start, perf_counter()))
 
     graphs.replay = timed
     try:
