@@ -43,6 +43,53 @@ def test_last_unit_of_a_traced_model_is_measured_with_the_loss() -> None:
     assert first.at(2) < 0.01 < last.at(2)
 
 
+class _Swap(nn.Module):
+    """Swaps the dims of a value, without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).unflatten(1, (2, 2)).transpose(1, 2)
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _SwapAndScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Swap(), _Scale()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_units_of_a_traced_model_are_measured_with_the_strides_of_their_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of T5 were measured with another attention kernel than they run with."""
+    strides: set[tuple[int, ...]] = set()
+    forward = _Scale.forward
+
+    def note_strides(self: _Scale, x: Tensor) -> Tensor:
+        strides.add(x.stride())
+        return forward(self, x)
+
+    monkeypatch.setattr(_Scale, "forward", note_strides)
+    profile(_SwapAndScale())
+    assert strides == {(4, 1, 2)}
+
+
 def words_loss(output: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output, target.argmax(1))
 

@@ -43,7 +43,7 @@ from penstock.model.traced.interception import (
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
 from penstock.nested_values import flatten, iter_tensors, unflatten
-from penstock.tensor_spec import TensorSpec
+from penstock.tensor_spec import TensorSpec, is_dense
 from penstock.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -350,16 +350,22 @@ def _run_on_real_tensors(
 
 
 def make_dummy_tensor(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Return a real tensor of this shape and dtype.
+    """Return a real tensor of this shape and dtype, and of these strides if they leave no gaps.
 
     The contents are chosen so that most code accepts them: small random floats, True, and 0 for
     integers, which is a valid index.
     """
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+    is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
+    if is_number:
         dummy = torch.randn(spec.shape, dtype=spec.dtype, device=device) * 0.1
-        return dummy.requires_grad_(spec.requires_grad)
-    fill = torch.ones if spec.dtype is torch.bool else torch.zeros
-    return fill(spec.shape, dtype=spec.dtype, device=device)
+    else:
+        fill = torch.ones if spec.dtype is torch.bool else torch.zeros
+        dummy = fill(spec.shape, dtype=spec.dtype, device=device)
+    # Strides decide which kernel runs: attention has no fused one for the position bias of T5,
+    # whose dims are permuted.
+    if dummy.stride() != spec.strides and is_dense(spec.allocate("meta")):
+        dummy = spec.allocate(device).copy_(dummy)
+    return dummy.requires_grad_(is_number and spec.requires_grad)
 
 
 def _make_dummy_leaf(leaf: Any) -> Any:
