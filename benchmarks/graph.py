@@ -155,7 +155,8 @@ def time_replays(pipe: penstock.Pipe, x: torch.Tensor, times: int) -> Replays:
             )
             rounds.append([1e3 * duration for duration in durations])
     (in_a_row,) = in_turns([lambda: pipe.step(x)], times)
-    return Replays(*map(statistics.median, zip(*rounds, strict=True)), in_a_row)
+    step, host, before, launch, device = map(statistics.median, zip(*rounds, strict=True))
+    return Replays(step, host, before, launch, device, in_a_row)
 
 
 def hosts(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@
     python benchmarks/real_models.py --models llama --devices 8 --schedules zb-v --chunks 32
     python benchmarks/real_models.py --seconds 200                   no row begins after 200 seconds
     python benchmarks/real_models.py --models t5 --lock FILE         beside others with this FILE
+    python benchmarks/real_models.py --models t5 --without-unsplit   another process times that
 
 A row takes seconds to set up, in which the GPU is mostly idle. So several processes with the same
 `--lock` may share the GPU: only one of them measures at a time, while the others do nothing on it.
@@ -246,10 +247,14 @@ class GpuLock:
 # ---- measurements ----------------------------------------------------------------------------
 
 
+ENOUGH_MS = 2000.0  # of timed runs: a slow run is repeated once only
+
+
 def timed(run: Callable[[], object], times: int) -> tuple[float, float]:
     """Return the median milliseconds until the device is done, and until the call returns."""
-    whole, host = [], []
-    for _ in range(times):
+    whole: list[float] = []
+    host: list[float] = []
+    while len(whole) < times and (len(whole) < 2 or sum(whole) < ENOUGH_MS):
         torch.cuda.synchronize()
         start = perf_counter()
         run()
@@ -279,7 +284,9 @@ class Unsplit(NamedTuple):
     loss: float
 
 
-def measure_unsplit(case: Case, chunks: int, times: int) -> Unsplit:
+def measure_unsplit(case: Case, chunks: int, times: int, lock: GpuLock) -> Unsplit:
+    """Run the unsplit model for its loss and, if `times` is not 0, time it."""
+
     def loss_of(index: int) -> Tensor:
         if isinstance(case.inputs, Tensor):
             assert case.loss_fn is not None
@@ -299,11 +306,17 @@ def measure_unsplit(case: Case, chunks: int, times: int) -> Unsplit:
             total += loss.detach()
         return total
 
-    loss = float(accumulate())
-    eager, _ = timed(accumulate, times)
+    with lock.hold(exclusive=False):
+        loss = float(accumulate())
+    if not times:
+        return Unsplit(nan, nan, loss)
+    with lock.hold(exclusive=True):
+        eager, _ = timed(accumulate, times)
     try:
-        graph = graph_of(accumulate, accumulate, torch.cuda.Stream())
-        captured, _ = timed(graph.replay, times)
+        with lock.hold(exclusive=False):
+            graph = graph_of(accumulate, accumulate, torch.cuda.Stream())
+        with lock.hold(exclusive=True):
+            captured, _ = timed(graph.replay, times)
     except RuntimeError as error:  # the forward reads a value on the host
         print(f"the unsplit model cannot be captured: {error}".splitlines()[0], file=sys.stderr)
         captured = nan
@@ -337,10 +350,14 @@ class GroupCosts(NamedTuple):
 
 
 def measure_groups(
-    case: Case, traced: TracedModel | None, places: list[Any], chunks: int
+    case: Case,
+    traced: TracedModel | None,
+    unit_calls: Sequence[ModuleCall],
+    places: list[Any],
+    chunks: int,
 ) -> GroupCosts:
     """Time the units alone on the first group, and the most costly ones on all groups at once."""
-    first, calls = places[0], list[ModuleCall]()
+    first, calls = places[0], list(unit_calls)
     if traced is None:
         assert isinstance(case.model, nn.Sequential)
         assert isinstance(case.inputs, Tensor)
@@ -356,7 +373,6 @@ def measure_groups(
         ids = case.inputs[: len(case.inputs) // chunks]
         calls += [(layer, (hidden if index else ids,), {}) for index, layer in enumerate(layers)]
         return GroupCosts(units, (), measure_contention(places, calls, units))
-    calls += build_unit_calls(traced)
     measure = partial(profile_calls, device=first.device)
     with first.activate():
         units = measure(calls)
@@ -475,9 +491,9 @@ def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float
         devices = penstock.virtual_devices("cuda:0", max(args.devices))
         traced = trace_for_plan(case.model, case.inputs, args.chunks, None, [*devices, *devices])
     report(f"{name} traced", begin)
-    with lock.hold(exclusive=True):
-        unsplit = measure_unsplit(case, args.chunks, args.times)
+    unsplit = measure_unsplit(case, args.chunks, 0 if args.without_unsplit else args.times, lock)
     report(f"{name} unsplit", begin)
+    calls = () if traced is None else tuple(build_unit_calls(traced))
     for ranks in args.devices:
         places, groups = list(penstock.virtual_devices("cuda:0", ranks)), None
         for schedule in args.schedules:
@@ -488,7 +504,7 @@ def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float
             try:
                 if groups is None:
                     with lock.hold(exclusive=True):
-                        groups = measure_groups(case, traced, places, args.chunks)
+                        groups = measure_groups(case, traced, calls, places, args.chunks)
                     report(f"{name} {ranks} contention {groups.contention:.3f}", begin)
                     tidy(case)
                 print(
@@ -516,6 +532,9 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--times", type=int, default=5, help="timed steps")
     parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
+    parser.add_argument(
+        "--without-unsplit", action="store_true", help="run the unsplit model for its loss only"
+    )
     parser.add_argument("--lock", help="a file by which processes that share the GPU take turns")
     args = parser.parse_args()
     needs_cuda()

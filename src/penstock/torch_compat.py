@@ -1120,7 +1120,7 @@ def can_drop_by_parts(tensor: Tensor, probability: float) -> bool:
         and (tensor.is_cpu or (tensor.is_cuda and _fused_dropout is not None))
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not (_HAS_NAMES and any(tensor.names))
+        and not (_HAS_NAMES and any(tensor.names))  # type: ignore[attr-defined]
         and tensor.numel() > 0
         and get_innermost_dispatch_mode() is None
         and not is_inside_transform()

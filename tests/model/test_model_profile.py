@@ -51,7 +51,8 @@ class _Swap(nn.Module):
         self.linear = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).unflatten(1, (2, 2)).transpose(1, 2)
+        out: Tensor = self.linear(x).unflatten(1, (2, 2))
+        return out.transpose(1, 2)
 
 
 class _Scale(nn.Module):
