@@ -4,6 +4,7 @@
     python benchmarks/papers.py --models unet --unet 5 64 192 64 16 --checkpoint never
     python benchmarks/papers.py --cpu           tiny models on CPU ranks, as a smoke test
     python benchmarks/papers.py --seconds 100   no row begins after 100 seconds
+    python benchmarks/papers.py --lock FILE     beside others with this FILE, in turns
 
 One GPU is split into K virtual devices. Their size does not depend on K, so that K devices have K
 times the multiprocessors of one, as in the papers. But they share the memory and the clock of one
@@ -39,7 +40,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from amoebanet import amoebanet_d
-from benchmarks.virtual import contention_of_graphs, head, line, simulate_units
+from benchmarks.virtual import (
+    GpuLock,
+    choose_cut,
+    contention_of_graphs,
+    head,
+    line,
+    simulate_units,
+)
 from resnet101 import resnet101
 from unet import unet
 
@@ -117,16 +125,25 @@ def devices(K: int, args: argparse.Namespace) -> Sequence[Any]:
     return ["cpu"] * K if args.cpu else penstock.virtual_devices("cuda:0", K, sms=args.sms)
 
 
-def seconds(step: Callable[[], object], args: argparse.Namespace) -> float:
-    """Return the median time of a step after warm-up."""
-    times = []
-    for _ in range(WARM_UP + args.steps):
-        start = perf_counter()
+def seconds(step: Callable[[], object], args: argparse.Namespace, lock: GpuLock) -> float:
+    """Return the median time of a step after two to warm up; the second may be captured."""
+    with lock.hold(exclusive=False):
         step()
-        if not args.cpu:
-            torch.cuda.synchronize()
-        times.append(perf_counter() - start)
-    return median(times[WARM_UP:])
+    if args.runtime == "graph":
+        with lock.around_replays():
+            step()
+    else:
+        with lock.hold(exclusive=False):
+            step()
+    times = []
+    with lock.hold(exclusive=True):
+        for _ in range(args.steps):
+            start = perf_counter()
+            step()
+            if not args.cpu:
+                torch.cuda.synchronize()
+            times.append(perf_counter() - start)
+    return median(times)
 
 
 class Model(NamedTuple):
@@ -137,7 +154,7 @@ class Model(NamedTuple):
     costs: Sequence[UnitCost]
 
     @staticmethod
-    def build(case: Case, args: argparse.Namespace) -> Model:
+    def build(case: Case, args: argparse.Namespace, lock: GpuLock) -> Model:
         """Build a model, and time the layers on a micro-batch unless it is on the CPU."""
         with torch.device("cpu" if args.cpu else "cuda:0"):
             layers = case.build()
@@ -147,11 +164,17 @@ class Model(NamedTuple):
         images, target = case.batch(args.chunks, "cuda:0")
         loss = bind_target(case.loss, target, args.chunks)
         profile = partial(profile_layers, chunks=args.chunks, device=device.device, loss=loss)
-        with device.activate():
+        with lock.hold(exclusive=True), device.activate():
             return Model(case, layers, profile(list(layers), (images,)))
 
+    def choose_stages(self, K: int, M: int, args: argparse.Namespace) -> tuple[int, ...] | None:
+        """Return the cut of these costs. None: by parameters, or nothing is to be cut."""
+        if K == 1:
+            return (len(self.layers),)
+        return choose_cut(args.schedule, devices(K, args), M, self.costs) if self.costs else None
 
-def measure(model: Model, K: int, M: int, args: argparse.Namespace) -> Row:
+
+def measure(model: Model, K: int, M: int, args: argparse.Namespace, lock: GpuLock) -> Row:
     """Time a step of a new pipe. One device gets the undivided batch and recomputes nothing."""
     model.layers.zero_grad()
     gc.collect()
@@ -160,19 +183,17 @@ def measure(model: Model, K: int, M: int, args: argparse.Namespace) -> Row:
     begin = perf_counter()
     what = model.case
     images, target = what.batch(M, "cpu" if args.cpu else "cuda:0")
-    profile = K > 1 and not args.cpu
+    stages = model.choose_stages(K, M, args)
     pipe = penstock.Pipe(
         model.layers,
         chunks=M,
         checkpoint="never" if K == 1 else args.checkpoint,
-        stages=None if K > 1 else 1,
+        stages=K if stages is None else stages,
         devices=devices(K, args),
         schedule="gpipe" if K == 1 else args.schedule,
         runtime=args.runtime,
         loss_fn=what.loss,
-        balance="time" if profile else "parameters",
-        example=images if profile else None,
-        target=target if profile else None,
+        balance="parameters" if stages is None else None,
         # The audit takes time in the first step, and this benchmark builds many pipes.
         audit="off",
     )
@@ -181,9 +202,10 @@ def measure(model: Model, K: int, M: int, args: argparse.Namespace) -> Row:
         pipe.zero_grad()
         pipe.step(images, target=target)
 
-    row = Row(K, M, seconds(step, args))
-    if profile and M > 1:
-        row = row._replace(ceiling=simulate_units(pipe, model.costs) / contention(K, args.sms))
+    row = Row(K, M, seconds(step, args, lock))
+    if model.costs and K > 1 and M > 1:
+        with lock.hold(exclusive=True):
+            row = row._replace(ceiling=simulate_units(pipe, model.costs) / contention(K, args.sms))
     print(f"{what.label}, {row}: {perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return row
 
@@ -198,9 +220,9 @@ def contention(K: int, sms: int) -> float:
     )
 
 
-def print_rows(name: str, args: argparse.Namespace, end: float) -> None:
+def print_rows(name: str, args: argparse.Namespace, end: float, lock: GpuLock) -> None:
     """Measure a network, and print each row. None begins after `end`."""
-    model = Model.build(case(name, args), args)
+    model = Model.build(case(name, args), args, lock)
     what, published = model.case, (TIMES_ONE.get(name, {}), TIMES_K2_M1.get(name, {}))
     # The paper about AmoebaNet-D compares with two devices, where only one is busy at a time.
     sizes = [(1, 1), *([(2, 1)] if published[1] else []), *((K, args.chunks) for K in args.ranks)]
@@ -209,7 +231,7 @@ def print_rows(name: str, args: argparse.Namespace, end: float) -> None:
         if perf_counter() > end:
             return
         try:
-            row = measure(model, K, M, args)
+            row = measure(model, K, M, args, lock)
         except RuntimeError as error:  # the other rows are still worth their time
             print(line([what.label, "", K, M, error]), flush=True)
             continue
@@ -254,6 +276,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--steps", type=int, default=3, help="timed steps, of which the median is reported"
     )
     parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
+    parser.add_argument("--lock", help="a file by which processes that share the GPU take turns")
     args = parser.parse_args(argv)
     for model, sizes in (TINY if args.cpu else FULL).items():
         setattr(args, model, getattr(args, model) or sizes)
@@ -265,10 +288,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    start = perf_counter()
+    start, lock = perf_counter(), GpuLock(args.lock)
     print(head(HEADS), flush=True)
     for model in args.models:
-        print_rows(model, args, start + args.seconds)
+        print_rows(model, args, start + args.seconds, lock)
     machine = (
         "CPU ranks" if args.cpu else f"{args.sms} SMs each of a {torch.cuda.get_device_name()}"
     )

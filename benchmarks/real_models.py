@@ -35,8 +35,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -49,26 +48,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import Cost, Pipe, schedules
+from penstock import Cost, Pipe
 from penstock.fingerprint import build_cost_key
-from penstock.model.cut import (
-    ResourceLimits,
-    build_unit_calls,
-    find_cut_within,
-    find_unit_transfers,
-    measure_tail,
-)
+from penstock.model.cut import build_unit_calls, find_unit_transfers, measure_tail
 from penstock.model.model_profile import trace_for_plan
 from penstock.model.profiler import ModuleCall, bind_target, profile_calls, profile_layers
 from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.nested_values import map_tensors
-from penstock.schedules.balance import DeviceCapacity, UnitOutput, count_in_flight
+from penstock.schedules.balance import UnitOutput
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.virtual import (
     Block,
+    GpuLock,
+    choose_cut,
     contention_of_graphs,
     graph_of,
     head,
@@ -195,55 +190,6 @@ def vit(rows: int) -> Case:
 MODELS = {"llama": llama, "gpt2": gpt2, "gpt": plain_gpt, "t5": t5, "vit": vit}
 
 
-# ---- one process at a time -------------------------------------------------------------------
-
-
-class GpuLock:
-    """A lock on two files, by which processes that share the GPU take turns; or none.
-
-    Who waits for the first file is next for the second, so that those who share the lock do not
-    keep out for ever who wants to be alone.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        paths = [] if path is None else [path, f"{path}.next"]
-        self._files = [open(path, "a") for path in paths]  # noqa: SIM115
-
-    @contextmanager
-    def hold(self, exclusive: bool) -> Iterator[None]:
-        """Hold the lock: alone for a measurement, with others for work that is not measured."""
-        if not self._files:
-            yield
-            return
-        import fcntl
-
-        held, turnstile = self._files
-        fcntl.flock(turnstile, fcntl.LOCK_EX)
-        fcntl.flock(held, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        fcntl.flock(turnstile, fcntl.LOCK_UN)
-        try:
-            yield
-            torch.cuda.synchronize()
-        finally:
-            fcntl.flock(held, fcntl.LOCK_UN)
-
-    @contextmanager
-    def around_replays(self) -> Iterator[None]:
-        """Hold the lock with others around each replay of a graph only, not around its capture."""
-        graphs: Any = torch.cuda.CUDAGraph
-        replay = graphs.replay
-
-        def locked(graph: torch.cuda.CUDAGraph) -> None:
-            with self.hold(exclusive=False):
-                replay(graph)
-
-        graphs.replay = locked
-        try:
-            yield
-        finally:
-            graphs.replay = replay
-
-
 # ---- measurements ----------------------------------------------------------------------------
 
 
@@ -334,20 +280,6 @@ class GroupCosts(NamedTuple):
         """Return the milliseconds of the step that the GPU allows, under the schedule of a pipe."""
         return 1e3 * simulate_units(pipe, self.units) / self.contention
 
-    def choose_cut(self, name: str, places: list[Any], chunks: int) -> tuple[int, ...]:
-        """Return the cut that `Pipe(balance="time")` chooses, from these costs."""
-        schedule = schedules.make(name, len(places), chunks)
-        memory = (inf,) * len(places)
-        limits = ResourceLimits(
-            tuple(places[rank].device for rank in schedule.placement),
-            count_in_flight(schedule),
-            schedule.placement,
-            memory,
-            on_one_device=True,
-            schedule=schedule,
-        )
-        return find_cut_within(limits, self.units, (DeviceCapacity(),) * len(places), self.values)
-
 
 def measure_groups(
     case: Case,
@@ -420,7 +352,7 @@ def row(
         case.model,
         args.chunks,
         "never",
-        stages=groups.choose_cut(schedule, places, args.chunks),
+        stages=choose_cut(schedule, places, args.chunks, groups.units, groups.values),
         devices=places,
         example=traced or case.inputs,
         loss_fn=case.loss_fn,

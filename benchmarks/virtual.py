@@ -16,7 +16,8 @@ import math
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -26,7 +27,9 @@ from torch import Tensor, nn
 import penstock
 from penstock import Cost, Pipe, schedules
 from penstock.device.nvidia import VirtualGpu
+from penstock.model.cut import ResourceLimits, find_cut_within
 from penstock.model.traced.traced_partition import UnitCost
+from penstock.schedules.balance import DeviceCapacity, UnitOutput, count_in_flight
 
 CYCLES = 4_000_000  # about 2 ms, enough for the host to launch the work of all groups
 TURNS = 8  # repetitions of the work in a graph that measures contention
@@ -114,6 +117,55 @@ def in_turns(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
             if round_index:  # the first round warms up
                 run_durations.append(ms / IN_A_ROW)
     return [statistics.median(run_durations) for run_durations in durations]
+
+
+# ---- one process at a time -------------------------------------------------------------------
+
+
+class GpuLock:
+    """A lock on two files, by which processes that share the GPU take turns; or none.
+
+    Who waits for the first file is next for the second, so that those who share the lock do not
+    keep out for ever who wants to be alone.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        paths = [] if path is None else [path, f"{path}.next"]
+        self._files = [open(path, "a") for path in paths]  # noqa: SIM115
+
+    @contextmanager
+    def hold(self, exclusive: bool) -> Iterator[None]:
+        """Hold the lock: alone for a measurement, with others for work that is not measured."""
+        if not self._files:
+            yield
+            return
+        import fcntl
+
+        held, turnstile = self._files
+        fcntl.flock(turnstile, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+        try:
+            yield
+            torch.cuda.synchronize()
+        finally:
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+    @contextmanager
+    def around_replays(self) -> Iterator[None]:
+        """Hold the lock with others around each replay of a graph only, not around its capture."""
+        graphs: Any = torch.cuda.CUDAGraph
+        replay = graphs.replay
+
+        def locked(graph: torch.cuda.CUDAGraph) -> None:
+            with self.hold(exclusive=False):
+                replay(graph)
+
+        graphs.replay = locked
+        try:
+            yield
+        finally:
+            graphs.replay = replay
 
 
 # ---- contention and the ceiling ------------------------------------------------------------
@@ -260,6 +312,26 @@ def simulate_units(pipe: Pipe, units: Sequence[UnitCost]) -> float:
         for op in ("forward", "input_grad", "weight_grad")
     )
     return pipe.forecast(Cost(F, I, W, activation=(0.0,) * len(counts))).makespan
+
+
+def choose_cut(
+    name: str,
+    places: Sequence[Any],
+    chunks: int,
+    units: Sequence[UnitCost],
+    values: tuple[UnitOutput, ...] = (),
+) -> tuple[int, ...]:
+    """Return the cut that `Pipe(balance="time")` chooses, from the costs of units on one device."""
+    schedule = schedules.make(name, len(places), chunks)
+    limits = ResourceLimits(
+        tuple(places[rank].device for rank in schedule.placement),
+        count_in_flight(schedule),
+        schedule.placement,
+        (math.inf,) * len(places),
+        on_one_device=True,
+        schedule=schedule,
+    )
+    return find_cut_within(limits, units, (DeviceCapacity(),) * len(places), values)
 
 
 # ---- tables --------------------------------------------------------------------------------
