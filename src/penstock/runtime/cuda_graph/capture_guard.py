@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -106,6 +107,9 @@ class CaptureGuard(CompileFriendlyDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Most operations of a capture are of this kind, and there are tens of thousands of them.
+        if not kwargs and _needs_no_check(func) and self._has_device_tensors_only(args):
+            return self._note_host_constants(func(*args))
         kwargs = kwargs or {}
         tensors = list(iter_tensors((args, kwargs)))
         device_tensors = [t for t in tensors if t.device.type in self._device_types]
@@ -132,9 +136,26 @@ class CaptureGuard(CompileFriendlyDispatchMode):
             and _get_device_type(kwargs) in self._device_types
         ):
             return fill_constant_on_device(args[0], **kwargs)
-        out = func(*args, **kwargs)
-        # All host inputs were constants, so the host outputs are constants, too.
-        for output in iter_tensors(out):
+        return self._note_host_constants(func(*args, **kwargs))
+
+    def _has_device_tensors_only(self, args: tuple[Any, ...]) -> bool:
+        """Return whether there are tensors on the devices, and certainly none in host memory."""
+        has_tensors = False
+        for value in args:
+            if isinstance(value, Tensor):
+                if value.device.type not in self._device_types:
+                    return False
+                has_tensors = True
+            elif isinstance(value, tuple | list):  # there may be tensors inside
+                return False
+        return has_tensors
+
+    def _note_host_constants(self, out: Any) -> Any:
+        """Return the outputs of an operation whose host inputs, if there are any, were constants.
+
+        So its host outputs are constants, too.
+        """
+        for output in (out,) if isinstance(out, Tensor) else iter_tensors(out):
             if output.device.type not in self._device_types:
                 self._host_constants[output] = True
         return out
@@ -235,6 +256,14 @@ def fill_constant_on_device(
         for element, number in zip(filled.view(-1), constant.reshape(-1).tolist(), strict=True):
             element.fill_(number)
     return filled
+
+
+@cache
+def _needs_no_check(func: Any) -> bool:
+    """Return whether only host memory among its arguments could make a replay of it wrong."""
+    special = (torch.ops.aten.lift_fresh.default, TO_COPY_OPERATOR)
+    tags = (*_HOST_SYNC_TAGS, torch.Tag.nondeterministic_seeded)
+    return func not in special and not any(tag in func.tags for tag in tags)
 
 
 def _needs_host_sync(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
