@@ -51,6 +51,7 @@ class GradientFlow(TorchFunctionMode):
 
     def __init__(self, constants: Iterable[Tensor]) -> None:
         super().__init__()
+        self._is_lost = False
         self._families: dict[int, tuple[weakref.ref[Tensor], _Family]] = {}  # by id of a tensor
         for tensor in constants:
             self._mark(tensor, _Family(False))
@@ -62,10 +63,14 @@ class GradientFlow(TorchFunctionMode):
         with outside_autograd_function(), self:
             yield
 
+    def lose_track(self) -> None:
+        """Let every tensor count as one that needs a gradient."""
+        self._is_lost = True
+
     def needs_grad(self, tensor: Tensor) -> bool:
         """Return whether a tensor needs a gradient, as far as is known."""
         family = self._find_family(tensor)
-        return family is None or family.needs_grad or tensor.requires_grad
+        return self._is_lost or family is None or family.needs_grad or tensor.requires_grad
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

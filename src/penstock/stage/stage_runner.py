@@ -101,7 +101,11 @@ from penstock.stage.rng import (
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
-from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH, count_graph_nodes
+from penstock.torch_compat import (
+    AUTOCAST_CACHE_LACKS_GRAPH,
+    count_graph_nodes,
+    find_function_mode,
+)
 
 
 @dataclass(slots=True)
@@ -262,6 +266,9 @@ class StageRunner:
                 read_only.append(payload)
         before = payload_versions(read_only) if read_only else []
         if self._recomputed_cells is None:
+            # A pipe that is a layer of another one detaches what its stages send to each other.
+            if (outer_flow := find_function_mode(GradientFlow)) is not None:
+                outer_flow.lose_track()
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
             needs_grad: Callable[[Tensor], bool] = needs_no_grad
         elif (self.stage.index, microbatch) in self._recomputed_cells and (
