@@ -394,6 +394,26 @@ def is_in_backward() -> bool:
     return bool(_get_graph_task_id() != -1)
 
 
+# PyTorch switches forward-mode differentiation off in the forward of an `autograd.Function`, and
+# `no_grad` does not. Without these APIs, every operation counts as one inside of such a forward.
+_is_forward_ad_enabled: Callable[[], bool] = _probe(
+    "torch._C._is_fwd_grad_enabled", "Recomputation", fallback=lambda: False
+)
+_set_forward_ad_enabled: Callable[[bool], AbstractContextManager[object]] = _probe(
+    "torch.autograd.forward_ad._set_fwd_grad_enabled", "Recomputation", fallback=nullcontext
+)
+
+
+def is_inside_autograd_function() -> bool:
+    """Return whether this thread runs the forward of an `autograd.Function`."""
+    return not _is_forward_ad_enabled()
+
+
+def outside_autograd_function() -> AbstractContextManager[object]:
+    """Return a context in which only an `autograd.Function` that is called there counts as one."""
+    return _set_forward_ad_enabled(True)
+
+
 # PyTorch's own functions behind `get_saved_tensor_hooks` and `is_functorch_active`, for code that
 # runs for each operation. The first one is called with True: with False, PyTorch hides the hooks
 # while it traces.

@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -580,7 +580,150 @@ def test_change_of_one_of_two_views_of_a_passed_on_input_is_refused(checkpoint: 
     layers = nn.Linear(4, 4), TwoViews(), ChangeOneOfTwo(), nn.Linear(4, 4)
     pipe = Pipe(
         nn.Sequential(*layers), 2, checkpoint, stages=[1, 1, 1, 1], devices=["cpu"] * 4,
-        loss_fn=nn.functional.mse_loss, schedule="1f1b", audit="off",
+        loss_fn=nn.functional.mse_loss, schedule="1f1b", audit="off", runtime="inline",
     )  # fmt: skip
     with pytest.raises(RunError, match="a layer changed a shared tensor"):
         pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+
+
+class FirstLayer(nn.Linear):
+    """A layer with parameters whose output may not depend on them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(4, 4)
+        self.kind = kind
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        unused = super().forward(x)
+        outputs: dict[str, Callable[[], Tensor]] = {
+            "input": lambda: x,
+            "view": lambda: x[:, :],
+            "copy": lambda: x.clone(),
+            "constants": lambda: torch.tanh(x + self.shift + torch.zeros(4)),
+            "function": lambda: Twice.apply(x),  # type: ignore[no-untyped-call]
+            "changed input": lambda: x.mul_(2.0),
+            "detached": lambda: unused.detach(),
+            "detached copy": lambda: unused.detach().clone(),
+            "by data": lambda: x if float(x.detach()[0, 0]) > 0 else unused,
+            "written": lambda: x.clone().copy_(unused),
+            "written view": lambda: self._write_view(x.clone(), unused),
+            "weight": lambda: unused,
+        }
+        return outputs[self.kind]()
+
+    @staticmethod
+    def _write_view(x: Tensor, value: Tensor) -> Tensor:
+        x[:, :2].copy_(value[:, :2])
+        return x
+
+
+class Twice(torch.autograd.Function):
+    """Doubles a tensor in memory that it has allocated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x).copy_(x * 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class ChangeOwnResult(nn.Module):
+    """A layer that changes in place what a backward to its input would need."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x).mul_(2.0)
+
+
+class ChangeInput(nn.Module):
+    """A layer that changes its input in place, in a way that a backward to it would refuse."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(x).mul_(0.5)
+
+
+# First layers after which PyTorch lets the second layer do so, because nothing needs a gradient.
+WITHOUT_GRADIENT = ["input", "view", "copy", "constants", "changed input"]
+WITHOUT_GRADIENT += ["detached", "detached copy"]
+# Here a gradient is needed, always or for some micro-batches.
+WITH_GRADIENT = ["by data", "written", "written view", "weight", "function"]
+
+
+def compare_with_unsplit(
+    layers: Sequence[nn.Module], checkpoint: str, door: str, runtime: str, learns: bool = False
+) -> None:
+    """Train layers, each of which is a stage, for two steps, and compare with the unsplit model."""
+    model = nn.Sequential(*layers).double()
+    unsplit = copy.deepcopy(model)
+    pipe = Pipe(
+        model, 2, checkpoint, stages=[1] * len(layers), devices=["cpu"] * len(layers),
+        schedule="1f1b", runtime=runtime, loss_fn=nn.functional.mse_loss,
+    )  # fmt: skip
+    for _ in range(2):
+        x, y = torch.randn(2, 8, 4, dtype=torch.float64)
+        ours, theirs = (x.clone().requires_grad_(learns) for _ in range(2))
+        if door == "step":
+            loss = pipe.step(ours, target=y).loss
+        else:
+            loss = nn.functional.mse_loss(pipe(ours), y)
+            loss.backward()
+        losses = []
+        for rows, targets in zip(theirs.chunk(2), y.chunk(2), strict=True):
+            losses.append(nn.functional.mse_loss(unsplit(rows.clone()), targets) / 2)
+            losses[-1].backward()
+        assert torch.allclose(loss.detach(), sum(losses).detach(), rtol=0, atol=1e-10)
+        for (name, p), q in zip(model.named_parameters(), unsplit.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=0, atol=1e-10), name
+        if learns and theirs.grad is not None:
+            assert torch.allclose(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "threads"])
+@each_door
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("kind", WITHOUT_GRADIENT)
+def test_output_of_a_recomputed_stage_that_needs_no_gradient(
+    kind: str, checkpoint: str, door: str, runtime: str
+) -> None:
+    """Without a graph the output counted as one that needs a gradient.
+
+    PyTorch then refused what the next layer does: "one of the variables needed for gradient
+    computation has been modified by an inplace operation".
+    """
+    torch.manual_seed(0)
+    seconds: list[nn.Module] = [ChangeOwnResult()]
+    if kind not in ("input", "view"):  # a change of the caller's own batch is refused
+        seconds.append(ChangeInput())
+    for second in seconds:
+        compare_with_unsplit((FirstLayer(kind), second, nn.Linear(4, 4)), checkpoint, door, runtime)
+
+
+@pytest.mark.parametrize("kind", ["input", "constants", "detached", "weight"])
+def test_stage_runs_twice_whether_or_not_its_output_needs_a_gradient(kind: str) -> None:
+    calls: list[None] = []
+    first = FirstLayer(kind)
+    first.register_forward_hook(lambda *_: calls.append(None))
+    pipe = Pipe(
+        nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4)), 2, "always", stages=[1, 1, 1],
+        devices=["cpu"] * 3, loss_fn=nn.functional.mse_loss, audit="off",
+    )  # fmt: skip
+    pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+    assert len(calls) == 4
+
+
+@each_door
+@pytest.mark.parametrize("kind", WITH_GRADIENT)
+def test_output_of_a_recomputed_stage_that_needs_a_gradient(kind: str, door: str) -> None:
+    torch.manual_seed(0)
+    compare_with_unsplit((FirstLayer(kind), nn.Tanh(), nn.Linear(4, 4)), "always", door, "inline")
+
+
+@each_door
+@pytest.mark.parametrize("kind", [*WITHOUT_GRADIENT[:4], *WITH_GRADIENT])
+def test_recomputed_stage_that_passes_on_a_batch_with_a_gradient(kind: str, door: str) -> None:
+    torch.manual_seed(0)
+    layers = FirstLayer(kind), nn.Tanh(), nn.Linear(4, 4)
+    compare_with_unsplit(layers, "always", door, "inline", learns=True)

@@ -39,6 +39,8 @@ class ObservedBehavior:
             forward that will be recomputed has run yet.
         detached_outputs: The outputs that are not in its graph, where it has several; by what
             decides it. See `StageRunner._exclude_detached`.
+        follows_gradients: Whether `GradientFlow` follows its forwards that will be recomputed:
+            the first one, and the others if an output of the first one needs no gradient.
     """
 
     draws_random: bool | None = None
@@ -52,6 +54,7 @@ class ObservedBehavior:
     silent_writes: SilentWrites = field(default_factory=dict)
     written_attributes: list[WrittenAttribute] | None = None
     detached_outputs: dict[Any, Mapping[int, Collection[int]]] = field(default_factory=dict)
+    follows_gradients: bool = True
 
 
 @dataclass(eq=False)

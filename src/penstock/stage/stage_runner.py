@@ -50,6 +50,7 @@ from penstock.stage.cell_graph import (
     find_gradient_edge,
 )
 from penstock.stage.compile_support import has_compiled_module
+from penstock.stage.gradient_flow import GradientFlow
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.loss_terms import LossTerms, find_added_terms
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
@@ -100,7 +101,11 @@ from penstock.stage.rng import (
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
-from penstock.torch_compat import AUTOCAST_CACHE_LACKS_GRAPH, count_graph_nodes
+from penstock.torch_compat import (
+    AUTOCAST_CACHE_LACKS_GRAPH,
+    count_graph_nodes,
+    find_function_mode,
+)
 
 
 @dataclass(slots=True)
@@ -261,6 +266,9 @@ class StageRunner:
                 read_only.append(payload)
         before = payload_versions(read_only) if read_only else []
         if self._recomputed_cells is None:
+            # A pipe that is a layer of another one detaches what its stages send to each other.
+            if (outer_flow := find_function_mode(GradientFlow)) is not None:
+                outer_flow.lose_track()
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
             needs_grad: Callable[[Tensor], bool] = needs_no_grad
         elif (self.stage.index, microbatch) in self._recomputed_cells and (
@@ -400,17 +408,19 @@ class StageRunner:
     def _exclude_detached(self, microbatch: int, payloads: dict[int, Payload]) -> None:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
 
-        A forward without a graph cannot tell them apart. If there are several outputs, a frozen
-        stage that may need no backward at all, or a layer with backward hooks, which are not called
-        without gradients, the first forward of each kind is followed by a recomputation whose graph
-        is dropped at once. So it is for outputs of the pipe that share memory: `h, h[:, 0]` and
-        `h, h.detach()` are joined to a tensor and a view of it.
+        A forward without a graph cannot tell them apart. Of a single output, `GradientFlow` knows
+        most cases. If there are several outputs, a frozen stage that may need no backward at all,
+        or a layer with backward hooks, which are not called without gradients, the first forward of
+        each kind is followed by a recomputation whose graph is dropped at once. So it is for
+        outputs of the pipe that share memory: `h, h[:, 0]` and `h, h.detach()` are joined to a
+        tensor and a view of it.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE or p.shared}
         is_always_asked = self._has_frozen_peer or self._has_peer_with_hooks
-        if not is_always_asked and sum(map(sum, sent.values())) < 2:
-            return
         saved = self._recompute_inputs[microbatch]
+        if not is_always_asked and sum(map(sum, sent.values())) < 2:
+            self._exclude(saved.detached, payloads)
+            return
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
         key = received, tuple(sent.items()), self._trainable_ids
         detached = self._behavior.detached_outputs.get(key)
@@ -430,8 +440,12 @@ class StageRunner:
             }
             self._behavior.detached_outputs[key] = detached
         saved.detached = detached
+        self._exclude(detached, payloads)
+
+    @staticmethod
+    def _exclude(detached: Mapping[int, Collection[int]], payloads: dict[int, Payload]) -> None:
         for dst, excluded in detached.items():
-            flags = enumerate(sent[dst])
+            flags = enumerate(payloads[dst].needs_grad)
             payloads[dst].needs_grad = tuple([need and n not in excluded for n, need in flags])
 
     @cached_property
@@ -524,7 +538,8 @@ class StageRunner:
         before = payload_versions(input_payloads.values())
         if is_first:
             self._is_observed = self._needs_context = True
-        with mark_checkpointing:
+        flow = self._build_gradient_flow(input_payloads) if behavior.follows_gradients else None
+        with mark_checkpointing, nullcontext() if flow is None else flow.activate():
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         self._is_observed = False
         self._parameter_versions = self._read_parameter_versions()
@@ -553,6 +568,8 @@ class StageRunner:
             written = find_written(buffers, behavior.silent_writes)
             unwritten = exclude_written(buffers, written)
         flat_outputs = flatten_outputs(outputs)
+        detached = {} if flow is None else _find_detached(flat_outputs, flow)
+        behavior.follows_gradients = bool(detached)
         products: dict[int, list[Product]] = {}
         for dst, tensors in self._list_compared_outputs(flat_outputs).items():
             products[dst] = list(map(compute_product, tensors))
@@ -567,7 +584,23 @@ class StageRunner:
             attributes,
             self._host_rng,
             products,
+            detached,
         ), flat_outputs
+
+    def _build_gradient_flow(self, input_payloads: dict[int, Payload]) -> GradientFlow | None:
+        """Return a mode that follows which tensors of a forward would need a gradient."""
+        if self._has_compiled or self.stage.wrappers:  # a compiler would trace the mode
+            return None
+        constants = [
+            t
+            for module in self._modules
+            for t in (*module._parameters.values(), *module._buffers.values())
+            if t is not None and not t.requires_grad
+        ]
+        for payload in input_payloads.values():
+            flags = zip(payload.tensors, payload.needs_grad, strict=True)
+            constants += [t for t, needs_grad in flags if t is not None and not needs_grad]
+        return GradientFlow(constants)
 
     def _list_compared_outputs(self, outputs: FlatValues) -> dict[int, Sequence[Tensor]]:
         """Return the outputs of the layers by destination: of the model, and not its loss."""
@@ -923,6 +956,21 @@ class StageRunner:
 
 _get_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+
+
+def _find_detached(outputs: FlatValues, flow: GradientFlow) -> dict[int, tuple[int]]:
+    """Return the destination and the index of a single output if it needs no gradient."""
+    sent = [
+        (dst, index, tensor)
+        for dst, (tensors, _) in outputs.items()
+        for index, tensor in enumerate(tensors)
+        if dst != OUTSIDE and is_differentiable(tensor)
+    ]
+    return {
+        dst: (index,)
+        for dst, index, tensor in sent
+        if len(sent) == 1 and not flow.needs_grad(tensor)
+    }
 
 
 def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> FlatValues:

@@ -1,0 +1,132 @@
+"""Which tensors would need a gradient, in a forward that builds no graph.
+
+A forward that will be recomputed has no graph to ask. An output of it may need no gradient: the
+layers return an input that needs none, or compute with such inputs only, or detach the result. The
+next stage must know, because PyTorch refuses some operations in place on what needs a gradient. So
+the functions of the forward are followed:
+
+    inputs and parameters    known before
+    a new result             needs a gradient if an argument does
+    a view of an argument    is in the family of the argument
+    a change in place        lets the family need a gradient if an argument does
+    `detach`                 begins a family that needs none
+    anything else            counts as one that needs a gradient
+
+The last line is for `autograd.Function`, scripted code, and what PyTorch shows to no mode. The
+recomputation, which has a graph, raises if a tensor needs a gradient in spite of all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.nested_values import iter_tensors
+from penstock.torch_compat import is_inside_autograd_function, outside_autograd_function
+
+_DETACHING = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
+
+
+class _Family:
+    """A tensor and its views, which need a gradient together."""
+
+    __slots__ = ("needs_grad",)
+
+    def __init__(self, needs_grad: bool) -> None:
+        self.needs_grad = needs_grad
+
+
+class GradientFlow(TorchFunctionMode):
+    """Follows which tensors of a forward without a graph would need a gradient.
+
+    Args:
+        constants: Tensors that need none. All others from outside count as such that need one.
+    """
+
+    def __init__(self, constants: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._is_lost = False
+        self._families: dict[int, tuple[weakref.ref[Tensor], _Family]] = {}  # by id of a tensor
+        for tensor in constants:
+            self._mark(tensor, _Family(False))
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Follow the functions that are called in the context."""
+        # `pipe(x)` runs its layers inside of an `autograd.Function`.
+        with outside_autograd_function(), self:
+            yield
+
+    def lose_track(self) -> None:
+        """Let every tensor count as one that needs a gradient."""
+        self._is_lost = True
+
+    def needs_grad(self, tensor: Tensor) -> bool:
+        """Return whether a tensor needs a gradient, as far as is known."""
+        family = self._find_family(tensor)
+        return self._is_lost or family is None or family.needs_grad or tensor.requires_grad
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and note the families of what it returns and changes."""
+        kwargs = kwargs or {}
+        arguments = list(iter_tensors((args, kwargs)))
+        versions = [_read_version(tensor) for tensor in arguments]
+        result = func(*args, **kwargs)
+        outputs = list(iter_tensors(result))
+        written = [
+            tensor
+            for tensor, version in zip(arguments, versions, strict=True)
+            if _read_version(tensor) != version
+        ]
+        if not outputs and not written:
+            return result
+        # A kernel of another library may write to what an `autograd.Function` has allocated.
+        needs_grad = is_inside_autograd_function() or any(map(self.needs_grad, arguments))
+        for tensor in written:
+            family = self._find_family(tensor)
+            if family is not None and needs_grad:
+                family.needs_grad = True
+        for output in outputs:
+            if self._find_family(output) is not None:
+                continue  # an argument itself
+            family = self._find_viewed(output, arguments)
+            if func in _DETACHING and not is_inside_autograd_function():
+                family = _Family(False)
+            self._mark(output, _Family(needs_grad) if family is None else family)
+        return result
+
+    def _find_viewed(self, output: Tensor, arguments: Sequence[Tensor]) -> _Family | None:
+        """Return the family of an argument of which the output is a view, or None."""
+        if not output._is_view():
+            return None
+        address = _find_storage(output)
+        viewed = [t for t in arguments if address is None or _find_storage(t) == address]
+        families = [self._find_family(t) or _Family(True) for t in viewed]
+        return max(families, key=lambda family: family.needs_grad, default=None)
+
+    def _mark(self, tensor: Tensor, family: _Family) -> None:
+        self._families[id(tensor)] = weakref.ref(tensor), family
+
+    def _find_family(self, tensor: Tensor) -> _Family | None:
+        reference, family = self._families.get(id(tensor), (None, None))
+        return family if reference is not None and reference() is tensor else None
+
+
+def _read_version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _find_storage(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory, or None for a kind of tensor that has several."""
+    is_plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    if not is_plain or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr()
