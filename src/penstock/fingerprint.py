@@ -30,7 +30,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -245,16 +246,25 @@ def fingerprint_tensors_by_column(tensors: Sequence[Tensor]) -> Any:
     This takes half the time, because no tuple is built for each tensor.
     """
     try:
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [*map(_get_address, tensors)]
     except RuntimeError:  # one of them has no memory of its own
         return [*map(fingerprint_tensor, tensors)]
     return (
         addresses,
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-        [tensor.requires_grad for tensor in tensors],
+        [*map(_get_shape, tensors)],
+        [*map(_get_stride, tensors)],
+        [*map(_get_dtype, tensors)],
+        [*map(_get_requires_grad, tensors)],
     )
+
+
+# In every step, for all modules. `map` calls these without a frame of Python for each object.
+_get_address, _get_stride = methodcaller("data_ptr"), methodcaller("stride")
+_get_shape, _get_dtype = attrgetter("shape"), attrgetter("dtype")
+_get_requires_grad = attrgetter("requires_grad")
+_get_hooks = attrgetter("_backward_hooks")
+_get_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+_get_keys, _get_values = methodcaller("keys"), methodcaller("values")
 
 
 # ---- modules --------------------------------------------------------------------------------
@@ -422,27 +432,19 @@ def _has_attributes_alone(value: Any) -> bool:
 
 
 def _list_tensor_hooks(tensors: Sequence[Tensor]) -> list[Any]:
-    post_accumulate_hooks = [tensor._post_accumulate_grad_hooks for tensor in tensors]
-    return [tensor._backward_hooks for tensor in tensors] + post_accumulate_hooks
+    return [*map(_get_hooks, tensors), *map(_get_post_accumulate_hooks, tensors)]
 
 
 def _list_attributes(modules: Iterable[nn.Module]) -> tuple[list[str], list[Any]]:
     """Return the names and the values of all attributes, module after module."""
-    names: list[str] = []
-    values: list[Any] = []
-    for module in modules:
-        attributes = vars(module)
-        names += attributes
-        values += attributes.values()
-    return names, values
+    tables = [*map(vars, modules)]
+    return [*chain.from_iterable(tables)], [*chain.from_iterable(map(_get_values, tables))]
 
 
-def _list_entries(tables: Iterable[Mapping[Any, Any]]) -> list[Any]:
-    entries: list[Any] = []
-    for table in tables:
-        entries += table.keys()
-        entries += table.values()
-    return entries
+def _list_entries(tables: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    """Return the keys and the values of each table, table after table."""
+    pairs = map(chain, map(_get_keys, tables), map(_get_values, tables))
+    return [*chain.from_iterable(pairs)]
 
 
 def _collect_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, RunError
-from penstock.stage.recompute import RepeatCheck, compute_product
+from penstock.stage.recompute import RepeatCheck, compute_product, multiply_by_fixed_vector
 from penstock.stage.stage import Stage
 from tests.support import Do, each_door, each_runtime
 
@@ -162,20 +161,32 @@ def test_outputs_of_each_kind_are_compared(kind: str) -> None:
                 compare(*pair)
 
 
-def test_rounding_is_no_difference() -> None:
-    compare(torch.ones(100), torch.ones(100) + 1e-6 * torch.randn(100))
-    compare(torch.ones(100).bfloat16(), torch.ones(100).bfloat16() * 1.01)
+@pytest.mark.parametrize("size", [100, 10_000])  # the small one is compared by its bytes
+def test_rounding_is_no_difference(size: int) -> None:
+    compare(torch.ones(size), torch.ones(size) + 1e-6 * torch.randn(size))
+    compare(torch.ones(size).bfloat16(), torch.ones(size).bfloat16() * 1.01)
+
+
+def test_small_outputs_of_other_strides_and_sizes_are_compared() -> None:
+    """The bytes of one output are compared with the product of another one."""
+    square = torch.arange(16.0).view(4, 4)
+    compare(square, square.t().contiguous().t())
+    compare(square.t(), square.t().contiguous())
+    for pair in ((square, square.t()), (square.t(), square), (torch.ones(4), torch.ones(2000))):
+        with pytest.raises(RunError, match="gave another output"):
+            compare(*pair)
 
 
 def test_numbers_on_a_device_are_read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator nothing is read while the lanes run."""
     check = RepeatCheck(Stage(3, ("0",), (), lambda _: {}, ("Linear",)), has_low_precision=False)
-    original: Any = compute_product
-    monkeypatch.setattr(
-        "penstock.stage.recompute.compute_product", lambda t: torch.tensor(original(t))
-    )
+
+    def compute_on_device(tensor: Tensor) -> Tensor:
+        return multiply_by_fixed_vector(tensor.flatten())
+
+    monkeypatch.setattr("penstock.stage.recompute.compute_product", compute_on_device)
     for factor in (1.0, 3.0):
-        check.compare(2, [torch.tensor(original(torch.ones(4)))], [torch.ones(4) * factor])
+        check.compare(2, [compute_on_device(torch.ones(4))], [torch.ones(4) * factor])
     with pytest.raises(RunError, match=r"stage 3 .* for micro-batch 2"):
         check.finish()
     check.finish()

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, call, methodcaller
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -216,14 +217,17 @@ class _TensorVersions:
         self.versions, self.small_values = self._read()
 
     def _read(self) -> tuple[list[int], list[Any]]:
-        versions = [tensor._version for tensor in self._tensors]
-        return versions, [tensor.tolist() for tensor in self._small]
+        # In every step, so without a call of Python for each tensor.
+        return [*map(_get_version, self._tensors)], [*map(_get_numbers, self._small)]
 
     def are_unchanged(self) -> bool:
         versions, values = self._read()
         return versions == self.versions and (
             values == self.small_values or str(values) == str(self.small_values)  # a nan
         )
+
+
+_get_version, _get_numbers = attrgetter("_version"), methodcaller("tolist")
 
 
 def _has_number(values: Any) -> bool:
@@ -240,11 +244,14 @@ class _Variables:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         variables = CodeVariables(modules)
-        self._slots, self._cells = variables.slots, list(variables.cells.values())
+        # In every step, so without a call of Python for each variable.
+        self._getters = [table.get for table, _ in variables.slots]
+        self._names = [name for _, name in variables.slots]
+        self._cells = list(variables.cells.values())
         self.note()
 
     def _read(self) -> list[Any]:
-        values = [table.get(name) for table, name in self._slots]
+        values = [*map(call, self._getters, self._names)]
         for cell in self._cells:
             try:
                 values.append(cell.cell_contents)

@@ -165,7 +165,14 @@ def _storage_address(tensor: Tensor) -> int:
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
     """Return the addresses of the tensors' memory. Empty tensors have none."""
-    return {_storage_address(t) for t in tensors if t is not None and t.numel()}
+    addresses: set[int] = set()
+    for tensor in tensors:  # for each cell, so without a call for a plain tensor
+        if tensor is not None and tensor.numel():
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            addresses.add(
+                tensor.untyped_storage().data_ptr() if is_plain else _storage_address(tensor)
+            )
+    return addresses
 
 
 def mark_shared(payloads: Collection[Payload]) -> None:
@@ -297,10 +304,11 @@ def flatten_outputs(values: NeighborValues) -> FlatValues:
 
 def build_payloads(
     outputs: FlatValues, needs_grad: Callable[[Tensor], bool]
-) -> tuple[dict[int, Payload], bool]:
+) -> tuple[dict[int, Payload], int, bool]:
     """Return the payloads for each destination; `needs_grad` says which tensors get a gradient.
 
-    Also return whether a tensor may be in memory that was there before the forward.
+    Also return the number of their tensors, and whether one may be in memory that was there before
+    the forward.
     """
     payloads, tensor_count, may_alias = {}, 0, False
     for dst, (tensors, layout) in outputs.items():
@@ -316,4 +324,4 @@ def build_payloads(
         payloads[dst] = Payload(detached, layout, tuple(map(needs_grad, tensors)))
     if tensor_count > 1:
         mark_shared(payloads.values())
-    return payloads, may_alias
+    return payloads, tensor_count, may_alias

@@ -211,6 +211,9 @@ class StageRunner:
         self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
+        # Whether a forward has changed them, as an embedding with `max_norm` does. So does its
+        # recomputation then.
+        self._writes_parameters = False
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
@@ -291,8 +294,8 @@ class StageRunner:
                 self._parameter_versions = self._read_parameter_versions()
         if read_only:
             check_unchanged(read_only, before)
-        output_payloads, may_alias = build_payloads(outputs, needs_grad)
-        if needs_grad is is_differentiable:
+        output_payloads, tensor_count, may_alias = build_payloads(outputs, needs_grad)
+        if needs_grad is is_differentiable and (tensor_count > 1 or self._always_asks_detached):
             self._exclude_detached(microbatch, output_payloads)
         if may_alias or read_only:
             self._protect_outputs(output_payloads, read_only)
@@ -317,6 +320,9 @@ class StageRunner:
         )
         stage_addresses = self._storage_addresses
         for payload in payloads.values():
+            addresses = storage_addresses(payload.tensors)
+            if addresses.isdisjoint(stage_addresses) and addresses.isdisjoint(read_only_addresses):
+                continue  # as most outputs
             for index in range(len(payload.tensors)):
                 protect_shared_tensor(payload, index, stage_addresses, read_only_addresses)
 
@@ -365,7 +371,8 @@ class StageRunner:
         compared = self._list_compared_outputs(outputs)
         for dst, products in saved.products.items():
             self.repeat_check.compare(microbatch, products, compared[dst])
-        self._parameter_versions = self._read_parameter_versions()
+        if self._writes_parameters:
+            self._parameter_versions = self._read_parameter_versions()
         if OUTSIDE not in outputs:
             return {}
         return build_payloads({OUTSIDE: outputs[OUTSIDE]}, is_in_graph)[0]
@@ -416,9 +423,8 @@ class StageRunner:
         tensor and a view of it.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE or p.shared}
-        is_always_asked = self._has_frozen_peer or self._has_peer_with_hooks
         saved = self._recompute_inputs[microbatch]
-        if not is_always_asked and sum(map(sum, sent.values())) < 2:
+        if not self._always_asks_detached and sum(map(sum, sent.values())) < 2:
             self._exclude(saved.detached, payloads)
             return
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
@@ -449,17 +455,14 @@ class StageRunner:
             payloads[dst].needs_grad = tuple([need and n not in excluded for n, need in flags])
 
     @cached_property
-    def _has_frozen_peer(self) -> bool:
-        peers = (reference() for reference in self.peers)
+    def _always_asks_detached(self) -> bool:
+        """Whether a stage is frozen, or has layers with backward hooks."""
+        peers = [peer for reference in self.peers if (peer := reference()) is not None]
         return any(
-            peer is not None and not peer.parameters and any(m._parameters for m in peer._modules)
+            peer._has_backward_hooks
+            or (not peer.parameters and any(m._parameters for m in peer._modules))
             for peer in peers
         )
-
-    @cached_property
-    def _has_peer_with_hooks(self) -> bool:
-        peers = (reference() for reference in self.peers)
-        return any(peer is not None and peer._has_backward_hooks for peer in peers)
 
     @cached_property
     def _has_backward_hooks(self) -> bool:
@@ -474,7 +477,7 @@ class StageRunner:
         return microbatch in self._recompute_inputs
 
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
-        # Four times for each cell that is recomputed.
+        # Three times for each cell that is recomputed.
         versions = []
         for module in self._parameter_modules:
             for p in module._parameters.values():
@@ -547,6 +550,7 @@ class StageRunner:
             behavior.written_attributes = watch.find_written()
             attributes = watch.select(behavior.written_attributes)
         if is_first or self._parameter_versions != parameter_versions:
+            self._writes_parameters |= self._parameter_versions != parameter_versions
             write = self._find_parameter_write(parameter_versions, notes)
             if write is not None:
                 raise RunError(
@@ -981,12 +985,16 @@ def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payl
     refused: the caller's batch, which the unsplit model would change for the caller, too, and
     several views of one input, of which a change of one would change the others.
     """
-    addresses = storage_addresses(
-        t for src, p in input_payloads.items() if src != OUTSIDE for t in p.tensors
-    )
-    output_tensors = [t for flat in outputs.values() for t in flat[0]]
-    if addresses.isdisjoint(storage_addresses(output_tensors)):
+    addresses: set[int] = set()
+    for src, payload in input_payloads.items():
+        if src != OUTSIDE:
+            addresses |= storage_addresses(payload.tensors)
+    for tensors, _ in outputs.values():
+        if not addresses.isdisjoint(storage_addresses(tensors)):
+            break
+    else:
         return outputs  # as most stages
+    output_tensors = [t for flat in outputs.values() for t in flat[0]]
     returned = {id(t): t for t in output_tensors if addresses & storage_addresses([t])}
     if len(storage_addresses(returned.values())) < len(returned):
         return outputs
