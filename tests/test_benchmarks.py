@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench, graph, papers, recording, zero_bubble
+from benchmarks import bench, graph, papers, plan_speed, recording, zero_bubble
 from benchmarks.virtual import Block, enough, head, ideal_of, line, loss_of, simulate_units
 from torch import nn
 
@@ -105,6 +105,19 @@ def test_benchmark_of_recorded_times_runs(
     recording.main()
     rows = capsys.readouterr().out.splitlines()[-2:]
     assert [row.split(" | ")[0] for row in rows] == ["| inline", "| threads"]
+
+
+def test_benchmark_of_the_planner_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = {"tiny": plan_speed.Case(4, 2, 4), "tiny-3GB": plan_speed.Case(4, 2, 4, "3GB")}
+    monkeypatch.setattr(plan_speed, "CASES", tiny)
+    plan_speed.main(["tiny", "tiny-3GB", "--solver", "0"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[:2] for row in rows] == [["| tiny", "no"], ["| tiny-3GB", "no"]]
+    with pytest.raises(SystemExit):
+        plan_speed.main(["huge"])
+    assert "there is no case huge: choose from tiny, tiny-3GB" in capsys.readouterr().err
 
 
 def test_benchmark_without_recorded_times_has_no_timeline() -> None:

@@ -7,8 +7,10 @@ compiled in the same way: what a lane holds at its fullest moments, as numbers o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
+from math import inf
 from typing import NamedTuple
 
 from penstock.planning.stage_costs import StageCosts
@@ -17,6 +19,7 @@ from penstock.schedules.cost import exceeds
 from penstock.schedules.families.common import group_stages
 from penstock.schedules.ir import OP_RULES, Compute, Op, Schedule, StageGraph, consumes, produces
 from penstock.schedules.lowering import recompute
+from penstock.schedules.simulator import paused_garbage_collection
 from penstock.schedules.verify import require_sound
 
 _OPS = tuple(Op)
@@ -47,6 +50,7 @@ class _Action(NamedTuple):
 class ScheduleTimer:
     """A schedule, compiled to be timed under many costs, with any stages recomputed."""
 
+    @paused_garbage_collection()
     def __init__(self, name: str, schedule: Schedule, graph: StageGraph) -> None:
         self.name, self.schedule = name, schedule
         self.stages_by_rank = group_stages(schedule.placement)
@@ -54,6 +58,7 @@ class ScheduleTimer:
         full = recompute(schedule, lambda stage, microbatch: True)
         self._links: list[tuple[int, int]] = []
         self._actions = self._compile(full, graph)
+        self._counts = Counter(action.kind for action in self._actions)
         self._moments = [
             _fullest_moments(lane, stages)
             for lane, stages in zip(full.lanes, self.stages_by_rank, strict=True)
@@ -126,9 +131,17 @@ class ScheduleTimer:
         """Return the seconds of a message over each link."""
         return [costs.cost.send_seconds(src, dst) for src, dst in self._links]
 
-    def _ends(self, durations: Sequence[float], delays: Sequence[float]) -> list[float]:
-        """Return when each action ends."""
+    def _ends(
+        self, durations: Sequence[float], delays: Sequence[float], limit: float = inf
+    ) -> list[float]:
+        """Return when each action ends, or an empty list if that is known to exceed a limit."""
         clock = [0.0] * self.schedule.ranks
+        # How long each rank may still be idle. What it has to do is known from the beginning.
+        spare = [limit] * self.schedule.ranks
+        if limit < inf:
+            for kind, count in self._counts.items():
+                rank = self.schedule.placement[kind % self.schedule.stages]
+                spare[rank] -= count * durations[kind]
         ends: list[float] = []
         for kind, rank, source, link, more in self._actions:
             start = clock[rank]
@@ -140,16 +153,31 @@ class ScheduleTimer:
                     arrival = ends[source] + delays[link]
                     if arrival > start:
                         start = arrival
+                if start > clock[rank]:
+                    spare[rank] -= start - clock[rank]
+                    if spare[rank] < 0.0:
+                        return []
             clock[rank] = end = start + durations[kind]
             ends.append(end)
         return ends
 
     def seconds(
-        self, costs: StageCosts, recomputed: Sequence[bool], objective: Objective = "makespan"
+        self,
+        costs: StageCosts,
+        recomputed: Sequence[bool],
+        objective: Objective = "makespan",
+        limit: float = inf,
     ) -> float:
-        """Return the seconds of a step, if these stages are recomputed."""
+        """Return the seconds of a step, if these stages are recomputed.
+
+        A step that takes longer than `limit` may be given up: then the result is infinite.
+        """
         durations = self._durations(costs, recomputed)
-        ends = self._ends(durations, self._delays(costs))
+        # The idle time before the first action of a rank is no part of the period.
+        limit = limit * (1 + _TOLERANCE) if objective == "makespan" else inf
+        ends = self._ends(durations, self._delays(costs), limit)
+        if not ends:
+            return inf
         return max(ends) if objective == "makespan" else self._period(durations, ends)
 
     def _period(self, durations: Sequence[float], ends: Sequence[float]) -> float:

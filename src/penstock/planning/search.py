@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import combinations, pairwise, product
 from math import comb, inf, prod
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from penstock.schedules.families import family_of, loop, training_families, vee
 from penstock.schedules.families.common import group_stages
 from penstock.schedules.fit import fit, named_schedules
 from penstock.schedules.ir import Schedule
+from penstock.schedules.simulator import paused_garbage_collection
 from penstock.text_format import format_bytes
 
 # The work of the search, counted in actions, so that equal problems have equal plans: how many
@@ -100,6 +102,7 @@ class Group:
         self._timers: dict[tuple[tuple[int, int], ...], list[ScheduleTimer]] = {}
 
     @cached_property
+    @paused_garbage_collection()
     def schedules(self) -> dict[str, Schedule]:
         """The named schedules of the placement that are tried, without those that are equal."""
         schedules: dict[str, Schedule] = {}
@@ -191,7 +194,9 @@ class Group:
                     costs, self.placement, self.chunks, flags, free, space.objective
                 )
                 if bound < best:
-                    seconds = timer.seconds(costs, flags, space.objective)
+                    # With a name, the caller looks for something faster than `best` alone.
+                    limit = best if name else inf
+                    seconds = timer.seconds(costs, flags, space.objective, limit)
                     best = min(best, seconds)
                     yield Point(seconds, timer.name, self, cut, flags, timer.schedule)
 
@@ -512,11 +517,21 @@ def _search_groups(
     best.consider(start)
     ordered = sorted(groups, key=lambda group: group.bound)
     budget = _BUILT_ACTIONS
-    for index, group in enumerate(sorted(groups, key=lambda group: group.estimate())):
-        report("timing even cuts", 0.2 * index / len(ordered))
+    # The most promising group first. An estimate takes longer than a bound and is seldom below it:
+    # a group is estimated only when no estimate is below its bound.
+    queue = [(group.bound, False, index, group) for index, group in enumerate(groups)]
+    heapify(queue)
+    timed = 0
+    while queue:
+        _, is_estimated, index, group = heappop(queue)
         work = group.actions * len(group.names)
         if group.bound >= best.seconds or work > budget:
             continue
+        if not is_estimated:
+            heappush(queue, (max(group.bound, group.estimate()), True, index, group))
+            continue
+        report("timing even cuts", 0.2 * timed / len(ordered))
+        timed += 1
         budget -= work
         for cut in {_even_cut(group, with_memory) for with_memory in (False, True)}:
             best.consider(group.time(cut))

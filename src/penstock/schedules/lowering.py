@@ -29,7 +29,7 @@ from penstock.schedules.ir import (
     is_forward,
     produces,
 )
-from penstock.schedules.simulator import play
+from penstock.schedules.simulator import paused_garbage_collection, play
 
 # A function of (stage, micro-batch) that returns True if that cell is to be recomputed.
 RecomputePredicate = Callable[[int, int], bool]
@@ -197,6 +197,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     return replace(schedule, lanes=tuple(lanes))
 
 
+@paused_garbage_collection()
 def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
     """Return the program of a schedule, with a send and a receive for every message between ranks.
 

@@ -19,7 +19,7 @@ from penstock.errors import ArgumentError, FormatError
 from penstock.schedules.cost import Cost, track_live_memory
 from penstock.schedules.ir import Compute, Op, Program, Schedule
 from penstock.schedules.notation import dumps, loads
-from penstock.schedules.simulator import Sends, Span, play
+from penstock.schedules.simulator import Sends, Span, paused_garbage_collection, play
 from penstock.schedules.verify import find_compute_mismatches, find_misplaced_actions
 from penstock.text_format import choose_time_unit, format_number, format_plural, make_printable
 
@@ -265,6 +265,7 @@ def cost_from_spans(program: Program, spans: Sequence[Span]) -> Cost:
     )
 
 
+@paused_garbage_collection()
 def simulate(program: Program, cost: Cost | None = None) -> Timeline:
     """Simulate a program with given costs.
 

@@ -20,7 +20,8 @@ dualpipe-v, 2 ranks, 4 micro-batches, pairs joined by +:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -48,7 +49,7 @@ def zb_v(ranks: int, chunks: int) -> Schedule:
         turn = "Ff" * rank + "FI" * below  # until its gradient comes up
         steady = "fiFI" * (whole - ranks - below + 1)  # while there are new micro-batches
         drain = "iFI" * (below - 1) + "iI" * rank + "i" * below
-        orders.append(lane_from_letters(down + turn + steady + drain, rank, ranks))
+        orders.append(lane_from_letters(down + turn + steady + drain, rank, ranks, chunks))
     order = schedule_from_lanes(vee(ranks), chunks, orders)
     return insert_weight_grads(order, when_full, memory=ranks)
 
@@ -74,21 +75,27 @@ def dualpipe_v(ranks: int, chunks: int) -> Schedule:
         paired = "fBFb" * (whole - 2 * ranks + rank + 1) + "BFb" * ahead
         last = "Bb" * (rank + 1)
         draining = last[: rank + 1] + last[rank + 1 :].translate(_SPLIT) + "wi" * ahead
-        lane = lane_from_letters(filling + paired + draining + "w" * (rank + 1), rank, ranks)
-        lanes.append(lane)
+        letters = filling + paired + draining + "w" * (rank + 1)
+        lane = list(_read_letters(letters, rank, ranks, chunks))
+        lanes.append([action for _, action in lane])
         # On the last rank the first forward of the middle is ready before its backward: no pair.
-        start = len(filling) + (2 if ahead == 0 else 0)
-        middle = lane[start : len(filling) + len(paired)]
-        pairs |= {(a, b) for a, b in pairwise(middle) if (a.op, b.op) == (Op.F, Op.B)}
-    overlaps = frozenset((a, b) for a, b in pairs if max(a.microbatch, b.microbatch) < chunks)
-    return replace(schedule_from_lanes(vee(ranks), chunks, lanes), overlaps=overlaps)
+        middle = range(len(filling) + (2 if ahead == 0 else 0), len(filling) + len(paired))
+        pairs |= {
+            (a, b)
+            for (index, a), (next_index, b) in pairwise(lane)
+            if a.op is Op.F and b.op is Op.B and next_index == index + 1
+            if index in middle and next_index in middle
+        }
+    return replace(schedule_from_lanes(vee(ranks), chunks, lanes), overlaps=frozenset(pairs))
 
 
 _SPLIT = str.maketrans("Bb", "Ii")
 
 
-def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
-    """Return a lane of a V that is written in letters.
+def lane_from_letters(
+    letters: str, rank: int, ranks: int, chunks: float = float("inf")
+) -> list[Compute]:
+    """Return a lane of a V that is written in letters, with its first micro-batches only.
 
     The letters f i b w are actions of the rank's first stage, F I B W those of its second. Each
     letter takes the next micro-batch of its kind. A w or W takes the oldest W that is pending.
@@ -96,20 +103,35 @@ def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
     >>> " ".join(map(str, lane_from_letters("fFBb fFIi ww", rank=0, ranks=1)))
     '0F0 1F0 1B0 0B0 0F1 1F1 1I1 0I1 1W1 0W1'
     """
-    lane: list[Compute] = []
-    pending: deque[Compute] = deque()  # the Ws whose Is have run
-    done: Counter[tuple[int, bool]] = Counter()
-    for letter in letters.replace(" ", ""):
-        op = Op(letter.upper())
+    return [action for _, action in _read_letters(letters.replace(" ", ""), rank, ranks, chunks)]
+
+
+def _read_letters(
+    letters: str, rank: int, ranks: int, chunks: float
+) -> Iterator[tuple[int, Compute]]:
+    """Yield the actions of the first micro-batches, each with the index of its letter.
+
+    A thousand ranks have millions of letters, most of them for micro-batches that are cut off.
+    """
+    # Of each letter: its op, its stage, and which count numbers its micro-batches.
+    kinds = {
+        letter: (Op(letter.upper()), stage, 2 * second + (letter in "fF"))
+        for second, (four, stage) in enumerate((("fibw", rank), ("FIBW", 2 * ranks - 1 - rank)))
+        for letter in four
+    }
+    counts = [0] * 4
+    pending: deque[tuple[int, int]] = deque()  # the cells whose Is have run, but not their Ws
+    for index, letter in enumerate(letters):
+        op, stage, kind = kinds[letter]
         if op is Op.W:
-            lane.append(pending.popleft())
-            continue
-        stage = 2 * ranks - 1 - rank if letter.isupper() else rank
-        action = Compute(op, stage, done[stage, op is Op.F])
-        done[stage, op is Op.F] += 1
-        lane.append(action)
-        pending += [action._replace(op=Op.W)] if op is Op.I else []
-    return lane
+            stage, microbatch = pending.popleft()
+        else:
+            microbatch = counts[kind]
+            counts[kind] = microbatch + 1
+            if op is Op.I:
+                pending.append((stage, microbatch))
+        if microbatch < chunks:
+            yield index, Compute(op, stage, microbatch)
 
 
 def v_half(ranks: int, chunks: int) -> Schedule:
