@@ -143,7 +143,7 @@ def _seed_numpy(seed: int) -> None:
 
 def _describe_surroundings() -> State:
     host = HostRngState()
-    states = {"random": host._python_state, "numpy.random": pickle.dumps(host._numpy_state)}
+    states = {"random": host.python_state, "numpy.random": pickle.dumps(host._numpy_state)}
     return {"generator of torch": describe(torch.get_rng_state()), **states}
 
 

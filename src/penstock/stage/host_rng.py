@@ -21,6 +21,7 @@ import pickle
 import random
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,10 +32,14 @@ from penstock.stage.stage import OUTSIDE
 
 
 class HostRngState:
-    """The states of the global generators of Python, and of NumPy if anything has imported it."""
+    """The states of the global generators of Python, and of NumPy if anything has imported it.
+
+    Attributes:
+        python_state: That of `random`.
+    """
 
     def __init__(self) -> None:
-        self._python_state = random.getstate()
+        self.python_state = random.getstate()
         numpy_random = _get_numpy_random()
         self._numpy_state = None if numpy_random is None else numpy_random.get_state()
 
@@ -45,7 +50,7 @@ class HostRngState:
     def find_differences(self, other: HostRngState) -> list[str]:
         """Return the names of the generators that have another state in `other`."""
         names = []
-        if self._python_state != other._python_state:
+        if self.python_state != other.python_state:
             names.append("random")
         # The state of NumPy contains an array, which `==` would compare element by element.
         if pickle.dumps(self._numpy_state) != pickle.dumps(other._numpy_state):
@@ -54,7 +59,7 @@ class HostRngState:
 
     def restore(self) -> None:
         """Set the states back."""
-        random.setstate(self._python_state)
+        random.setstate(self.python_state)
         if self._numpy_state is not None:
             sys.modules["numpy"].random.set_state(self._numpy_state)
 
@@ -74,6 +79,12 @@ def advance_host_rng(names: Iterable[str]) -> None:
 
 # Held by a cell that has the generators for itself.
 host_rng_lock = threading.RLock()
+
+# PyTorch puts the state of `random` back after it has compiled a function, also in a thread that
+# has not drawn. If it began to compile before a cell of another thread got the generators, it sets
+# a state that is not the cell's. It is one that they had between cells or at the beginning of one,
+# and no draw leads to it. So the latest of these states are kept.
+_latest_states: deque[Any] = deque(maxlen=64)
 
 
 class _ThreadState(threading.local):
@@ -100,6 +111,8 @@ class HostRngCell:
 
     Attributes:
         used: The names of the generators that were drawn from, after the context.
+        was_overwritten: Whether another thread has set the state of `random` in the context, so
+            that it does not show whether the cell has drawn from it.
     """
 
     def __init__(
@@ -110,12 +123,14 @@ class HostRngCell:
         self._initial_states: dict[int, HostRngState] = {}
         self._states: dict[int, HostRngState] = {}
         self.used: set[str] = set()
+        self.was_overwritten = False
 
     def __enter__(self) -> HostRngCell:
         """Wait for the generators, and seed them."""
         self._lock.__enter__()
         self._outer_cell, _thread_state.cell = _thread_state.cell, self
         self._caller_state = HostRngState()
+        _latest_states.append(self._caller_state.python_state)
         self._load(self._stage)
         return self
 
@@ -124,7 +139,11 @@ class HostRngCell:
         self._caller_state.restore()
         _thread_state.cell = self._outer_cell
         for stream, state in self._states.items():
-            self.used.update(self._initial_states[stream].find_differences(state))
+            used = set(self._initial_states[stream].find_differences(state))
+            if "random" in used and state.python_state in _latest_states:
+                self.was_overwritten = True
+                used.remove("random")
+            self.used |= used
         self._lock.__exit__(None, None, None)
 
     def _load(self, stream: int) -> None:
@@ -139,6 +158,7 @@ class HostRngCell:
         if numpy_random is not None:
             numpy_random.seed(seed % 2**32)
         self._initial_states[stream] = HostRngState()
+        _latest_states.append(self._initial_states[stream].python_state)
 
     @contextmanager
     def draw_from(self, stream: int) -> Iterator[None]:
