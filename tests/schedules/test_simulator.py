@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,14 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Op, StageGraph
 from penstock.schedules.lowering import lower
 from penstock.schedules.notation import loads
-from penstock.schedules.simulator import Deadlock, Sends, Span, Wait, play
+from penstock.schedules.simulator import (
+    Deadlock,
+    Sends,
+    Span,
+    Wait,
+    paused_garbage_collection,
+    play,
+)
 from tests.properties.random_schedules import obvious
 
 
@@ -244,3 +252,14 @@ def test_deadlock_on_a_missing_send() -> None:
 def test_program_is_played_with_its_own_graph() -> None:
     program = loads("edges: \n 1F0 \n 0F0 \n placement: 1 0")
     assert times(play(program, graph=StageGraph.chain(2)))["1F0"] == (0.0, 1.0)
+
+
+def test_garbage_is_collected_again_after_the_last_of_several_threads() -> None:
+    """The thread that came second found collection off, and turned it off again at its end."""
+    first, second = paused_garbage_collection(), paused_garbage_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()

@@ -9,6 +9,7 @@ simulator raises `Deadlock`. Verifying, lowering, timing and drawing all use thi
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -253,13 +254,42 @@ def paused_garbage_collection() -> Iterator[None]:
     Python looks for cycles whenever there are a quarter more objects. None of these tuples is in
     one, and with a million of them the looking takes a third of the time. Also a decorator.
     """
-    was_collecting = gc.isenabled()
-    gc.disable()
+    _collection_pause.enter()
     try:
         yield
     finally:
-        if was_collecting:
-            gc.enable()
+        _collection_pause.exit()
+
+
+class _CollectionPause:
+    """Turns garbage collection off for its first user, and on again after the last one.
+
+    Collection is on or off for all threads. If each user restored what it found, one that begins
+    while another one is at work could leave it off for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._user_count = 0
+        self._was_collecting = False
+
+    def enter(self) -> None:
+        """Add a user."""
+        with self._lock:
+            if not self._user_count:
+                self._was_collecting = gc.isenabled()
+                gc.disable()
+            self._user_count += 1
+
+    def exit(self) -> None:
+        """Remove a user."""
+        with self._lock:
+            self._user_count -= 1
+            if not self._user_count and self._was_collecting:
+                gc.enable()
+
+
+_collection_pause = _CollectionPause()
 
 
 # ---- the clock ----------------------------------------------------------------------------
