@@ -177,6 +177,16 @@ def test_small_outputs_of_other_strides_and_sizes_are_compared() -> None:
             compare(*pair)
 
 
+def test_small_outputs_of_other_dtypes_and_layouts_are_compared_by_their_numbers() -> None:
+    """The bytes of the forward were read in the dtype of the recomputation."""
+    halves = torch.tensor([1.0, 2.0, -0.5]).half()
+    for output in (halves, halves.float()):
+        compare(output, halves.bfloat16())
+        with pytest.raises(RunError, match="gave another output"):
+            compare(output, 3 * halves.bfloat16())
+    compare(torch.eye(3), torch.eye(3).to_sparse())  # which is not compared
+
+
 def test_numbers_on_a_device_are_read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator nothing is read while the lanes run."""
     check = RepeatCheck(Stage(3, ("0",), (), lambda _: {}, ("Linear",)), has_low_precision=False)

@@ -400,8 +400,9 @@ _BLOCK = 1 << 16  # the length of the fixed vector; longer tensors use it block 
 # more than the layers of a tiny stage, and each lets go of the GIL, for which other ranks wait.
 _MAX_KEPT_BYTES = 1 << 12
 
-# A number, one that is on a device, the bytes of a small tensor, or None for no comparison.
-Product = float | Tensor | bytes | None
+# A number, one that is on a device, the dtype and bytes of a small tensor, or None for no
+# comparison.
+Product = float | Tensor | tuple[torch.dtype, bytes] | None
 
 
 class _Pair(NamedTuple):
@@ -438,14 +439,12 @@ class RepeatCheck:
             self._raise_difference(microbatch)
         for product, output in zip(forward, outputs, strict=True):
             repeated = compute_product(output)
-            if type(product) is bytes:
+            if isinstance(product, tuple):
                 if product == repeated:
                     continue
-                if len(product) != output.nbytes:
-                    self._raise_difference(microbatch)
-                kept = torch.frombuffer(bytearray(product), dtype=output.dtype)
-                product = _multiply(kept)
-            if type(repeated) is bytes:
+                dtype, data = product
+                product = _multiply(torch.frombuffer(bytearray(data), dtype=dtype))
+            if isinstance(repeated, tuple):
                 repeated = _multiply(output)
             if product is None or repeated is None:
                 continue
@@ -507,8 +506,8 @@ def compute_product(tensor: Tensor) -> Product:
     """Return the product of a tensor with a fixed vector, or None for a kind that has none.
 
     The entries of the vector differ, so rows that change places give another product. A sum, or a
-    norm, would be the same for all outputs of a LayerNorm. A small tensor on the CPU is copied
-    instead, as bytes.
+    norm, would be the same for all outputs of a LayerNorm. The bytes of a small
+    tensor on the CPU are copied instead.
     """
     if (
         type(tensor) is Tensor
@@ -518,7 +517,7 @@ def compute_product(tensor: Tensor) -> Product:
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     ):
-        return ctypes.string_at(tensor.data_ptr(), size)
+        return tensor.dtype, ctypes.string_at(tensor.data_ptr(), size)
     return _multiply(tensor)
 
 
