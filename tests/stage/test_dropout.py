@@ -31,6 +31,7 @@ DROPS: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: functional.dropout(x * 1, 0.4, inplace=True),
     "vmap": lambda x: torch.vmap(lambda row: functional.dropout(row, 0.4), randomness="same")(x),
     "transposed": lambda x: functional.dropout(x.T, 0.4),
+    "keywords": lambda x: torch._VF.dropout(input=x, p=0.4, train=True),
 }
 
 

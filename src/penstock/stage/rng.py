@@ -489,18 +489,18 @@ def _run_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         set_draw_key(True)
 
 
-def _drop(tensor: Tensor, probability: float, is_training: bool) -> Tensor:
-    """Run the dropout of `F.dropout`, in any thread."""
+def _drop(input: Tensor, p: float, train: bool) -> Tensor:
+    """Run the dropout of `F.dropout`, in any thread. The arguments are those of `torch.dropout`."""
     redirect = _redirects.get(threading.get_ident())
     # Without the key, the thread is in a part of the cell that draws from the default generators.
-    if redirect is not None and is_training and set_draw_key(False):
+    if redirect is not None and train and set_draw_key(False):
         try:
-            output = redirect.drop(tensor, probability)
+            output = redirect.drop(input, p)
         finally:
             set_draw_key(True)
         if output is not None:
             return output
-    return run_plain_dropout(tensor, probability, is_training)
+    return run_plain_dropout(input, p, train)
 
 
 def _find_redirect() -> DrawRedirect:
