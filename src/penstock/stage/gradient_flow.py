@@ -9,11 +9,14 @@ the functions of the forward are followed:
     a new result             needs a gradient if an argument does
     a view of an argument    is in the family of the argument
     a change in place        lets the family need a gradient if an argument does
+    a change without a call  lets the family need a gradient
     `detach`                 begins a family that needs none
-    anything else            counts as one that needs a gradient
+    anything else            needs a gradient
 
-The last line is for `autograd.Function`, scripted code, and what PyTorch shows to no mode. The
-recomputation, which has a graph, raises if a tensor needs a gradient in spite of all.
+A change without a call is one that only the version counter shows: by scripted code, by another
+thread, or by a kernel of another library. The last line is for what an `autograd.Function` or
+compiled code returns, and for what PyTorch shows to no mode. The recomputation, which has a graph,
+raises an error if a tensor needs a gradient in spite of all that.
 """
 
 from __future__ import annotations
@@ -34,12 +37,18 @@ _DETACHING = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # ty
 
 
 class _Family:
-    """A tensor and its views, which need a gradient together."""
+    """A tensor and its views, which need a gradient together.
 
-    __slots__ = ("needs_grad",)
+    Attributes:
+        needs_grad: Whether they need one.
+        version: The version counter of their memory when a function was last seen to write to it.
+    """
+
+    __slots__ = ("needs_grad", "version")
 
     def __init__(self, needs_grad: bool) -> None:
         self.needs_grad = needs_grad
+        self.version = 0
 
 
 class GradientFlow(TorchFunctionMode):
@@ -51,7 +60,7 @@ class GradientFlow(TorchFunctionMode):
 
     def __init__(self, constants: Iterable[Tensor]) -> None:
         super().__init__()
-        self._is_lost = False
+        self._counts_all = False
         self._families: dict[int, tuple[weakref.ref[Tensor], _Family]] = {}  # by id of a tensor
         for tensor in constants:
             self._mark(tensor, _Family(False))
@@ -63,43 +72,60 @@ class GradientFlow(TorchFunctionMode):
         with outside_autograd_function(), self:
             yield
 
-    def lose_track(self) -> None:
+    def count_all(self) -> None:
         """Let every tensor count as one that needs a gradient."""
-        self._is_lost = True
+        self._counts_all = True
 
     def needs_grad(self, tensor: Tensor) -> bool:
         """Return whether a tensor needs a gradient, as far as is known."""
         family = self._find_family(tensor)
-        return self._is_lost or family is None or family.needs_grad or tensor.requires_grad
+        if family is None or self._counts_all:
+            return True
+        # A write that this mode has not seen has put unknown numbers into the tensor.
+        family.needs_grad |= tensor.requires_grad or _read_version(tensor) != family.version
+        return family.needs_grad
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function, and note the families of what it returns and changes."""
         kwargs = kwargs or {}
+        # Dynamo traces this method along with the function that it compiles, and fails at weak
+        # references and version counters. The results of compiled code are in no family.
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         arguments = list(iter_tensors((args, kwargs)))
         versions = [_read_version(tensor) for tensor in arguments]
+        # All of them, and before the call, so that writes without a call are told from this one.
+        has_gradient = any(list(map(self.needs_grad, arguments)))
         result = func(*args, **kwargs)
         outputs = list(iter_tensors(result))
+        # Below a dispatch mode of Python, `torch._foreach_mul_` and its like count up no version.
+        name = getattr(func, "__name__", "")
+        writes_all = name.startswith("_foreach_") and name.endswith("_")
         written = [
             tensor
             for tensor, version in zip(arguments, versions, strict=True)
-            if _read_version(tensor) != version
+            if writes_all or _read_version(tensor) != version
         ]
         if not outputs and not written:
             return result
         # A kernel of another library may write to what an `autograd.Function` has allocated.
-        needs_grad = is_inside_autograd_function() or any(map(self.needs_grad, arguments))
+        needs_grad = is_inside_autograd_function() or has_gradient
         for tensor in written:
             family = self._find_family(tensor)
-            if family is not None and needs_grad:
-                family.needs_grad = True
+            if family is not None:
+                family.needs_grad |= needs_grad
+                family.version = _read_version(tensor)
         for output in outputs:
             if self._find_family(output) is not None:
                 continue  # an argument itself
-            family = self._find_viewed(output, arguments)
-            if func in _DETACHING and not is_inside_autograd_function():
+            if is_inside_autograd_function():
+                family = _Family(True)  # also a view: another argument may have a gradient for it
+            elif func in _DETACHING:
                 family = _Family(False)
+            else:
+                family = self._find_viewed(output, arguments)
             self._mark(output, _Family(needs_grad) if family is None else family)
         return result
 
@@ -113,6 +139,7 @@ class GradientFlow(TorchFunctionMode):
         return max(families, key=lambda family: family.needs_grad, default=None)
 
     def _mark(self, tensor: Tensor, family: _Family) -> None:
+        family.version = _read_version(tensor)
         self._families[id(tensor)] = weakref.ref(tensor), family
 
     def _find_family(self, tensor: Tensor) -> _Family | None:
@@ -129,4 +156,7 @@ def _find_storage(tensor: Tensor) -> int | None:
     is_plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
     if not is_plain or tensor.layout is not torch.strided:
         return None
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a wrapper of torch.func, without memory
+        return None

@@ -271,7 +271,7 @@ class StageRunner:
         if self._recomputed_cells is None:
             # A pipe that is a layer of another one detaches what its stages send to each other.
             if (outer_flow := find_function_mode(GradientFlow)) is not None:
-                outer_flow.lose_track()
+                outer_flow.count_all()
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
             needs_grad: Callable[[Tensor], bool] = needs_no_grad
         elif (self.stage.index, microbatch) in self._recomputed_cells and (
@@ -283,7 +283,7 @@ class StageRunner:
                 )
             if AUTOCAST_CACHE_LACKS_GRAPH:
                 torch.clear_autocast_cache()
-            # There is no graph yet to ask. A single output is in it; see `_exclude_detached`.
+            # There is no graph yet to ask: see `_exclude_detached`.
             needs_grad = is_differentiable
         else:
             # Also for a recomputed cell in which nothing requires grad: the empty graph tells the
@@ -295,7 +295,11 @@ class StageRunner:
         if read_only:
             check_unchanged(read_only, before)
         output_payloads, tensor_count, may_alias = build_payloads(outputs, needs_grad)
-        if needs_grad is is_differentiable and (tensor_count > 1 or self._always_asks_detached):
+        if needs_grad is is_differentiable and (
+            tensor_count > 1
+            or self._must_recompute_to_find_detached
+            or self._recompute_inputs[microbatch].detached
+        ):
             self._exclude_detached(microbatch, output_payloads)
         if may_alias or read_only:
             self._protect_outputs(output_payloads, read_only)
@@ -351,6 +355,7 @@ class StageRunner:
             self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
         for dst, excluded in saved.detached.items():
             if any(self._graphs[microbatch].roots[dst][index] for index in excluded):
+                self._behavior.follows_gradients = False  # so that the next step is right
                 raise RunError(
                     "an output of these layers needs a gradient in their recomputation, but did "
                     "not need one when they first ran on inputs like these. The next stage has "
@@ -424,7 +429,7 @@ class StageRunner:
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE or p.shared}
         saved = self._recompute_inputs[microbatch]
-        if not self._always_asks_detached and sum(map(sum, sent.values())) < 2:
+        if not self._must_recompute_to_find_detached and sum(map(sum, sent.values())) < 2:
             self._exclude(saved.detached, payloads)
             return
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
@@ -455,7 +460,7 @@ class StageRunner:
             payloads[dst].needs_grad = tuple([need and n not in excluded for n, need in flags])
 
     @cached_property
-    def _always_asks_detached(self) -> bool:
+    def _must_recompute_to_find_detached(self) -> bool:
         """Whether a stage is frozen, or has layers with backward hooks."""
         peers = [peer for reference in self.peers if (peer := reference()) is not None]
         return any(
@@ -824,7 +829,9 @@ class StageRunner:
                 "take turns. Draw with torch, whose random numbers are repeated."
             )
         self.used_host_generators |= host_rng.used
-        if host_rng.used or not (self._has_loss and is_checkpointing()):
+        # Otherwise it is not known yet, and the next forward is looked at, too.
+        is_known = not (host_rng.was_overwritten or (self._has_loss and is_checkpointing()))
+        if host_rng.used or is_known:
             has_drawn = bool(host_rng.used or self._behavior.draws_host_random)
             self._behavior.draws_host_random = has_drawn
         if not self._behavior.draws_host_random:
@@ -970,11 +977,10 @@ def _find_detached(outputs: FlatValues, flow: GradientFlow) -> dict[int, tuple[i
         for index, tensor in enumerate(tensors)
         if dst != OUTSIDE and is_differentiable(tensor)
     ]
-    return {
-        dst: (index,)
-        for dst, index, tensor in sent
-        if len(sent) == 1 and not flow.needs_grad(tensor)
-    }
+    if len(sent) != 1:
+        return {}
+    dst, index, tensor = sent[0]
+    return {} if flow.needs_grad(tensor) else {dst: (index,)}
 
 
 def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> FlatValues:
