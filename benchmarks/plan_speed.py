@@ -49,12 +49,12 @@ class Case(NamedTuple):
         return Profile(
             f"{self.blocks} blocks",
             rows=self.rows,
-            units=units,
-            values=[
+            units=tuple(units),
+            values=tuple(
                 ValueProfile(index, (index + 1,), PerRows(0, 4e6))
                 for index in range(len(units) - 1)
-            ],
-            devices=[DeviceProfile("gpu", memory=80e9)] * self.devices,
+            ),
+            devices=(DeviceProfile("gpu", memory=80e9),) * self.devices,
             link=LinkProfile(latency=2e-5, bandwidth=20e9),
             optimizer_factor=2,
         )

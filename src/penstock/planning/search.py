@@ -181,7 +181,7 @@ class Group:
         """Yield the named schedules of a cut that fit, with the fewest recomputed stages.
 
         Schedules that the bound shows to be slower than `best` are left out. With a name, only that
-        schedule is timed.
+        schedule is timed, and its seconds are infinite if it is not faster than `best`.
         """
         space = self.space
         costs = self.table.stage_costs(cut, self.placement)
@@ -194,7 +194,7 @@ class Group:
                     costs, self.placement, self.chunks, flags, free, space.objective
                 )
                 if bound < best:
-                    # With a name, the caller looks for something faster than `best` alone.
+                    # To find out that a schedule is not faster takes less time than its seconds.
                     limit = best if name else inf
                     seconds = timer.seconds(costs, flags, space.objective, limit)
                     best = min(best, seconds)
