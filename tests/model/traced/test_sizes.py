@@ -304,6 +304,16 @@ def test_lengths_that_keep_changing_are_told_once(caplog: pytest.LogCaptureFixtu
     assert "Pad dim 1 of input 0 (now 5 to 30) to a multiple of 8" in told[0]
 
 
+def test_few_sizes_need_no_advice(caplog: pytest.LogCaptureFixture) -> None:
+    """It was to pad to a multiple of 1."""
+    given = batches(5, 7, 6, 8, 5, 7)
+    pipe = piped(made(Looping), given[0], 2)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        for batch in given:
+            pipe.step(batch)
+    assert not any("keep changing" in record.msg for record in caplog.records)
+
+
 @pytest.mark.parametrize(
     ("least", "largest", "wanted"), [(5, 8, 1), (5, 30, 8), (17, 93, 32), (1, 2048, 512)]
 )

@@ -82,8 +82,8 @@ class TraceFamily:
         lines = []
         for index, name in enumerate(names):
             for dim, sizes in enumerate(zip(*(s[index] for s in self.input_shapes), strict=True)):
-                if len(set(sizes)) > 2:
-                    multiple = find_padding(min(sizes), max(sizes))
+                multiple = find_padding(min(sizes), max(sizes))
+                if multiple > 1:  # otherwise there are at most four sizes, each with one dry run
                     lines.append(
                         f"dim {dim} of {name} (now {min(sizes)} to {max(sizes)}) to a multiple of "
                         f"{multiple}"
