@@ -16,6 +16,7 @@ from penstock import AuditError, Pipe, Weighted
 from penstock.runtime.audit_reference import Reference
 from penstock.runtime.audit_rows import RowsCheck
 from penstock.stage.branches import BranchWatch, RowWatch
+from penstock.stage.rng import advance_caller_rng
 from penstock.stage.row_statistics import RowStatistics
 from tests.support import same_gradients
 
@@ -292,6 +293,25 @@ def test_numbers_that_lie_between_those_of_micro_batches_are_not_followed(
     assert same_gradients(pipe, model)
     # It looks for such numbers in the watched calls 1, 2 and 4, after the first call.
     assert [later > earlier for earlier, later in pairwise(counts)] == [1, 1, 0, 1, 0]
+
+
+@each_door
+def test_sum_of_random_numbers_is_not_drawn_for_the_batch(door: str) -> None:
+    """The generator of the caller had advanced further than the layers had drawn."""
+
+    def scale(x: Tensor, y: Tensor) -> Tensor:
+        total = functional.dropout(x.sum(), 0.4)
+        return y * (1 + (total > 1e6))
+
+    pipe, _ = build(Branching(scale))
+    x = rows()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        train(pipe, x, door)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        advance_caller_rng()
+        assert torch.equal(state, torch.get_rng_state())
 
 
 @each_door

@@ -19,6 +19,7 @@ the whole batch is compared. (Where it never is the same, few rows show it.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -245,7 +246,8 @@ def find_whole_outcomes(reads: Sequence[Sequence[StatisticRead]]) -> tuple[Any, 
     for column in zip(*reads, strict=False):
         values = [read.outcome for read in column]
         try:
-            whole = _read_whole(column)
+            with _preserve_generators(column):
+                whole = _read_whole(column)
         except Exception:  # a function may not take so many rows
             return ("unknown",)
         if isinstance(whole, Tensor):
@@ -259,6 +261,14 @@ def find_whole_outcomes(reads: Sequence[Sequence[StatisticRead]]) -> tuple[Any, 
         else:
             are_same &= whole in values
     return None if are_same else tuple(map(repr, outcomes))
+
+
+def _preserve_generators(column: Sequence[StatisticRead]) -> AbstractContextManager[None]:
+    """Restore the default generators: an operation that is repeated may be one that draws."""
+    leaves = [leaf for read in column for leaf in _list_leaves(read.operation)]
+    devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
+    kinds = {device.type for device in devices}
+    return torch.random.fork_rng(devices, **({"device_type": kinds.pop()} if kinds else {}))
 
 
 def _read_whole(column: Sequence[StatisticRead]) -> Any:
