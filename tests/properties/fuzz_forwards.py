@@ -330,14 +330,20 @@ def mixes_rows(case: Case) -> bool:
 
     The audit refuses such models, though a pipe computes what the model does for a micro-batch.
     """
-    # What a forward does may depend on the rows that come together, so many batches are tried.
-    for seed, rows in product(range(16), (2, 4)):
+    # What a forward does may depend on the rows that come together, so many batches are tried; and
+    # on a change of the model before a step.
+    changed = [at for at, step in enumerate(case.steps) if step.change]
+    for seed, rows, last in product(range(16), (2, 4), (0, *changed)):
         outcomes = []
         for chunks in (1, 2, rows):
             cut = replace(case, chunks=chunks)
             try:
-                batch = make_batch(case, 0, rows, seed)
-                outcomes.append(train_unsplit(cut, case.forward.build(), batch, None))
+                model = case.forward.build()
+                for step in case.steps[: last + 1]:
+                    if step.change:
+                        apply_change(model, step.change[1])
+                batch = make_batch(case, last, rows, seed)
+                outcomes.append(train_unsplit(cut, model, batch, None))
             except Exception:  # a BatchNorm needs two rows
                 return True
         if any(differences(outcome, outcomes[0], closely) for outcome in outcomes[1:]):
