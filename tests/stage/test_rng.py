@@ -24,6 +24,7 @@ from penstock.stage.rng import (
     CellRngKernels,
     CellRngMode,
     DrawRedirect,
+    SeededRng,
     advance_caller_rng,
     derive_cell_seed,
     peek_seed,
@@ -556,3 +557,33 @@ def test_function_compiled_inside_a_layer_that_draws() -> None:
         outputs[-1].sum().backward()
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[1], outputs[2])
+
+
+@each_checkpoint
+@each_runtime
+def test_state_of_a_cell_that_torch_checkpoint_restores_later_is_undone(
+    runtime: str, checkpoint: str
+) -> None:
+    """Attention draws from the default generator, which carries the state of its cell meanwhile.
+
+    `torch.utils.checkpoint` in another thread reads that state, and sets it when it ends. After one
+    step of thousands, the caller drew other numbers.
+    """
+
+    def restore_late(x: Tensor) -> Tensor:
+        with SeededRng(1).replace_shared_generator(torch.Generator().manual_seed(4)):
+            state = torch.get_rng_state()
+        torch.set_rng_state(state)
+        return functional.dropout(x, 0.5)
+
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(4, 4), Do(restore_late)), 2, checkpoint, stages=2, runtime=runtime,
+        devices=["cpu"] * 2, loss_fn=nn.functional.mse_loss,
+    )  # fmt: skip
+    for seed in range(2):
+        torch.manual_seed(seed)
+        pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        advance_caller_rng()
+        assert torch.equal(state, torch.get_rng_state())

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -51,6 +51,7 @@ from penstock.stage.rng import (
     advance_caller_rng,
     derive_cell_seed,
     peek_seed,
+    restore_shared_cpu_state,
 )
 from penstock.stage.stage import Stage
 from penstock.stage.stage_runner import StageRunner
@@ -296,7 +297,11 @@ class Execution:
         "may draw", so that the next call gives each one its own generators.
         """
         devices = [device.device for device in self._devices.values()]
-        if states_before and not all(map(torch.equal, read_rng_states(devices), states_before)):
+        have_changed = _have_rng_states_changed(devices, states_before)
+        if have_changed:
+            restore_shared_cpu_state(states_before[0])
+            have_changed = _have_rng_states_changed(devices, states_before)
+        if have_changed:
             for runner in self.stage_runners:
                 runner.stage.reset_behaviors()
             if any(runner.has_recomputed for runner in self.stage_runners):
@@ -323,6 +328,15 @@ class Execution:
         self.is_cleared = True
         for runner in self.stage_runners:
             runner.clear()
+
+
+def _have_rng_states_changed(
+    devices: Iterable[torch.device], states_before: Sequence[torch.Tensor]
+) -> bool:
+    """Return whether default generators have other states than before, if those were read."""
+    return bool(states_before) and not all(
+        map(torch.equal, read_rng_states(devices), states_before)
+    )
 
 
 @cache

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
@@ -73,6 +73,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 # device has a default generator. The parts of a virtual GPU share one, and so do CPU threads.
 _shared_generator_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 _CPU = torch.device("cpu")
+# The latest states of cells that the CPU's default generator has carried. `torch.utils.checkpoint`
+# in another thread may read one of them, and set it later: it restores the state that it found.
+_carried_states: deque[Tensor] = deque(maxlen=128)
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
 _BERNOULLI = torch.ops.aten.bernoulli_.float
 
@@ -92,13 +95,24 @@ def read_shared_cpu_state() -> Tensor:
         return torch.default_generator.get_state()
 
 
+def restore_shared_cpu_state(state_before: Tensor) -> None:
+    """Set the CPU's default generator back if another thread has left the state of a cell there."""
+    state = torch.default_generator.get_state()
+    if not torch.equal(state, state_before) and _was_carried(state):
+        torch.default_generator.set_state(state_before)
+
+
+def _was_carried(state: Tensor) -> bool:
+    return any(torch.equal(state, carried) for carried in list(_carried_states))
+
+
 def _check_not_seeded(state_before: Tensor) -> None:
     """Raise if the CPU's default generator was seeded since it had this state.
 
     Draws of other threads move it on, too, but do not bring it to the beginning of a seed.
     """
     state = read_shared_cpu_state()
-    if torch.equal(state, state_before):
+    if torch.equal(state, state_before) or _was_carried(state):
         return
     before, now = torch.Generator(), torch.Generator()
     before.set_state(state_before)
@@ -224,12 +238,15 @@ class SeededRng:
                 finally:
                     shared.graphsafe_set_state(shared_state)
                 return
-            before = shared.get_state()
-            shared.set_state(generator.get_state())
+            before, begin = shared.get_state(), generator.get_state()
+            _carried_states.append(begin)
+            shared.set_state(begin)
             try:
                 yield
             finally:
-                generator.set_state(shared.get_state())
+                end = shared.get_state()
+                _carried_states.append(end)
+                generator.set_state(end)
                 shared.set_state(before)
 
 
