@@ -689,13 +689,13 @@ class ChangeInput(nn.Module):
 
 # First layers after which PyTorch lets the second layer do so, because nothing needs a gradient.
 WITHOUT_GRADIENT = ["input", "view", "copy", "constants", "changed input"]
-WITHOUT_GRADIENT += ["detached", "detached copy"]
-# Here a gradient is needed, always or for some micro-batches.
+WITHOUT_GRADIENT += ["detached", "detached copy", "function"]
 ignore_warnings_of_cond = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script. is:DeprecationWarning", "ignore:The .grad attribute of:UserWarning"
 )
+# Here a gradient is needed, always or for some micro-batches.
 WITH_GRADIENT = [
-    "by data", "written", "written view", "weight", "function", "view from a function",
+    "by data", "written", "written view", "weight", "view from a function",
     "unseen write", "write to a list", "compiled function", "branch", "vjp",
     "hessian",
 ]  # fmt: skip

@@ -11,12 +11,15 @@ the functions of the forward are followed:
     a change in place        lets the family need a gradient if an argument does
     a change without a call  lets the family need a gradient
     `detach`                 begins a family that needs none
+    in an autograd.Function  a result needs a gradient if an argument does, and otherwise perhaps:
+                             the function may have a gradient for an argument that it has not used
     anything else            needs a gradient
 
 A change without a call is one that only the version counter shows: by scripted code, by another
-thread, or by a kernel of another library. The last line is for what an `autograd.Function` or
-compiled code returns, and for what PyTorch shows to no mode. The recomputation, which has a graph,
-raises an error if a tensor needs a gradient in spite of all that.
+thread, or by a kernel of another library. The last line is for what compiled code returns, and for
+what PyTorch shows to no mode. Where the answer is "perhaps", the stage runner builds a graph once
+and asks it. The recomputation, which has a graph, raises an error if a tensor needs a gradient in
+spite of all that.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -36,18 +40,26 @@ from penstock.torch_compat import is_inside_autograd_function, outside_autograd_
 _DETACHING = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 
 
+class GradientNeed(IntEnum):
+    """Whether a tensor needs a gradient. Of several tensors together, the maximum is true."""
+
+    NO = 0
+    PERHAPS = 1
+    YES = 2
+
+
 class _Family:
     """A tensor and its views, which need a gradient together.
 
     Attributes:
-        needs_grad: Whether they need one.
+        need: Whether they need one.
         version: The version counter of their memory when a function was last seen to write to it.
     """
 
-    __slots__ = ("needs_grad", "version")
+    __slots__ = ("need", "version")
 
-    def __init__(self, needs_grad: bool) -> None:
-        self.needs_grad = needs_grad
+    def __init__(self, need: GradientNeed) -> None:
+        self.need = need
         self.version = 0
 
 
@@ -63,7 +75,7 @@ class GradientFlow(TorchFunctionMode):
         self._counts_all = False
         self._families: dict[int, tuple[weakref.ref[Tensor], _Family]] = {}  # by id of a tensor
         for tensor in constants:
-            self._mark(tensor, _Family(False))
+            self._mark(tensor, _Family(GradientNeed.NO))
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -76,14 +88,15 @@ class GradientFlow(TorchFunctionMode):
         """Let every tensor count as one that needs a gradient."""
         self._counts_all = True
 
-    def needs_grad(self, tensor: Tensor) -> bool:
+    def find_need(self, tensor: Tensor) -> GradientNeed:
         """Return whether a tensor needs a gradient, as far as is known."""
         family = self._find_family(tensor)
         if family is None or self._counts_all:
-            return True
+            return GradientNeed.YES
         # A write that this mode has not seen has put unknown numbers into the tensor.
-        family.needs_grad |= tensor.requires_grad or _read_version(tensor) != family.version
-        return family.needs_grad
+        if tensor.requires_grad or _read_version(tensor) != family.version:
+            family.need = GradientNeed.YES
+        return family.need
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,8 +109,8 @@ class GradientFlow(TorchFunctionMode):
             return func(*args, **kwargs)
         arguments = list(iter_tensors((args, kwargs)))
         versions = [_read_version(tensor) for tensor in arguments]
-        # All of them, and before the call, so that writes without a call are told from this one.
-        has_gradient = any(list(map(self.needs_grad, arguments)))
+        # Before the call, so that writes without a call are told from those of this one.
+        needs = list(map(self.find_need, arguments))
         result = func(*args, **kwargs)
         outputs = list(iter_tensors(result))
         # Below a dispatch mode of Python, `torch._foreach_mul_` and its like count up no version.
@@ -110,23 +123,27 @@ class GradientFlow(TorchFunctionMode):
         ]
         if not outputs and not written:
             return result
-        # A kernel of another library may write to what an `autograd.Function` has allocated.
-        needs_grad = is_inside_autograd_function() or has_gradient
+        need = max(needs, default=GradientNeed.NO)
+        # Also for a view: an argument beside its base may have a gradient for it. And a kernel of
+        # another library may write to what the function has allocated.
+        is_inside_function = is_inside_autograd_function()
+        if is_inside_function:
+            need = max(need, GradientNeed.PERHAPS)
         for tensor in written:
             family = self._find_family(tensor)
             if family is not None:
-                family.needs_grad |= needs_grad
+                family.need = max(family.need, need)
                 family.version = _read_version(tensor)
         for output in outputs:
             if self._find_family(output) is not None:
                 continue  # an argument itself
-            if is_inside_autograd_function():
-                family = _Family(True)  # also a view: another argument may have a gradient for it
+            if is_inside_function:
+                family = None
             elif func in _DETACHING:
-                family = _Family(False)
+                family = _Family(GradientNeed.NO)
             else:
                 family = self._find_viewed(output, arguments)
-            self._mark(output, _Family(needs_grad) if family is None else family)
+            self._mark(output, family or _Family(need))
         return result
 
     def _find_viewed(self, output: Tensor, arguments: Sequence[Tensor]) -> _Family | None:
@@ -135,8 +152,8 @@ class GradientFlow(TorchFunctionMode):
             return None
         address = _find_storage(output)
         viewed = [t for t in arguments if address is None or _find_storage(t) == address]
-        families = [self._find_family(t) or _Family(True) for t in viewed]
-        return max(families, key=lambda family: family.needs_grad, default=None)
+        families = [self._find_family(t) or _Family(GradientNeed.YES) for t in viewed]
+        return max(families, key=lambda family: family.need, default=None)
 
     def _mark(self, tensor: Tensor, family: _Family) -> None:
         family.version = _read_version(tensor)

@@ -50,7 +50,7 @@ from penstock.stage.cell_graph import (
     find_gradient_edge,
 )
 from penstock.stage.compile_support import has_compiled_module
-from penstock.stage.gradient_flow import GradientFlow
+from penstock.stage.gradient_flow import GradientFlow, GradientNeed
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.loss_terms import LossTerms, find_added_terms
 from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
@@ -122,6 +122,7 @@ class _RecomputeInputs:
         host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
         products: Numbers of the outputs by destination, if the recomputation is compared with them.
         detached: The outputs that need no gradient, by destination, as their indices.
+        is_detached_unknown: Whether only a graph can tell which outputs need no gradient.
     """
 
     payloads: dict[int, Payload]
@@ -133,6 +134,7 @@ class _RecomputeInputs:
     host_rng: HostRngCell | None
     products: dict[int, list[Product]]
     detached: Mapping[int, Collection[int]] = field(default_factory=dict)
+    is_detached_unknown: bool = False
 
 
 class StageRunner:
@@ -295,12 +297,11 @@ class StageRunner:
         if read_only:
             check_unchanged(read_only, before)
         output_payloads, tensor_count, may_alias = build_payloads(outputs, needs_grad)
-        if needs_grad is is_differentiable and (
-            tensor_count > 1
-            or self._must_recompute_to_find_detached
-            or self._recompute_inputs[microbatch].detached
-        ):
-            self._exclude_detached(microbatch, output_payloads)
+        if needs_grad is is_differentiable:
+            saved = self._recompute_inputs[microbatch]
+            saved.is_detached_unknown |= self._must_recompute_to_find_detached
+            if tensor_count > 1 or saved.is_detached_unknown or saved.detached:
+                self._exclude_detached(microbatch, output_payloads)
         if may_alias or read_only:
             self._protect_outputs(output_payloads, read_only)
         return output_payloads
@@ -421,15 +422,15 @@ class StageRunner:
         """Let outputs that the layers have detached arrive without a gradient at the next stages.
 
         A forward without a graph cannot tell them apart. Of a single output, `GradientFlow` knows
-        most cases. If there are several outputs, a frozen stage that may need no backward at all,
-        or a layer with backward hooks, which are not called without gradients, the first forward of
-        each kind is followed by a recomputation whose graph is dropped at once. So it is for
-        outputs of the pipe that share memory: `h, h[:, 0]` and `h, h.detach()` are joined to a
-        tensor and a view of it.
+        most cases. In others, the first forward of each kind is followed by a recomputation whose
+        graph is dropped at once: where that does not know, of several outputs, in a frozen stage
+        that may need no backward at all, and if a layer has backward hooks, which are not called
+        without gradients. So it is for outputs of the pipe that share memory: `h, h[:, 0]` and
+        `h, h.detach()` are joined to a tensor and a view of it.
         """
         sent = {dst: p.needs_grad for dst, p in payloads.items() if dst != OUTSIDE or p.shared}
         saved = self._recompute_inputs[microbatch]
-        if not self._must_recompute_to_find_detached and sum(map(sum, sent.values())) < 2:
+        if not saved.is_detached_unknown and sum(map(sum, sent.values())) < 2:
             self._exclude(saved.detached, payloads)
             return
         received = tuple((src, p.needs_grad) for src, p in saved.payloads.items())
@@ -577,8 +578,8 @@ class StageRunner:
             written = find_written(buffers, behavior.silent_writes)
             unwritten = exclude_written(buffers, written)
         flat_outputs = flatten_outputs(outputs)
-        detached = {} if flow is None else _find_detached(flat_outputs, flow)
-        behavior.follows_gradients = bool(detached)
+        detached, is_unknown = ({}, False) if flow is None else _find_detached(flat_outputs, flow)
+        behavior.follows_gradients = bool(detached) or is_unknown
         products: dict[int, list[Product]] = {}
         for dst, tensors in self._list_compared_outputs(flat_outputs).items():
             products[dst] = list(map(compute_product, tensors))
@@ -594,6 +595,7 @@ class StageRunner:
             self._host_rng,
             products,
             detached,
+            is_unknown,
         ), flat_outputs
 
     def _build_gradient_flow(self, input_payloads: dict[int, Payload]) -> GradientFlow | None:
@@ -969,8 +971,11 @@ _get_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
-def _find_detached(outputs: FlatValues, flow: GradientFlow) -> dict[int, tuple[int]]:
-    """Return the destination and the index of a single output if it needs no gradient."""
+def _find_detached(outputs: FlatValues, flow: GradientFlow) -> tuple[dict[int, tuple[int]], bool]:
+    """Return the destination and the index of a single output if it needs no gradient.
+
+    Also return whether this is not known.
+    """
     sent = [
         (dst, index, tensor)
         for dst, (tensors, _) in outputs.items()
@@ -978,9 +983,10 @@ def _find_detached(outputs: FlatValues, flow: GradientFlow) -> dict[int, tuple[i
         if dst != OUTSIDE and is_differentiable(tensor)
     ]
     if len(sent) != 1:
-        return {}
+        return {}, False
     dst, index, tensor = sent[0]
-    return {} if flow.needs_grad(tensor) else {dst: (index,)}
+    need = flow.find_need(tensor)
+    return {dst: (index,)} if need is GradientNeed.NO else {}, need is GradientNeed.PERHAPS
 
 
 def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payload]) -> FlatValues:
