@@ -15,7 +15,7 @@
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make frameworks  train with Trainers of Hugging Face and Lightning, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
-#                each with the audit and without it; first the traces of more models; a quarter of an hour
+#                each with the audit and without it; first more tests of traces; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
@@ -97,7 +97,7 @@ frameworks: $(READY)
 	$(BIN)/python -m tests.integrations.frameworks $(ROWS)
 
 zoo: $(READY)
-	PENSTOCK_SOAK=1 $(BIN)/pytest tests/model/traced/test_sizes.py
+	PENSTOCK_SOAK=1 $(BIN)/pytest -n $(WORKERS) tests/model/traced
 	$(BIN)/python -m tests.models.table
 	$(BIN)/python -m tests.models.audited
 
