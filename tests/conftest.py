@@ -1,4 +1,4 @@
-"""Test configuration: hidden GPUs, more workers than cores, long tests first, cheap seeding.
+"""Test configuration: hidden GPUs, workers, long tests first, one thread, cheap seeding.
 
 Fault tests spend most of their time waiting for a rank that no longer responds, so other tests can
 run in the meantime.
@@ -115,12 +115,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without an accelerator, replace `torch.manual_seed` by the seeding of the CPU generator.
+    """Set up PyTorch for thousands of small tests at the same time.
 
-    Otherwise torch queues each seed, with a stack trace, for every accelerator that might be
-    initialized later, and never frees it. That takes half a millisecond per call, and the tests
-    make thousands of calls.
+    All processes that tests start compute on one thread. The models are tiny, and threads that wait
+    for their share of one keep the cores from other tests.
+
+    Without an accelerator, `torch.manual_seed` is the seeding of the CPU generator. Otherwise torch
+    queues each seed, with a stack trace, for every accelerator that might be initialized later, and
+    never frees it. That takes half a millisecond per call, and the tests make thousands of calls.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not torch.accelerator.is_available():
         torch.manual_seed = torch.default_generator.manual_seed
 
