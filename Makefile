@@ -15,7 +15,7 @@
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make frameworks  train with Trainers of Hugging Face and Lightning, unsplit and as pipes, and compare the curves; ten minutes
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; then compare the first step of
-#                each with the audit and without it; a quarter of an hour
+#                each with the audit and without it; first more tests of traces; a quarter of an hour
 # make versions  rewrite docs/versions.md: a sample of the tests with every supported PyTorch release; an hour.
 #                VERSIONS="2.11.0 2.15.0" chooses, FULL=1 runs all tests, KEEP=folder keeps environments,
 #                PYTHONS="python3.11 python3.13" chooses interpreters
@@ -29,6 +29,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Three workers for two cores: tests of processes and faults wait half of their time.
+WORKERS ?= $(shell python3 -c 'import os; print(max(2, len(os.sched_getaffinity(0)) * 3 // 2))')
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
 .PHONY: demo test suite lint fuzz busy soak surroundings docs studio browser features frameworks zoo versions caps papers plans bench bench-gpu format clean
@@ -41,7 +43,7 @@ test: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: $(READY)
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -95,6 +97,7 @@ frameworks: $(READY)
 	$(BIN)/python -m tests.integrations.frameworks $(ROWS)
 
 zoo: $(READY)
+	PENSTOCK_SOAK=1 $(BIN)/pytest -n $(WORKERS) tests/model/traced
 	$(BIN)/python -m tests.models.table
 	$(BIN)/python -m tests.models.audited
 

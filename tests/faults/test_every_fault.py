@@ -1,16 +1,16 @@
 """Every fault at every place of a training run, on ranks that change from place to place.
 
                 forward  backward  send  loss       between  saving
-    raise          x        x        x   last rank     x        x     of 2 and of 3 ranks
-    kill -9        x        x        x   last rank     x        x     of 2 and of 3
-    stall          x        x        x   last rank     x        x     of 2 and of 3
+    raise          x        x        x   last rank     x        x     of 2 and of 3 ranks, in turns
+    kill -9        x        x        x   last rank     x        x     of 2 and of 3, in turns
+    stall          x        x        x   last rank     x        x     of 2 and of 3, in turns
     sys.exit       x        x        x   last rank     x        x     of 2: like an error for others
     os._exit       x                                   x        x     of 2: like kill -9 for others
 
 Only the last rank computes the loss. Between steps it is the optimizer that fails. Ranks that
 disagree are tested in test_disagreement.py. In every case all ranks end in time with the same
 cause, no process is left running, and training can resume from the last checkpoint. `make soak`
-lets each rank fail at each place.
+lets each rank of each size fail at each place.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ def failing_ranks(place: str, fail: Callable[[], object], size: int) -> list[int
     return [*range(size)] if SOAK else [(PLACES.index(place) + FAULTS.index(fail)) % size]
 
 
+def numbers_of_ranks(
+    place: str, fail: Callable[[], object], sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the sizes to try at a place: they take turns, and a soak run tries all of them."""
+    if SOAK:
+        return sizes
+    return (sizes[(PLACES.index(place) + FAULTS.index(fail)) % len(sizes)],)
+
+
 def run_fault(
     fail: Callable[[], object],
     folder: Path,
@@ -50,7 +59,7 @@ def run_fault(
     given = {
         (place, size, rank): (size, train_with_fault, Fault(rank, place, fail), folder / name)
         for place in places
-        for size in sizes
+        for size in numbers_of_ranks(place, fail, sizes)
         for rank in failing_ranks(place, fail, size)
         for name in [f"{place}-{size}-{rank}"]
     }

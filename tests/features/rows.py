@@ -35,7 +35,7 @@ class Row(Feature):
     compared: str = ""
     refused: str = ""  # a pattern for the message, if the pipe refuses it
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    most: int = 4  # cells
+    most: int = 3  # cells
 
     def cells(self, number: int) -> Iterator[Way]:
         """Return the ways to run row `number`, whose schedules shift from row to row."""

@@ -38,15 +38,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_rows(count: int) -> list[dict[str, str]]:
-    """Return prompts, whose tokens are ignored by the loss, with completions of many lengths."""
+def make_rows(count: int, lengths: int) -> list[dict[str, str]]:
+    """Return prompts, whose tokens are ignored by the loss, with completions of some lengths."""
     generator = torch.Generator().manual_seed(0)
 
     def write(length: int) -> str:
         numbers = torch.randint(VOCABULARY - 3, (length,), generator=generator).tolist()
         return " ".join(f"w{number}" for number in numbers)
 
-    return [{"prompt": f"{write(3)} ", "completion": write(3 + i % 5)} for i in range(count)]
+    return [{"prompt": f"{write(3)} ", "completion": write(3 + i % lengths)} for i in range(count)]
 
 
 def train_sft(
@@ -58,6 +58,9 @@ def train_sft(
     callbacks: list[Any] | None = None,
     resume: str | None = None,
     loss_type: str = "nll",
+    train_rows: int = 22,
+    eval_rows: int = 7,
+    lengths: int = 5,
     **arguments: Any,
 ) -> Curve:
     """Train a Llama as `curves.train` does, with an SFTTrainer."""
@@ -76,8 +79,8 @@ def train_sft(
     trainer = (SFTTrainer if pipe_options is None else PipeSFTTrainer)(
         model=model,
         args=config,
-        train_dataset=Dataset.from_list(make_rows(22)),
-        eval_dataset=Dataset.from_list(make_rows(7)),
+        train_dataset=Dataset.from_list(make_rows(train_rows, lengths)),
+        eval_dataset=Dataset.from_list(make_rows(eval_rows, lengths)),
         processing_class=make_tokenizer(),
         callbacks=callbacks,
     )

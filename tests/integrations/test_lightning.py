@@ -39,6 +39,13 @@ from tests.integrations.lightning_processes import (
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Lightning
 
 TOLERANCE = 1e-6
+# Full batches only, as each other size of a batch is traced by itself. The tests of curves have
+# smaller ones, too.
+FULL: dict[str, Any] = {"rows": 16}
+# Step 5 ends an epoch, as Lightning does not resume in the middle of one.
+RESUMED: dict[str, Any] = {"rows": 20}
+# The audit of a step with Fabric takes longer than the run. A test of curves has it.
+UNAUDITED: dict[str, Any] = {"audit": "off"}
 Automatic: Any = define_modules("lightning").Automatic
 
 
@@ -67,27 +74,33 @@ def test_trainer_has_the_curve_of_the_unsplit_module(package: str) -> None:
     ids=["clip by value", "float64", "manual", "two optimizers"],
 )
 def test_options_of_the_trainer(options: dict[str, Any]) -> None:
-    expected = fit(steps=6, **options).curve
-    assert fit(steps=6, pipe_options={}, **options).curve.compute_difference(expected) < TOLERANCE
+    options = {"steps": 6, **FULL, **options}
+    expected = fit(**options).curve
+    assert fit(pipe_options={}, **options).curve.compute_difference(expected) < TOLERANCE
 
 
 def test_manual_optimization_under_a_schedule() -> None:
-    expected = fit(steps=4, kind="Manual").curve
+    expected = fit(steps=4, kind="Manual", **FULL).curve
     pipe_options = {"schedule": "zb-h1", "loss_methods": ("compute_loss",)}
-    run = fit(steps=4, kind="Manual", pipe_options=pipe_options)
+    run = fit(steps=4, kind="Manual", pipe_options=pipe_options, **FULL)
     assert run.curve.compute_difference(expected) < TOLERANCE
 
 
 def test_mixed_precision_trains_in_bfloat16() -> None:
-    expected = fit(steps=4, precision="bf16-mixed").curve
-    curve = fit(steps=4, precision="bf16-mixed", pipe_options={}).curve
-    exact = fit(steps=4, pipe_options={}).curve
+    options: dict[str, Any] = {"steps": 4, **FULL}
+    expected = fit(precision="bf16-mixed", **options).curve
+    curve = fit(precision="bf16-mixed", pipe_options={}, **options).curve
+    exact = fit(pipe_options={}, **options).curve
     assert curve.compute_difference(expected) < 0.02  # bfloat16 has 8 bits
     assert curve.compute_difference(exact) > 1e-5
 
 
-@pytest.mark.parametrize("kind", ["Automatic", "Network"])
-def test_fabric_has_the_curve_of_the_unsplit_module(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "pipe_options"), [("Automatic", {}), ("Network", UNAUDITED)], ids=str
+)
+def test_fabric_has_the_curve_of_the_unsplit_module(
+    kind: str, pipe_options: dict[str, Any]
+) -> None:
     options: dict[str, Any] = {
         "kind": kind,
         "steps": 5,
@@ -95,16 +108,18 @@ def test_fabric_has_the_curve_of_the_unsplit_module(kind: str) -> None:
         "clip": {"max_norm": 0.3},
     }
     expected = run_fabric(**options)
-    assert run_fabric(pipe_options={}, **options).compute_difference(expected) < TOLERANCE
+    curve = run_fabric(pipe_options=pipe_options, **options)
+    assert curve.compute_difference(expected) < TOLERANCE
     assert len(expected.evaluations) == 1
 
 
 def test_run_that_is_killed_resumes_with_another_number_of_stages(tmp_path: Path) -> None:
-    expected = fit(steps=10)
-    curve = fit(steps=10, pipe_options={}, folder=str(tmp_path), kill_at=5).curve
+    options: dict[str, Any] = {"steps": 10, **RESUMED}
+    expected = fit(**options)
+    curve = fit(pipe_options={}, **options, folder=str(tmp_path), kill_at=5).curve
     assert max(curve.steps) == 5
     checkpoint = next(tmp_path.glob("*.ckpt"))
-    fit(steps=10, pipe_options={"stages": 3}, curve=curve, resume=str(checkpoint))
+    fit(pipe_options={"stages": 3}, curve=curve, resume=str(checkpoint), **options)
     assert curve.compute_difference(expected.curve) < TOLERANCE
     # The file is that of the unsplit module.
     module = Automatic.load_from_checkpoint(checkpoint, weights_only=False)
@@ -112,10 +127,11 @@ def test_run_that_is_killed_resumes_with_another_number_of_stages(tmp_path: Path
 
 
 def test_fabric_resumes_with_another_number_of_stages(tmp_path: Path) -> None:
-    expected, folder = run_fabric(steps=10), str(tmp_path)
-    curve = run_fabric(steps=10, pipe_options={}, folder=folder, kill_at=5)
+    options: dict[str, Any] = {"steps": 10, **FULL}
+    expected, folder = run_fabric(**options), str(tmp_path)
+    curve = run_fabric(pipe_options=UNAUDITED, folder=folder, kill_at=5, **options)
     resume = f"{folder}/step-5.ckpt"
-    run_fabric(steps=10, pipe_options={"stages": 3}, curve=curve, resume=resume)
+    run_fabric(pipe_options={"stages": 3, **UNAUDITED}, curve=curve, resume=resume, **options)
     assert curve.compute_difference(expected) < TOLERANCE
 
 
@@ -242,7 +258,8 @@ def test_step_that_depends_on_the_state_of_the_trainer() -> None:
     choices: list[dict[str, Any] | None] = [None, {}]
     for pipe_options in choices:
         torch.manual_seed(0)
-        curves.append(fit(steps=7, module=Scheduled(), pipe_options=pipe_options).curve)
+        run = fit(steps=7, module=Scheduled(), pipe_options=pipe_options, **FULL)
+        curves.append(run.curve)
     assert curves[1].compute_difference(curves[0]) < TOLERANCE
 
 
@@ -284,10 +301,10 @@ def test_trainer_can_be_used_again_after_an_error() -> None:
 
     module = Failing()
     with pytest.raises(KeyError, match="mine"):
-        fit(steps=4, module=module, pipe_options={})
+        fit(steps=4, module=module, pipe_options={}, **FULL)
     assert not {"log", "forward", "log_dict"} & vars(module).keys()
     module.fails = False
-    assert len(fit(steps=4, module=module, pipe_options={}).curve.steps) == 4
+    assert len(fit(steps=4, module=module, pipe_options={}, **FULL).curve.steps) == 4
 
 
 def test_devices_of_the_trainer_are_the_ranks() -> None:
@@ -317,7 +334,7 @@ def test_dropout_and_batch_norm_train_alike_in_two_runs() -> None:
 
 
 def test_trainer_over_processes(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 6, "gradient_clip_val": 0.3}
+    options: dict[str, Any] = {"steps": 6, "gradient_clip_val": 0.3, **RESUMED}
     expected = fit(**options).curve
     saved = {**options, "folder": str(tmp_path)}
     curves = ranks(2).run(fit_on_ranks, 1, saved)
@@ -331,11 +348,12 @@ def test_trainer_over_processes(tmp_path: Path) -> None:
 
 
 def test_fabric_and_manual_optimization_over_processes() -> None:
-    curves = ranks(2).run(run_fabric_on_ranks, 1, {"steps": 4})
-    expected = run_fabric(steps=4)
+    options: dict[str, Any] = {"steps": 4, **FULL}
+    curves = ranks(2).run(run_fabric_on_ranks, 1, options)
+    expected = run_fabric(**options)
     assert max(curve.compute_difference(expected) for curve in curves) < TOLERANCE
     pipe_options = {"loss_methods": ("compute_loss",)}
-    options: dict[str, Any] = {"kind": "Manual", "steps": 3}
+    options = {"kind": "Manual", "steps": 3, **FULL}
     curves = ranks(2).run(fit_on_ranks, 1, {**options, "pipe_options": pipe_options})
     expected = fit(**options).curve
     assert max(curve.compute_difference(expected) for curve in curves) < TOLERANCE

@@ -38,17 +38,22 @@ from tests.integrations.processes import (
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers and accelerate
 
-SHORT: dict[str, Any] = {"max_steps": 6, "eval_steps": 3}
+# Full batches only, as each other size of a batch is traced by itself. The tests of curves have
+# smaller ones, too.
+UNEVEN: dict[str, Any] = {"max_steps": 6, "eval_steps": 3}
+SHORT: dict[str, Any] = {"train_rows": 24, "eval_rows": 8, **UNEVEN}
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation"), [("Llama", 3), ("BERT", 1), ("T5", 3), ("ViT", 1)]
+    ("name", "rows", "accumulation"),
+    [("Llama", UNEVEN, 3), ("BERT", UNEVEN, 1), ("T5", SHORT, 3), ("ViT", SHORT, 1)],
+    ids=["Llama", "BERT", "T5", "ViT"],
 )
 def test_pipe_trainer_has_the_curve_of_the_unsplit_model(
-    name: str, accumulation: int, tmp_path: Path
+    name: str, rows: dict[str, Any], accumulation: int, tmp_path: Path
 ) -> None:
-    options = {**SHORT, "gradient_accumulation_steps": accumulation}
+    options = {**rows, "gradient_accumulation_steps": accumulation}
     expected = train(MODELS[name], str(tmp_path), Trainer, **options)
     curve = train(MODELS[name], str(tmp_path), PipeTrainer, pipe_options={}, **options)
     assert curve.compute_difference(expected) < 1e-6
@@ -242,17 +247,16 @@ def test_model_of_ones_own_saves_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
 def test_trainer_over_processes(size: int, replicas: int, tmp_path: Path) -> None:
-    rows = {"train_rows": 24, "eval_rows": 8, **SHORT}
-    expected = train(MODELS["Llama"], str(tmp_path), Trainer, **rows)
+    expected = train(MODELS["Llama"], str(tmp_path), Trainer, **SHORT)
     batch = 4 // replicas
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
-    options = {**rows, **sizes, **SAVES}
+    options = {**SHORT, **sizes, **SAVES}
     curves = ranks(size).run(train_on_ranks, "Llama", str(tmp_path), replicas, options)
     assert max(curve.compute_difference(expected) for curve in curves) < 1e-6
     if replicas > 1:
         return
     # The checkpoint goes on in one process, with another number of stages.
-    again = {**rows, "pipe_options": {"stages": 3}, "resume": f"{tmp_path}/checkpoint-4"}
+    again = {**SHORT, "pipe_options": {"stages": 3}, "resume": f"{tmp_path}/checkpoint-4"}
     curve = Curve({n: curves[0].steps[n] for n in range(1, 5)}, {3: curves[0].evaluations[3]})
     train(MODELS["Llama"], str(tmp_path), curve=curve, **again)
     assert curve.compute_difference(expected) < 1e-6

@@ -32,17 +32,23 @@ NUMBERS = {name: number for number, name in enumerate(ZOO)}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zoo_model_as_a_pipe_equals_the_unsplit_model(name: str) -> None:
-    """Each number of stages is combined with some of the schedules, batch sizes and modes."""
+    """Models take turns with the numbers of stages, schedules and batch sizes.
+
+    One trains on batches of two sizes, and the next one trains and evaluates. `make zoo` tries
+    every combination for every model.
+    """
     if ZOO[name].warns:
         warnings.filterwarnings("ignore", ZOO[name].warns)
     exhibited, number = Exhibited(ZOO[name]), NUMBERS[name]
     two, more = trials(number)
-    pipe = exhibited.piped(two)
-    exhibited.compared(two, pipe, at=0, training=True)
-    exhibited.compared(two, pipe, at=1, training=True)
-    pipe = exhibited.piped(more)
-    exhibited.compared(more, pipe, at=1, training=True)
-    exhibited.compared(more, pipe, at=number % 2, training=False)
+    trains_only = NAMES.index(name) % 2 == 0
+    trial = two if trains_only else more
+    pipe = exhibited.piped(trial)
+    exhibited.compared(trial, pipe, at=1, training=True)
+    if trains_only:
+        exhibited.compared(trial, pipe, at=0, training=True)
+    else:
+        exhibited.compared(trial, pipe, at=number % 2, training=False)
     exhibited.as_before()
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from penstock import AuditError, PenstockError, Pipe, PipeSequential
 from penstock.runtime.audit import Audit
 from penstock.runtime.layer_settings import SettingsWatch
+from tests.pairs import each_pair
 from tests.support import same_gradients
 
 ROWS, WIDTH = 8, 4
@@ -260,9 +261,7 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored")
-@each_door
-@pytest.mark.parametrize("is_traced", [False, True])
-@pytest.mark.parametrize("switch", SWITCHES)
+@each_pair(switch=SWITCHES, is_traced=[False, True], door=["call", "step"])
 def test_switch_that_is_turned_on_later_is_found(switch: str, is_traced: bool, door: str) -> None:
     torch.manual_seed(0)
     layer, last = Keyed(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)

@@ -21,7 +21,8 @@ from penstock.stage.recompute import (
     mark_recomputing,
     snapshot_buffers,
 )
-from tests.support import Do, each_door, each_runtime, same_gradients
+from tests.pairs import each_pair
+from tests.support import DOORS, Do, each_door, each_runtime, same_gradients
 
 
 class RecordsRecompute(nn.Module):
@@ -733,10 +734,12 @@ def compare_with_unsplit(
             assert torch.allclose(ours.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "threads"])
-@each_door
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("kind", WITHOUT_GRADIENT)
+@each_pair(
+    kind=WITHOUT_GRADIENT,
+    checkpoint=["always", "except_last", "never"],
+    door=DOORS,
+    runtime=["inline", "threads"],
+)
 def test_output_of_a_recomputed_stage_that_needs_no_gradient(
     kind: str, checkpoint: str, door: str, runtime: str
 ) -> None:

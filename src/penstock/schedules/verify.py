@@ -151,8 +151,8 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
         if _is_complete(ops_by_stage.get(stage, {}), chunks, trains):
             continue
         times = {op: Counter(ops_by_stage.get(stage, {}).get(op, ())) for op in Op}
-        present = {microbatch for counter in times.values() for microbatch in counter}
-        present.intersection_update(chunks)
+        # Not an intersection of sets, which would enumerate all of `chunks`.
+        present = {i for counter in times.values() for i in counter if i in chunks}
         # Three examples are enough: a text that says `chunks: 99999999` must not list them all.
         if missing := list(islice((i for i in chunks if i not in present), 3)):
             more = schedule.chunks - len(present) - len(missing)
@@ -174,7 +174,8 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
 
 def _is_complete(ops: Mapping[Op, list[int]], chunks: range, trains: bool) -> bool:
     """Return whether a stage is certainly complete: quicker than to count every micro-batch."""
-    if not ops or sorted(ops[Op.F]) != list(chunks):
+    # The lengths first: a text may say `chunks: 99999999`, of which no list is made.
+    if not ops or len(ops[Op.F]) != len(chunks) or sorted(ops[Op.F]) != list(chunks):
         return False
     full, split, weights = (ops[op] for op in _BACKWARD)
     if trains and (sorted(full + split) != list(chunks) or sorted(split) != sorted(weights)):

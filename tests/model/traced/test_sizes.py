@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -325,12 +326,13 @@ def test_padding_leaves_at_most_four_sizes(least: int, largest: int, wanted: int
 # ---- the zoo ----------------------------------------------------------------------------------
 
 LEARNED = """
-    nanoGPT; encoder-decoder, tied; GPT-2 (transformers); Llama (transformers);
-    T5 (transformers); BERT (transformers); Gemma 3 text (transformers); ConvNeXt (transformers)
+    nanoGPT; encoder-decoder, tied; Llama (transformers); BERT (transformers);
+    ConvNeXt (transformers)
 """
-UNLEARNED = (
-    "ViT; U-Net; ResNet; mixture of experts; LSTM stack; features by hooks; in-place glue; hooks"
-)
+UNLEARNED = "ViT; mixture of experts; LSTM stack; hooks"
+if "PENSTOCK_SOAK" in os.environ:  # `make zoo`
+    LEARNED += "; GPT-2 (transformers); T5 (transformers); Gemma 3 text (transformers)"
+    UNLEARNED += "; U-Net; ResNet; features by hooks; in-place glue"
 NAMES = [" ".join(name.split()) for name in f"{LEARNED};{UNLEARNED}".split(";")]
 
 
@@ -338,7 +340,7 @@ NAMES = [" ".join(name.split()) for name in f"{LEARNED};{UNLEARNED}".split(";")]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trace_without_units_is_the_trace_with_them(name: str) -> None:
-    """Five sizes of inputs and two numbers of rows. What cannot be learned is traced in full."""
+    """Four sizes of inputs and four numbers of rows. What cannot be learned is traced in full."""
     architecture = ZOO[name]
     partition = _partition(Exhibited(architecture).piped(trials(0)[0]))
     least, other = architecture.sizes
@@ -359,7 +361,7 @@ def test_a_trace_without_units_is_the_trace_with_them(name: str) -> None:
         return
     assert shapes is not None
     step = other - least
-    for rows, size in ((2, other + step), (2, 2 * other), (4, least), (5, other + 2 * step)):
+    for rows, size in ((2, 2 * other), (5, other + 2 * step)):
         derived, full = trace(rows, size, shapes), trace(rows, size)
         assert [_describe(node) for node in derived.nodes] == [_describe(n) for n in full.nodes]
         assert derived.values == full.values
