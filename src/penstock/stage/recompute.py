@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from penstock.data_parallel.dtensor import to_local
 from penstock.device.accelerator import has_double_precision
 from penstock.errors import RunError
-from penstock.state_copy import SCALARS, StructureCopier, clone_state
+from penstock.state_copy import SCALARS, StructureCopier, clone_state, get_package
 from penstock.torch_compat import NormBase, wait_for_collective
 
 # ---- questions that a layer may ask ------------------------------------------------------------
@@ -248,12 +248,18 @@ class WrittenAttribute(NamedTuple):
 AttributeSnapshot = tuple[WrittenAttribute, Any]
 
 
+_OURS = get_package(StructureCopier)
+
+
 class AttributeWatch:
     """Finds the attributes of modules that a forward sets or changes."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # `DeferredStatsBatchNorm` collects nothing in a recomputation.
-        self._modules = [m for m in modules if not has_write_only_buffers(m)]
+        # `DeferredStatsBatchNorm` collects nothing in a recomputation. A pipe that is a layer has
+        # its traces, which refer to the code of the model and so to all variables of its module.
+        self._modules = [
+            m for m in modules if not (has_write_only_buffers(m) or get_package(type(m)) == _OURS)
+        ]
         self._copier = StructureCopier(clone_state)
         self.before = _read_attributes(self._modules)
         for _, _, value in self.before:
