@@ -37,8 +37,15 @@ from torch import Tensor, nn
 
 TensorMap = Callable[[Tensor], Tensor]
 
-# Packages whose objects and functions are not the work of the model's author.
-LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
+# Packages whose objects and functions are not the work of the model's author. Those of trainers
+# refer to thousands of objects, which an audit would put aside for each forward.
+LIBRARY_PACKAGES = frozenset(
+    (
+        *sys.stdlib_module_names,
+        *("accelerate", "lightning", "lightning_fabric", "lightning_utilities", "matplotlib"),
+        *("numpy", "peft", "pytorch_lightning", "torch", "transformers"),
+    )
+)
 # Iterators whose copy goes on where the original is. Others, such as generators, have no copy.
 _COPYABLE_ITERATORS: tuple[type, ...] = (
     itertools.count,
