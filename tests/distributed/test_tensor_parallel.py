@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from penstock import Pipe
 from tests.data_parallel.replicas import check_on_ranks, differing, wrong_loss
-from tests.distributed.ranks import ranks
+from tests.distributed.ranks import SOAK, ranks
 from tests.support import closely
 
 MESHES = {4: {"pp": 2, "tp": 2}, 8: {"pp": 2, "dp": 2, "tp": 2}}
@@ -102,10 +102,12 @@ def test_stages_that_end_in_a_row_parallel_layer(schedule: str, checkpoint: str)
     check_on_ranks(4, compare, 4, False, options)
 
 
-@pytest.mark.parametrize(
-    ("size", "is_traced", "balance"),
-    [(4, False, "time"), (8, True, "memory")],
-)
+MEASURED_CUTS = [(4, False, "time"), (8, True, "memory")]
+if SOAK:
+    MEASURED_CUTS += [(4, True, "memory"), (8, True, "time"), (8, False, "memory")]
+
+
+@pytest.mark.parametrize(("size", "is_traced", "balance"), MEASURED_CUTS)
 def test_measured_cut_of_tensor_parallel_blocks(size: int, is_traced: bool, balance: str) -> None:
     check_on_ranks(size, compare, size, is_traced, {"balance": balance})
 
