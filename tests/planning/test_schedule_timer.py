@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -40,6 +41,10 @@ def test_timer_agrees_with_the_simulator(name: str, seed: int) -> None:
         timeline = simulate(lower(full, costs.graph), costs.cost)
         assert timer.seconds(costs, flags) == pytest.approx(timeline.makespan, rel=1e-12)
         assert timer.seconds(costs, flags, "period") == pytest.approx(timeline.period, rel=1e-12)
+        for factor in (0.2, 0.7, 0.99, 1.0, 1.3):  # only a slower step may be given up
+            limited = timer.seconds(costs, flags, limit=factor * timeline.makespan)
+            assert limited == timer.seconds(costs, flags) or (factor < 1 and limited == inf)
+        assert timer.seconds(costs, flags, limit=0.2 * timeline.makespan) == inf
         step, period, bubble = timer.forecast(costs, flags)
         assert step == timer.seconds(costs, flags)
         assert period == timer.seconds(costs, flags, "period")
