@@ -113,7 +113,7 @@ class GradientFlow(TorchFunctionMode):
         needs = list(map(self.find_need, arguments))
         result = func(*args, **kwargs)
         outputs = list(iter_tensors(result))
-        # Below a dispatch mode of Python, `torch._foreach_mul_` and its like count up no version.
+        # Below a dispatch mode of Python, operators for lists of tensors count up no version.
         name = getattr(func, "__name__", "")
         writes_all = name.startswith("_foreach_") and name.endswith("_")
         written = [
