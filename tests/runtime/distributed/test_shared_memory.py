@@ -9,6 +9,7 @@ import fcntl
 import gc
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,7 @@ from penstock.runtime.distributed.shared_memory import (
 )
 from penstock.tensor_spec import TensorSpec
 from tests.distributed.ranks import ranks
+from tests.support import run_in_threads
 
 PAIRS = frozenset({(0, 1), (1, 0)})
 Change = Callable[[int, Any], Any]
@@ -177,6 +179,32 @@ def test_a_wait_fails_when_the_peer_ends_or_the_links_are_aborted(how: str) -> N
             receiver.recv(0, 1, packed(torch.ones(2)))
         with pytest.raises(RuntimeError, match="Connection closed by rank 0"):
             receiver.send(0, 1, [torch.ones(2)])
+
+
+def test_several_threads_note_descriptors_at_once() -> None:
+    """ "dictionary changed size during iteration": a thread went on when garbage was collected."""
+    errors: list[RuntimeError] = []
+
+    def note_descriptors() -> None:
+        for _ in range(300):
+            descriptors = os.pipe()
+            try:
+                close_in_children(descriptors)
+            except RuntimeError as error:
+                errors.append(error)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    gc.callbacks.append(lambda *_: time.sleep(0))  # lets another thread go on
+    try:
+        run_in_threads(note_descriptors, 4)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*threshold)
+    assert not errors
 
 
 def test_messages_that_were_sent_before_the_peer_ended_still_arrive() -> None:

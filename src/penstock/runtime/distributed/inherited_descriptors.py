@@ -11,12 +11,16 @@ Where there is no /proc, forked processes keep them.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 _DESCRIPTORS = "/proc/self/fd"
 
 _inherited: dict[int, str] = {}  # descriptor: "socket:[inode]" or "pipe:[inode]"
+# Held while descriptors are added. A list of the dict's items is no snapshot: garbage collection
+# may run in between, and let another thread go on.
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -33,10 +37,11 @@ def close_in_children(descriptors: Iterable[int]) -> None:
 
 
 def _remember(descriptors: Iterable[int]) -> None:
-    for fd, name in list(_inherited.items()):
-        if _read_name(fd) != name:  # closed since
-            _inherited.pop(fd, None)  # another thread may have done so
-    _inherited.update({fd: name for fd in descriptors if (name := _read_name(fd))})
+    with _lock:
+        for fd, name in list(_inherited.items()):
+            if _read_name(fd) != name:  # closed since
+                del _inherited[fd]
+        _inherited.update({fd: name for fd in descriptors if (name := _read_name(fd))})
 
 
 def _find_sockets() -> dict[int, str]:
@@ -56,6 +61,8 @@ def _read_name(descriptor: int) -> str:
 
 
 def _close_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that the child does not have may have held it
     for fd, name in _inherited.items():
         if _read_name(fd) == name:
             os.close(fd)
