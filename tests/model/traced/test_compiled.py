@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock import CutError
 from tests.model.traced.splitting import assert_same, batches, piped
 
 # The warnings come from PyTorch.
@@ -91,3 +92,25 @@ def test_compiled_forward_of_a_model_that_is_cut(decorated: bool) -> None:
         if not decorated:
             model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
         torch.testing.assert_close(piped(model, x, stages=3)(x), expected, rtol=0, atol=1e-12)
+
+
+class AsksCompiler(Stack):
+    """A model that skips an operation while something is compiled, as the masks of transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            x = x * (x == x)
+        return super().forward(x)
+
+
+def test_error_names_the_compiler_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has one flag for all threads, so a step may fail while another stage compiles."""
+    model = AsksCompiler().double()
+    (x,) = batches(5)
+    pipe = piped(model, x, stages=3)
+    pipe(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(CutError, match=r"Another thread compiles .* runtime='inline'"):
+        pipe(x)
+    monkeypatch.undo()
+    assert torch.equal(pipe(x), model(x))

@@ -312,12 +312,21 @@ class StageInterpreter(OpInterceptor):
             traced = f"{get_function_name(node.func)} ({node.location})"
             if node.kind is NodeKind.UNIT:
                 traced = f"unit '{node.func}'"
+        cure = (
+            "What a forward does may depend on its inputs, on settings and on training mode, but "
+            "not on other state that changes. Let it depend on these alone, or put the code that "
+            "decides into one unit with units=."
+        )
+        if torch.compiler.is_compiling():
+            # PyTorch has one flag for all threads, and transformers skips checks of masks if it is
+            # set.
+            cure = (
+                "Another thread compiles a function, so that torch.compiler.is_compiling() is True "
+                "here, too. Call the step again, or make the first one with runtime='inline'."
+            )
         return CutError(
             f"the forward took another path at node {index} of its trace: with inputs like these "
-            f"it came to {traced}, and now to {actual} ({get_source_location()}). What a forward "
-            "does may depend on its inputs, on settings and on training mode, but not on other "
-            "state that changes. Let it depend on these alone, or put the code that decides into "
-            "one unit with units=."
+            f"it came to {traced}, and now to {actual} ({get_source_location()}). {cure}"
         )
 
     def _check_guarded_arguments(
