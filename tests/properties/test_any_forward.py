@@ -27,6 +27,20 @@ def test_random_forwards_equal_the_unsplit_model_or_are_refused() -> None:
     assert sum(one.kind == "equal" for one in verdicts) > 5, describe(verdicts)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        6002589,  # an operation in place on a result that was taken for one that needs a gradient
+        6012562,  # a sum of random numbers was drawn once more for the whole batch
+        6012678,  # a model that mixes rows only after it has changed
+        8005171,  # the memory of a tensor that another stage computes, in a recomputed stage
+    ],
+)
+def test_forward_that_has_failed_before(seed: int) -> None:
+    verdict = attempt(seed)
+    assert verdict.kind != "failed", verdict.report
+
+
 def test_random_forwards_have_every_kind_of_statement() -> None:
     draw = random.Random(0)
     found = {name for _ in range(200) for name in draw_forward(draw, 3).features}

@@ -160,7 +160,10 @@ def _storage_address(tensor: Tensor) -> int:
     layout = tensor.layout
     if layout is not torch.strided:
         tensor = tensor._values() if layout is torch.sparse_coo else tensor.values()
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper without memory, such as a tensor that another stage computes
+        return id(tensor)
 
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
