@@ -27,6 +27,7 @@ def test_random_forwards_equal_the_unsplit_model_or_are_refused() -> None:
     assert sum(one.kind == "equal" for one in verdicts) > 5, describe(verdicts)
 
 
+@pytest.mark.filterwarnings("ignore:the forward changes .* on modules around:UserWarning")
 @pytest.mark.parametrize(
     "seed",
     [
