@@ -7,7 +7,7 @@ import random
 import warnings
 from collections.abc import Callable
 from itertools import product
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy
@@ -28,6 +28,7 @@ from penstock.stage.rng import (
     advance_caller_rng,
     derive_cell_seed,
     peek_seed,
+    restore_shared_cpu_state,
     suspend_cell_rng,
 )
 from penstock.torch_compat import get_dispatch_modes, set_draw_key
@@ -587,3 +588,21 @@ def test_state_of_a_cell_that_torch_checkpoint_restores_later_is_undone(
         torch.manual_seed(seed)
         advance_caller_rng()
         assert torch.equal(state, torch.get_rng_state())
+
+
+def test_state_that_a_cell_of_another_pipe_draws_from_is_left_to_it() -> None:
+    before = torch.get_rng_state()
+    has_ended = Event()
+
+    def end_call() -> None:
+        restore_shared_cpu_state(before)
+        has_ended.set()
+
+    with SeededRng(1).replace_shared_generator(torch.Generator().manual_seed(5)):
+        state = torch.get_rng_state()
+        other = Thread(target=end_call)
+        other.start()
+        assert not has_ended.wait(0.05)
+        assert torch.equal(torch.get_rng_state(), state)
+    other.join()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -97,9 +97,10 @@ def read_shared_cpu_state() -> Tensor:
 
 def restore_shared_cpu_state(state_before: Tensor) -> None:
     """Set the CPU's default generator back if another thread has left the state of a cell there."""
-    state = torch.default_generator.get_state()
-    if not torch.equal(state, state_before) and _was_carried(state):
-        torch.default_generator.set_state(state_before)
+    with _shared_generator_locks[_CPU]:  # a cell of another pipe may draw in another thread
+        state = torch.default_generator.get_state()
+        if not torch.equal(state, state_before) and _was_carried(state):
+            torch.default_generator.set_state(state_before)
 
 
 def _was_carried(state: Tensor) -> bool:

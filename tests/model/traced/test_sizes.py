@@ -16,7 +16,7 @@ from penstock import Pipe
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.traced import traced_partition
 from penstock.model.traced.trace import Trace, TraceNode
-from penstock.model.traced.trace_family import differ_in_sizes_only, find_padding
+from penstock.model.traced.trace_family import TraceFamily, differ_in_sizes_only, find_padding
 from penstock.model.traced.trace_model import derive_trace, trace_model
 from penstock.model.traced.traced_partition import TracedPartition
 from penstock.model.traced.unit_shapes import SizesDiffer, learn_unit_shapes
@@ -313,6 +313,13 @@ def test_few_sizes_need_no_advice(caplog: pytest.LogCaptureFixture) -> None:
         for batch in given:
             pipe.step(batch)
     assert not any("keep changing" in record.msg for record in caplog.records)
+
+
+def test_a_dim_of_two_sizes_needs_no_advice() -> None:
+    shapes: list[tuple[tuple[int, ...], ...]]
+    shapes = [((4, 10),), ((64, 11),), ((4, 13),), ((64, 30),)]
+    advice = TraceFamily(input_shapes=shapes).describe_changes(["input 0"])
+    assert advice == "dim 1 of input 0 (now 10 to 30) to a multiple of 8"
 
 
 @pytest.mark.parametrize(

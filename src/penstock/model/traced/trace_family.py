@@ -83,7 +83,8 @@ class TraceFamily:
         for index, name in enumerate(names):
             for dim, sizes in enumerate(zip(*(s[index] for s in self.input_shapes), strict=True)):
                 multiple = find_padding(min(sizes), max(sizes))
-                if multiple > 1:  # otherwise there are at most four sizes, each with one dry run
+                # A few sizes need no padding: each has one dry run.
+                if len(set(sizes)) > 2 and multiple > 1:
                     lines.append(
                         f"dim {dim} of {name} (now {min(sizes)} to {max(sizes)}) to a multiple of "
                         f"{multiple}"
