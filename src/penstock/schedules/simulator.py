@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.errors import ArgumentError, PenstockError
@@ -124,29 +124,54 @@ def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) 
 #
 # A schedule has no sends and receives. There a Compute gives ARRIVED itself, after its link.
 
-_DONE = 0  # a Compute has been done
-_MADE = 1  # a Message can be sent
-_AWAITED = 2  # the receiver of a Message has reached its Recv
-_ARRIVED = 3  # a Message is at the stage that consumes it
 
-# The distance between two kinds of tokens. It is larger than any number of micro-batches.
-_TOKEN_STRIDE = 1 << 32
+class _Phase(Enum):
+    """The facts that a token may stand for."""
+
+    DONE = auto()  # a Compute has been done
+    MADE = auto()  # a Message can be sent
+    AWAITED = auto()  # the receiver of a Message has reached its Recv
+    ARRIVED = auto()  # a Message is at the stage that consumes it
+
+
+class _TokenKind:
+    """The tokens of one phase and one compute or message, for all micro-batches.
+
+    Attributes:
+        phase: The phase.
+        pattern: The compute or message, of micro-batch 0.
+        times: When the token of each micro-batch was given. Without it, it has not been.
+        waiting: The ranks that wait for the token of each micro-batch.
+    """
+
+    __slots__ = ("pattern", "phase", "times", "waiting")
+
+    def __init__(self, phase: _Phase, pattern: Compute | Message) -> None:
+        self.phase, self.pattern = phase, pattern
+        self.times: dict[int, float] = {}
+        self.waiting: dict[int, list[int]] = {}
 
 
 class _Transition(NamedTuple):
-    """A part of an action: wait for `needs`, take `seconds`, give each token after its delay."""
+    """A part of an action: wait for `needs`, take `seconds`, give each token after its delay.
+
+    The tokens are those of the action's micro-batch. `then` is the next part of the same action.
+    """
 
     seconds: float
-    needs: tuple[int, ...]
-    gives: tuple[tuple[int, float], ...]
+    needs: tuple[_TokenKind, ...]
+    gives: tuple[tuple[_TokenKind, float], ...]
+    then: _Transition | None = None
+
+
+_NOTHING = _Transition(0.0, (), ())
 
 
 class _TransitionTable:
     """The transitions of each action. A Recv has two if sends block: post the receive, then wait.
 
-    A token is a number: its kind times the stride, plus the micro-batch. A kind stands for (phase,
-    compute or message of micro-batch 0). Micro-batches are all alike, so transitions are built once
-    for each op and stage. A simulation of a million actions then allocates almost nothing.
+    Micro-batches are all alike, so transitions are built once for each op and stage. A simulation
+    of a million actions then allocates almost nothing.
     """
 
     def __init__(
@@ -158,90 +183,91 @@ class _TransitionTable:
         self._blocking = sends is Sends.RENDEZVOUS
         self._graph, self._cost = graph, cost
         check_stages_match(self._schedule.placement, graph, cost)
-        self._token_kinds: dict[tuple[int, Compute | Message], int] = {}
-        self._transition_cache: dict[
-            tuple[Op | type, int, int | tuple[Op, ...]], tuple[_Transition, ...]
-        ] = {}
+        self._token_kinds: dict[tuple[_Phase, Compute | Message], _TokenKind] = {}
+        self._transition_cache: dict[tuple[Op | type, int, int | tuple[Op, ...]], _Transition] = {}
 
-    def transitions(self, action: Action) -> tuple[tuple[_Transition, ...], int]:
-        """Return the transitions of an action, in order, and its micro-batch.
-
-        The tokens are those of micro-batch 0. The caller adds the micro-batch to each.
-        """
+    def find_transition(self, action: Action) -> tuple[_Transition, int]:
+        """Return the first transition of an action, and its micro-batch."""
         if isinstance(action, Compute):
             op, stage, microbatch = action
             optional = self._optional_ops.get((stage, microbatch), ())
-            transitions = self._transition_cache.get((op, stage, optional))
-            if transitions is None:
-                transitions = (self._compute_transition(Compute(op, stage, 0), optional),)
-                self._transition_cache[op, stage, optional] = transitions
+            transition = self._transition_cache.get((op, stage, optional))
+            if transition is None:
+                transition = self._compute_transition(Compute(op, stage, 0), optional)
+                self._transition_cache[op, stage, optional] = transition
         else:
             src, dst, microbatch = action.message
-            transitions = self._transition_cache.get((type(action), src, dst))
-            if transitions is None:
-                transitions = self._message_transitions(type(action), Message(src, dst, 0))
-                self._transition_cache[type(action), src, dst] = transitions
-        return transitions, microbatch
+            transition = self._transition_cache.get((type(action), src, dst))
+            if transition is None:
+                transition = self._message_transition(type(action), Message(src, dst, 0))
+                self._transition_cache[type(action), src, dst] = transition
+        return transition, microbatch
 
-    def find_producer(self, token: int, positions: Mapping[Action, object]) -> Action:
+    def find_missing_tokens(self) -> dict[int, tuple[_TokenKind, int]]:
+        """Return the token that each stuck rank waits for: its kind and micro-batch."""
+        return {
+            rank: (kind, microbatch)
+            for kind in self._token_kinds.values()
+            for microbatch, ranks in kind.waiting.items()
+            for rank in ranks
+        }
+
+    def find_producer(
+        self, kind: _TokenKind, microbatch: int, positions: Mapping[Action, object]
+    ) -> Action:
         """Return the action that would produce a token, to explain a deadlock.
 
         Several actions may produce the same token (B and I). This returns the first that exists.
         """
-        kind, microbatch = divmod(token, _TOKEN_STRIDE)
-        phase, pattern = self._kinds_in_order[kind]
-        thing = pattern._replace(microbatch=microbatch)
+        thing = kind.pattern._replace(microbatch=microbatch)
         if isinstance(thing, Compute):
             return thing
-        if phase == _AWAITED:
+        if kind.phase is _Phase.AWAITED:
             return Recv(thing)
-        if phase == _ARRIVED and self._has_messages and self._schedule.crosses(thing):
+        if kind.phase is _Phase.ARRIVED and self._has_messages and self._schedule.crosses(thing):
             return Send(thing)
         actions = [Compute(op, thing.src, microbatch) for op in Op]
         producers = [action for action in actions if thing in produces(action, self._graph)]
         return next((action for action in producers if action in positions), producers[0])
 
-    @cached_property
-    def _kinds_in_order(self) -> list[tuple[int, Compute | Message]]:
-        return list(self._token_kinds)
-
-    def _token(self, phase: int, thing: Compute | Message) -> int:
-        return self._token_kinds.setdefault((phase, thing), len(self._token_kinds)) * _TOKEN_STRIDE
+    def _token(self, phase: _Phase, pattern: Compute | Message) -> _TokenKind:
+        kind = self._token_kinds.get((phase, pattern))
+        if kind is None:
+            kind = self._token_kinds[phase, pattern] = _TokenKind(phase, pattern)
+        return kind
 
     def _compute_transition(self, action: Compute, optional: tuple[Op, ...]) -> _Transition:
         if not 0 <= action.stage < self._schedule.stages:
             raise ArgumentError(
                 f"{action} names a stage that does not exist. Call verify to see where it is."
             )
-        needs, gives = [], [(self._token(_DONE, action), 0.0)]
+        needs, gives = [], [(self._token(_Phase.DONE, action), 0.0)]
         for message in consumes(action, self._graph):
-            needs.append(self._token(_ARRIVED, message))
+            needs.append(self._token(_Phase.ARRIVED, message))
             if self._has_messages and self._schedule.crosses(message):
-                needs.append(self._token(_AWAITED, message))
+                needs.append(self._token(_Phase.AWAITED, message))
         for earlier in follows(action):
             if not OP_RULES[earlier.op].optional or earlier.op in optional:
-                needs.append(self._token(_DONE, earlier))
+                needs.append(self._token(_Phase.DONE, earlier))
         for message in produces(action, self._graph):
             if not self._schedule.crosses(message):
-                gives.append((self._token(_ARRIVED, message), 0.0))
+                gives.append((self._token(_Phase.ARRIVED, message), 0.0))
             elif self._has_messages:
-                gives.append((self._token(_MADE, message), 0.0))
+                gives.append((self._token(_Phase.MADE, message), 0.0))
             else:
                 seconds = self._cost.send_seconds(message.src, message.dst)
-                gives.append((self._token(_ARRIVED, message), seconds))
+                gives.append((self._token(_Phase.ARRIVED, message), seconds))
         return _Transition(self._cost.seconds(action), tuple(needs), tuple(gives))
 
-    def _message_transitions(
-        self, action_type: type[Send | Recv], message: Message
-    ) -> tuple[_Transition, ...]:
-        phases = (_MADE, _AWAITED, _ARRIVED)
+    def _message_transition(self, action_type: type[Send | Recv], message: Message) -> _Transition:
+        phases = (_Phase.MADE, _Phase.AWAITED, _Phase.ARRIVED)
         ready, awaited, arrived = (self._token(phase, message) for phase in phases)
         if action_type is Send:
             needs = (ready, awaited) if self._blocking else (ready,)
             seconds = self._cost.send_seconds(message.src, message.dst)
-            return (_Transition(0.0, needs, ((arrived, seconds),)),)
-        post = _Transition(0.0, (), ((awaited, 0.0),))
-        return (post, _Transition(0.0, (arrived,), ())) if self._blocking else (post,)
+            return _Transition(0.0, needs, ((arrived, seconds),))
+        wait = _Transition(0.0, (arrived,), ()) if self._blocking else None
+        return _Transition(0.0, (), ((awaited, 0.0),), wait)
 
 
 # ---- the garbage collector ------------------------------------------------------------------
@@ -338,74 +364,69 @@ def play(
 def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> Iterator[Span]:
     """Run all lanes to their ends. This is the event loop of the simulator.
 
-    Each unfinished rank is in one of two places: in the heap, with the time at which its next
-    transition starts, or in `waiting`, under the first token that it lacks.
+    Each unfinished rank is in one of two places: in the heap, with the time at which its current
+    transition starts, or under the first token that it lacks, in the `waiting` of its kind.
     """
-    steps = [-1] * len(lanes)  # the index of each lane's current action
-    todo: list[tuple[_Transition, ...]] = [()] * len(lanes)  # its transitions that are left
-    microbatches = [0] * len(lanes)
+    indices = [0] * len(lanes)  # the index of each lane's current action
+    transitions: list[_Transition] = [_NOTHING] * len(lanes)  # the current transition of each lane
+    microbatches = [0] * len(lanes)  # the micro-batch of that action
     clock = [0.0] * len(lanes)  # when each rank is free
-    token_times: dict[int, float] = {}  # when each token was given
-    waiting: dict[int, list[int]] = {}  # the ranks that wait for a token
     heap: list[tuple[float, int]] = []
 
     def queue_or_wait(rank: int) -> None:
-        """Queue the rank's next transition, or register it under the first missing token."""
+        """Queue the rank's transition, or register the rank under the first missing token."""
         start, microbatch = clock[rank], microbatches[rank]
-        for kind in todo[rank][0].needs:
-            time = token_times.get(kind + microbatch)
+        for kind in transitions[rank].needs:
+            time = kind.times.get(microbatch)
             if time is None:
-                waiting.setdefault(kind + microbatch, []).append(rank)
+                kind.waiting.setdefault(microbatch, []).append(rank)
                 return
             if time > start:
                 start = time
         heappush(heap, (start, rank))
 
-    def advance(rank: int) -> None:
-        """Go on to the next action of the rank's lane."""
-        steps[rank] += 1
-        if steps[rank] < len(lanes[rank]):
-            todo[rank], microbatches[rank] = table.transitions(lanes[rank][steps[rank]])
+    for rank, lane in enumerate(lanes):
+        if lane:
+            transitions[rank], microbatches[rank] = table.find_transition(lane[0])
             queue_or_wait(rank)
-
-    for rank in range(len(lanes)):
-        advance(rank)
     while heap:
         start, rank = heappop(heap)
-        transition, microbatch = todo[rank][0], microbatches[rank]
-        todo[rank] = todo[rank][1:]
+        transition, microbatch = transitions[rank], microbatches[rank]
         clock[rank] = end = start + transition.seconds
         for kind, delay in transition.gives:
-            token = kind + microbatch
-            token_times[token] = end + delay
-            if token in waiting:
-                for other in waiting.pop(token):
-                    queue_or_wait(other)
-        if todo[rank]:
-            queue_or_wait(rank)
-        else:
-            yield Span(rank, steps[rank], lanes[rank][steps[rank]], start, end)
-            advance(rank)
+            kind.times[microbatch] = end + delay
+            for other in kind.waiting.pop(microbatch, ()):
+                queue_or_wait(other)
+        following = transition.then
+        if following is None:
+            lane, index = lanes[rank], indices[rank]
+            yield Span(rank, index, lane[index], start, end)
+            indices[rank] = index = index + 1
+            if index == len(lane):
+                continue
+            following, microbatches[rank] = table.find_transition(lane[index])
+        transitions[rank] = following
+        queue_or_wait(rank)
     # Nothing can start any more. A rank that still waits for a token waits forever.
-    if waiting:
-        stuck = {rank: token for token, ranks in waiting.items() for rank in ranks}
-        raise Deadlock(_explain_deadlock(lanes, steps, table, stuck))
+    missing = table.find_missing_tokens()
+    if missing:
+        raise Deadlock(_explain_deadlock(lanes, indices, table, missing))
 
 
 def _explain_deadlock(
     lanes: Sequence[Sequence[Action]],
     indices: list[int],
     table: _TransitionTable,
-    stuck: dict[int, int],
+    missing: dict[int, tuple[_TokenKind, int]],
 ) -> list[Wait]:
-    """Return what each stuck rank waits for. `stuck` has the missing token of each rank."""
+    """Return what each stuck rank waits for. `missing` has the token that each of them lacks."""
     places: dict[Action, list[tuple[int, int]]] = {}
     for rank, lane in enumerate(lanes):
         for step, action in enumerate(lane):
             places.setdefault(action, []).append((rank, step))
     waits = []
-    for rank, token in sorted(stuck.items()):
-        needs = table.find_producer(token, places)
+    for rank, (kind, microbatch) in sorted(missing.items(), key=itemgetter(0)):
+        needs = table.find_producer(kind, microbatch, places)
         producer_places = tuple(places.get(needs, ()))
         waits.append(Wait(rank, indices[rank], lanes[rank][indices[rank]], needs, producer_places))
     return waits
