@@ -1194,186 +1194,199 @@ def _find_loss_order(program: Program, last_stage: int) -> list[int]:
     ]
 
 
-def start_audit(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction | None,
-) -> Audit | None:
-    """Run the reference of a call if it should be audited, and watch the call from now on.
+# ---- the audits of one call ----------------------------------------------------------------------
 
-    `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
+
+class CallAudits:
+    """The audits of one call of a pipe, in this order.
+
+    1. `watch_branches` before the execution is built: stages whose forwards are known to branch.
+    2. `start` before the lanes run: one micro-batch goes through the unsplit model, if the call is
+       the first of its kind.
+    3. `check` after the lanes have run: the audited micro-batch is compared, and what shows only
+       now (new terms of the loss, new branches, other graphs, other numbers read from the inputs).
+       Parameters do not change before the optimizer, so it is not too late.
     """
-    choice = pipe.auditor.select(call.request, call.inputs)
-    if choice is None:
-        return None
-    audit = _build_audit(pipe, call, execution, program, reduction, choice.kind)
-    if audit is None:
-        return None
-    if choice.compares_groups:
-        audit.check_groups()
-    loss = None if reduction is None else call.build_loss(execution, reduction)
-    assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
-    audit.run_reference(loss)
-    for worker in execution.workers:
-        worker.observer = audit
-    return audit
 
+    def __init__(self, pipe: PreparedPipe, call: Call, reduction: LossReduction | None) -> None:
+        """Read what users have changed in the layers since the last call.
 
-def audit_new_terms(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction | None,
-    sizes: TermSizes,
-) -> None:
-    """Audit the loss of a call that has run, if it has terms that no audited call had.
+        `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
+        """
+        self._pipe, self._call, self._reduction = pipe, call, reduction
+        self._auditor = pipe.auditor
+        self._audit: Audit | None = None
+        if call.is_local:  # stages in processes are not audited
+            self._auditor.read_settings(call.request, pipe.placed_partition.partition)
+        self._branches = self._auditor.find_branches(call.request, call.inputs)
+        self._watched: Sequence[BranchStageFunction] = ()
 
-    Parameters do not change before the optimizer, so it is not too late. `reduction` is None for
-    the model's own loss in `pipe(x)`.
-    """
-    kind = pipe.auditor.find_new_terms(call.request, call.inputs, sizes)
-    audit = _build_audit(pipe, call, execution, program, reduction, kind)
-    if audit is not None:
-        audit.check_new_terms(sizes)
+    @property
+    def knows_loss_counts(self) -> bool:
+        """Whether these numbers of rows were noted for the loss of this kind of call."""
+        return self._auditor.knows_loss_counts(self._call.request, self._call.inputs)
 
+    def can_check_whole_loss(self) -> bool:
+        """Return whether the loss of a step can be compared with that of the whole batch."""
+        request, reduction = self._call.request, self._reduction
+        if reduction is None or request.loss_fn is None:
+            return False
+        if request.audit == "off" or self._call.inputs.chunks < 2:
+            return False
+        # PyTorch's own classification losses are weighed by their targets, and mix no rows. The
+        # compiler would compile a function under the mode of a proof once more.
+        is_compiled = unwrap_compiled(request.loss_fn) is not request.loss_fn
+        if (
+            reduction.target_counter is not None
+            or is_compiled
+            or get_eager_function(request.loss_fn)
+        ):
+            return False
+        devices = self._pipe.placed_partition.stage_devices.values()
+        is_capturing = any(device.type != "cpu" and is_captured(device) for device in devices)
+        is_layer = is_inside_cell()  # of another pipe
+        return self._call.is_local and not (running.is_running or is_layer or is_capturing)
 
-def audit_branches(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction | None,
-    record: BranchRecord,
-    functions: Sequence[BranchStageFunction],
-) -> None:
-    """Compare the whole batch if the micro-batches of a call went different ways."""
-    stages, ways = record.find_new_ways(functions)
-    if not stages:
-        return
-    kind = pipe.auditor.identify(call.request, call.inputs)
-    audit = _build_audit(pipe, call, execution, program, reduction, kind)
-    if audit is not None:
-        are_equal = False
-        try:
-            audit.check_branches(stages)
-            are_equal = True
-        finally:
-            record.note_compared(ways, are_equal)
+    def watch_branches(self) -> Sequence[Stage]:
+        """Return the stages of the pipe, watched if their forwards have branches."""
+        stages = self._pipe.placed_partition.partition.stages
+        if self._branches is None:
+            return stages
+        watched_stages, self._watched = self._branches.watch(stages)
+        return watched_stages
 
+    def start(self, execution: Execution, program: Program) -> Audit | None:
+        """Run the reference if the call should be audited, and observe the workers from now on.
 
-def audit_input_reads(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction | None,
-) -> None:
-    """Compare the whole batch if the code around the units reads other numbers from it."""
-    if pipe.auditor.compares_reads(call.inputs):
-        kind = pipe.auditor.identify(call.request, call.inputs)
-        audit = _build_audit(pipe, call, execution, program, reduction, kind)
+        Return the audit of the micro-batch, or None.
+        """
+        self._execution, self._program = execution, program
+        choice = self._auditor.select(self._call.request, self._call.inputs)
+        if choice is None:
+            return None
+        audit = self._audit = self._build_audit(choice.kind)
+        if audit is None:
+            return None
+        if choice.compares_groups:
+            audit.check_groups()
+        loss = (
+            None if self._reduction is None else self._call.build_loss(execution, self._reduction)
+        )
+        assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
+        audit.run_reference(loss)
+        for worker in execution.workers:
+            worker.observer = audit
+        return audit
+
+    def check(self, sizes: TermSizes | None, comparison: TermComparison | None = None) -> None:
+        """Raise an AuditError if something is not as in the unsplit model.
+
+        `pipe(x)` compares its outputs when they are joined.
+
+        Args:
+            sizes: The sizes of the terms of the loss. None: the call has no loss.
+            comparison: The comparison of the losses of a step.
+        """
+        if sizes is not None:
+            self._check_terms(sizes)
+        self._check_branches()
+        self._check_graph_sizes()
+        self._check_input_reads()
+        if comparison is not None and comparison.kept_outputs:
+            self._check_whole_loss(comparison)
+
+    def _check_terms(self, sizes: TermSizes) -> None:
+        """Compare an audited step. In others, audit the loss if it has new terms."""
+        if self._audit is None:
+            call = self._call
+            audit = self._build_audit(
+                self._auditor.find_new_terms(call.request, call.inputs, sizes)
+            )
+            if audit is not None:
+                audit.check_new_terms(sizes)
+        elif self._reduction is None:
+            self._audit.note_terms(sizes)
+        else:
+            self._audit.check_step(sizes)
+
+    def _check_branches(self) -> None:
+        """Compare the whole batch if micro-batches went different ways."""
+        if self._branches is None:
+            return
+        stages, ways = self._branches.find_new_ways(self._watched)
+        if not stages:
+            return
+        audit = self._build_audit(self._identify())
         if audit is not None:
-            audit.check_input_reads()
+            are_equal = False
+            try:
+                audit.check_branches(stages)
+                are_equal = True
+            finally:
+                self._branches.note_compared(ways, are_equal)
 
+    def _check_graph_sizes(self) -> None:
+        """Audit the rows of the call if its layers have run other operations than so far."""
+        sizes = self._execution.read_graph_sizes()
+        kind = self._auditor.find_new_graph(sizes, self._audit is not None)
+        if kind is None:
+            return
+        audit = self._build_audit(kind)
+        if audit is not None:
+            audit.check_new_terms({})
+        self._auditor.note_graph_sizes(kind, sizes)
 
-def audit_graph_sizes(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction | None,
-    audit: Audit | None,
-) -> None:
-    """Audit the rows of a call that has run, if its layers have run other operations than so far.
+    def _check_input_reads(self) -> None:
+        """Compare the whole batch if the code around the units reads other numbers from it."""
+        if self._auditor.compares_reads(self._call.inputs):
+            audit = self._build_audit(self._identify())
+            if audit is not None:
+                audit.check_input_reads()
 
-    `audit` is that of the call itself, if there was one.
-    """
-    auditor, sizes = pipe.auditor, execution.read_graph_sizes()
-    kind = auditor.find_new_graph(sizes, audit is not None)
-    if kind is None:
-        return
-    audit = _build_audit(pipe, call, execution, program, reduction, kind)
-    if audit is not None:
-        audit.check_new_terms({})
-    auditor.note_graph_sizes(kind, sizes)
+    def _check_whole_loss(self, comparison: TermComparison) -> None:
+        """Compare the loss with that of the whole batch.
 
+        It is called for losses that are not known to be means over rows.
+        """
+        audit = self._build_audit(self._identify())
+        losses = self._execution.cell_io.loss
+        if audit is not None and isinstance(losses, LossAccumulator):
+            audit.check_whole_loss(comparison, losses)
 
-def can_check_whole_loss(pipe: PreparedPipe, call: Call, reduction: LossReduction) -> bool:
-    """Return whether the loss of a step can be compared with that of the whole batch."""
-    request = call.request
-    if request.loss_fn is None or request.audit == "off" or call.inputs.chunks < 2:
-        return False
-    # PyTorch's own classification losses are weighed by their targets, and mix no rows. The
-    # compiler would compile a function under the mode of a proof once more.
-    is_compiled = unwrap_compiled(request.loss_fn) is not request.loss_fn
-    if reduction.target_counter is not None or is_compiled or get_eager_function(request.loss_fn):
-        return False
-    devices = pipe.placed_partition.stage_devices.values()
-    is_capturing = any(device.type != "cpu" and is_captured(device) for device in devices)
-    is_layer = is_inside_cell()  # of another pipe
-    return call.is_local and not (running.is_running or is_layer or is_capturing)
+    def _identify(self) -> Any:
+        return self._auditor.identify(self._call.request, self._call.inputs)
 
-
-def check_whole_loss(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction,
-    comparison: TermComparison,
-) -> None:
-    """Raise if the loss of a step that has run is not that of its whole batch.
-
-    It is called for losses that are not known to be means over rows.
-    """
-    kind = pipe.auditor.identify(call.request, call.inputs)
-    audit = _build_audit(pipe, call, execution, program, reduction, kind)
-    losses = execution.cell_io.loss
-    if audit is not None and isinstance(losses, LossAccumulator):
-        audit.check_whole_loss(comparison, losses)
-
-
-def _build_audit(
-    pipe: PreparedPipe,
-    call: Call,
-    execution: Execution,
-    program: Program,
-    reduction: LossReduction | None,
-    kind: Any,
-) -> Audit | None:
-    """Return the audit of a call of this kind, or None if it should or can not be audited."""
-    if kind is None:
-        return None
-    # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a call
-    # counts the tensors that it saves, and would find more in the audited call.
-    if is_inside_cell() or are_checkpoint_hooks(get_saved_tensor_hooks()):
-        return None
-    placed = pipe.placed_partition
-    modules = placed.partition.modules()
-    parameters = [p for module in modules for p in module.parameters(recurse=False)]
-    # The first step creates lazy parameters, and the second one is audited. Tensors on `meta` have
-    # no numbers to compare.
-    if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
-        return None
-    reached = find_reachable([*modules, *placed.partition.names(), call.request.loss_fn])
-    obstacle = find_obstacle(placed, not pipe.replicas.is_empty, reached)
-    if not call.is_local:
-        obstacle = "its stages are in processes"
-    if obstacle is not None:
-        pipe.auditor.note_audited(kind)
-        pipe.auditor.tell_once(obstacle)
-        return None
-    return Audit(
-        placed,
-        call.request,
-        call.inputs,
-        execution,
-        program,
-        reduction,
-        pipe.auditor,
-        kind,
-        reached,
-    )
+    def _build_audit(self, kind: Any) -> Audit | None:
+        """Return the audit of a call of this kind, or None if it should or can not be audited."""
+        if kind is None:
+            return None
+        # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a
+        # call counts the tensors that it saves, and would find more in the audited call.
+        if is_inside_cell() or are_checkpoint_hooks(get_saved_tensor_hooks()):
+            return None
+        placed, request = self._pipe.placed_partition, self._call.request
+        modules = placed.partition.modules()
+        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        # The first step creates lazy parameters, and the second one is audited. Tensors on `meta`
+        # have no numbers to compare.
+        if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
+            return None
+        reached = find_reachable([*modules, *placed.partition.names(), request.loss_fn])
+        obstacle = find_obstacle(placed, not self._pipe.replicas.is_empty, reached)
+        if not self._call.is_local:
+            obstacle = "its stages are in processes"
+        if obstacle is not None:
+            self._auditor.note_audited(kind)
+            self._auditor.tell_once(obstacle)
+            return None
+        return Audit(
+            placed,
+            request,
+            self._call.inputs,
+            self._execution,
+            self._program,
+            self._reduction,
+            self._auditor,
+            kind,
+            reached,
+        )

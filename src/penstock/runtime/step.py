@@ -44,16 +44,7 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
-from penstock.runtime.audit import (
-    Auditor,
-    audit_branches,
-    audit_graph_sizes,
-    audit_input_reads,
-    audit_new_terms,
-    can_check_whole_loss,
-    check_whole_loss,
-    start_audit,
-)
+from penstock.runtime.audit import Auditor, CallAudits
 from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
 from penstock.runtime.kept_tensors import guard_kept_tensors
@@ -66,7 +57,6 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.aux_loss import AuxLossSink, select_forward_sink
-from penstock.stage.branches import BranchRecord, BranchStageFunction
 from penstock.stage.gradient_hooks import DeferredHooks
 from penstock.stage.loss import (
     LossReduction,
@@ -417,30 +407,28 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
     request, inputs = call.request, call.inputs
     program, phase = pipe.select_step_program(request, inputs)
     reduction = inputs.refine_reduction(resolve_reduction(request.loss_fn, request.reduction))
-    if call.is_local:  # stages in processes are not audited
-        pipe.auditor.read_settings(request, pipe.placed_partition.partition)
-    branches = pipe.auditor.find_branches(request, inputs)
-    watched_stages, watched = _watch_branches(pipe, branches)
+    audits = CallAudits(pipe, call, reduction)
+    comparison = TermComparison(
+        inputs.rows.fractions(),
+        audits.can_check_whole_loss(),
+        inputs.rows.counts,
+        audits.knows_loss_counts,
+    )
     # The loss is computed by the last stage, in its thread and on its device.
     stages = append_loss(
-        watched_stages,
+        audits.watch_branches(),
         request.loss_fn,
         reduction,
         call.has_target,
         request.return_outputs,
-        comparison := TermComparison(
-            inputs.rows.fractions(),
-            can_check_whole_loss(pipe, call, reduction),
-            inputs.rows.counts,
-            pipe.auditor.knows_loss_counts(request, inputs),
-        ),
+        comparison,
     )
     execution = call.build_execution(program, stages, None, False)
     for runner in execution.stage_runners:
         runner.added_terms = comparison.added_terms
     tensors_by_cell = collect_tensors_by_cell(inputs.by_stage)
     cell_io = execution.cell_io
-    audit = start_audit(pipe, call, execution, program, reduction)
+    audits.start(execution, program)
     loss = cell_io.loss = call.build_loss(execution, reduction, comparison)
     # Gradients of replicas are reduced once, when this context ends. They must have their final
     # scale by then.
@@ -454,16 +442,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
                 execution.executor.execute(execution.workers, phase, execution.context)
             term_sizes = comparison.finish(loss.needs_rescale)
             totals = call.combine(execution, program)
-            if audit is not None:
-                audit.check_step(term_sizes)
-            else:
-                audit_new_terms(pipe, call, execution, program, reduction, term_sizes)
-            if branches is not None:
-                audit_branches(pipe, call, execution, program, reduction, branches, watched)
-            audit_graph_sizes(pipe, call, execution, program, reduction, audit)
-            audit_input_reads(pipe, call, execution, program, reduction)
-            if comparison.kept_outputs:
-                check_whole_loss(pipe, call, execution, program, reduction, comparison)
+            audits.check(term_sizes, comparison)
         except BaseException:
             loss.restore_gradients()
             if hooks is not None:
@@ -497,27 +476,19 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             )
             # `pipe(x)` returns an output and no loss, so a loss that a layer adds would be lost.
             aux_sink = select_forward_sink()
-            if call.is_local:
-                pipe.auditor.read_settings(request, pipe.placed_partition.partition)
-            branches = pipe.auditor.find_branches(request, call.inputs)
-            stages, watched_branches = _watch_branches(pipe, branches)
+            audits = CallAudits(pipe, call, None)
+            stages = audits.watch_branches()
             watched = None
             if call.inputs.averages_loss_by_rows:
                 watched = watch_output(stages[-1], program, call.inputs)
                 stages = [*stages[:-1], replace(stages[-1], compute=watched)]
             execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
-            audit = execution.audit = start_audit(pipe, call, execution, program, None)
+            execution.audit = audits.start(execution, program)
             output = call.forward(execution, program, (phases[0], phases[1]))
+            sizes = None
             if watched is not None and call.is_local:
                 sizes = watched.comparisons[1].compare_device_numbers()
-                if audit is not None:
-                    audit.note_terms(sizes)
-                else:
-                    audit_new_terms(pipe, call, execution, program, None, sizes)
-            if branches is not None:
-                audit_branches(pipe, call, execution, program, None, branches, watched_branches)
-            audit_graph_sizes(pipe, call, execution, program, None, audit)
-            audit_input_reads(pipe, call, execution, program, None)
+            audits.check(sizes)
             if pipe.auditor.kept_places and in_caller_graph:
                 guard_kept_tensors(pipe.auditor.kept_places)
             return output
@@ -534,14 +505,6 @@ def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         return placed.partition.run_method(
             "generate", request.inputs, request.keyword_inputs, placed.placement, exchange
         )
-
-
-def _watch_branches(
-    pipe: PreparedPipe, branches: BranchRecord | None
-) -> tuple[Sequence[Stage], Sequence[BranchStageFunction]]:
-    """Return the stages, watched if their forwards have branches, and what watches them."""
-    stages = pipe.placed_partition.partition.stages
-    return (stages, ()) if branches is None else branches.watch(stages)
 
 
 def watch_output(last: Stage, program: Program, inputs: StageInputs) -> OutputStageFunction:
