@@ -305,7 +305,7 @@ class Planned:
             case.model,
             case.x,
             case.places,
-            optimizer="sgd",
+            optimizer_factor=0.0,  # plain SGD
             loss=partial(bind_target, case.loss_fn, case.target),
         )
         if case.x.is_cuda:

@@ -57,7 +57,7 @@ from penstock.model.placement import (
     describe_placement,
     place_model,
 )
-from penstock.model.planner import build_process_request, replan, wants_plan
+from penstock.model.planner import build_process_request, replan, resolve_plan, wants_plan
 from penstock.model.report import format_summary
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
@@ -180,7 +180,7 @@ class Pipe(nn.Module):
             for each rank.
         target: The target of the example. With it, `memory` counts exactly what `loss_fn` keeps,
             and `balance="time"` how long it takes.
-        plan: A plan of `penstock.plan`, or one that was loaded with `Plan.load`. It decides about
+        plan: A plan of `penstock.plan`, or the path of a saved one. It decides about
             stages, schedule, chunks, recomputation and runtime. Without it, and with an `example`
             but neither `stages` nor `devices`, the pipe makes a plan for the devices that are
             there.
@@ -247,7 +247,7 @@ class Pipe(nn.Module):
         units: UnitSelector = None,
         memory: MemoryCap = None,
         target: Any = None,
-        plan: Plan | None = None,
+        plan: Plan | PathLike | None = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -310,6 +310,7 @@ class Pipe(nn.Module):
             # The ranks compare the layers as they are before stage_fn changes them.
             facts = {} if groups is None else describe_layers(module)
             weights = {} if groups is None else sample_weights(module)
+            plan = resolve_plan(plan)
             self._plan, self._memory_forecast = plan, None
             self._replanned: list[Plan] = []  # the last plan of `replan`, after the one it replaces
             place = partial(place_model, module)

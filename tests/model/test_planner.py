@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock import ArgumentError, InvalidScheduleError, Pipe, Plan, RunError
+from penstock import (
+    ArgumentError,
+    InvalidScheduleError,
+    PenstockTypeError,
+    Pipe,
+    Plan,
+    RunError,
+)
+from penstock.model import planner
 from penstock.model.model_profile import resolve_optimizer
 from tests.properties.memory_caps import Stack
 from tests.support import batch, closely, differences, plain, trained, whole
@@ -156,6 +164,18 @@ def test_plan_for_another_model_is_refused() -> None:
         Pipe(plain(), plan=plan)
     with pytest.raises(ArgumentError, match="this plan is for another model"):
         Pipe(Stack(16, 3, {}, 0.0), plan=plan)
+    # The batch of the plan is not one of this model.
+    with pytest.raises(ArgumentError, match=r"another model .*, or its batch .*RuntimeError"):
+        Pipe(Stack(8, 3, {}, 0.0), plan=plan)
+
+
+def test_pipe_takes_the_path_of_a_plan(tmp_path: Path) -> None:
+    plan = quick_plan(plain(), batch(16)[0], chunks=[2], schedules=["1f1b"])
+    plan.save(tmp_path / "plan.json")
+    for path in (tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        assert Pipe(plain(), plan=path).chunks == 2
+    with pytest.raises(PenstockTypeError, match=r"plan must be a plan of penstock\.plan"):
+        Pipe(plain(), plan=plan.to_json())  # type: ignore[arg-type]
 
 
 def test_edited_plan_that_deadlocks_is_refused(tmp_path: Path) -> None:
@@ -169,8 +189,38 @@ def test_edited_plan_that_deadlocks_is_refused(tmp_path: Path) -> None:
 
 def test_optimizer_factors() -> None:
     assert [resolve_optimizer(name) for name in ("sgd", "AdamW", 0.5)] == [0.0, 2.0, 0.5]
+    weights = [nn.Parameter(torch.zeros(2))]
+    optimizers = [
+        torch.optim.SGD(weights, lr=0.1),
+        torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+        torch.optim.RMSprop(weights, centered=True, momentum=0.9),
+        torch.optim.Adam(weights, amsgrad=True),
+        torch.optim.AdamW,
+    ]
+    assert list(map(resolve_optimizer, optimizers)) == [0.0, 1.0, 3.0, 3.0, 2.0]
     with pytest.raises(ArgumentError, match="not -1"):
         resolve_optimizer(-1)
+    with pytest.raises(ArgumentError, match="not 'Adadelta'"):
+        resolve_optimizer(torch.optim.Adadelta(weights))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"memory": "12 parsecs"}, "'12 parsecs' is not a number of bytes"),
+        ({"memory": -5}, "a cap is more than 0 bytes"),
+        ({"memory": ["1GB"]}, "1 entries for 2 devices"),
+        ({"optimizer": "adamwww"}, "not 'adamwww'"),
+        ({"schedules": ["1f2b"]}, "1f2b"),
+        ({"schedules": ["forward-only"]}, "has no backwards"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_runs(
+    mistake: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "profile_model", pytest.fail)
+    with pytest.raises(ArgumentError, match=message):
+        penstock.plan(stack(), X, devices=2, **mistake)
 
 
 def test_last_layer_is_measured_with_the_loss() -> None:

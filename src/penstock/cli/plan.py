@@ -32,9 +32,10 @@ def load_profile(target: str, devices: int | None, optimizer: str) -> Profile:
 
 def _profile_factory(target: str, devices: int | None, optimizer: str) -> Profile:
     from penstock.cli.factory import load_factory, run_user_code  # imports torch
-    from penstock.model.model_profile import profile_model
+    from penstock.model.model_profile import profile_model, resolve_optimizer
     from penstock.model.planner import list_planned_devices
 
+    factor = resolve_optimizer(optimizer)
     # What the factory and the model print goes to stderr: stdout has the plan alone.
     with redirect_stdout(sys.stderr), show_activity("measuring the model") as tell:
         loaded = load_factory(target)
@@ -44,7 +45,7 @@ def _profile_factory(target: str, devices: int | None, optimizer: str) -> Profil
                 loaded.example,
                 list_planned_devices(devices),
                 units=loaded.units,
-                optimizer=optimizer,
+                optimizer_factor=factor,
                 progress=lambda what, fraction: tell(f"{what}, {fraction:.0%}"),
             )
 

@@ -19,6 +19,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.device.accelerator import is_accelerator
@@ -65,6 +66,8 @@ OPTIMIZER_FACTORS = {
     "adam": 2.0,
     "adamw": 2.0,
 }
+# Options of optimizers of torch.optim that add a tensor as large as the parameter to their state.
+_STATE_OPTIONS = ("momentum", "centered", "amsgrad")
 # Seconds that Python needs for an action, and a link between two GPUs over PCIe. Ranks on the CPU
 # share memory.
 _ACTION_SECONDS = 4e-5
@@ -82,21 +85,28 @@ class _Sample:
     values: Sequence[tuple[int, tuple[int, ...], float]]  # unit, units that use it, bytes
 
 
-def resolve_optimizer(optimizer: str | float) -> float:
+def resolve_optimizer(optimizer: Any) -> float:
     """Return the bytes of an optimizer's state per byte of gradients.
 
-    >>> resolve_optimizer("AdamW"), resolve_optimizer(0.5)
-    (2.0, 0.5)
+    `optimizer` is a name, such a number, or an optimizer of `torch.optim` or its class.
+
+    >>> resolve_optimizer("AdamW"), resolve_optimizer(torch.optim.SGD), resolve_optimizer(0.5)
+    (2.0, 0.0, 0.5)
     """
-    if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_FACTORS:
-        return OPTIMIZER_FACTORS[optimizer.lower()]
     is_number = isinstance(optimizer, int | float) and not isinstance(optimizer, bool)
-    if not is_number or not 0 <= float(optimizer) < inf:
+    if is_number and 0 <= float(optimizer) < inf:
+        return float(optimizer)
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    if groups:
+        optimizer = type(optimizer)
+    name = getattr(optimizer, "__name__", optimizer)
+    factor = OPTIMIZER_FACTORS.get(name.lower()) if isinstance(name, str) else None
+    if factor is None:
         raise ArgumentError(
             f"optimizer must be one of {', '.join(OPTIMIZER_FACTORS)}, or a number: the bytes of "
-            f"its state per byte of gradients, not {optimizer!r}"
+            f"its state per byte of gradients, not {name!r}"
         )
-    return float(optimizer)
+    return factor + sum(any(group.get(option) for group in groups) for option in _STATE_OPTIONS)
 
 
 def profile_model(
@@ -105,7 +115,7 @@ def profile_model(
     devices: Sequence[Device],
     *,
     units: UnitSelector = None,
-    optimizer: str | float = "adamw",
+    optimizer_factor: float = OPTIMIZER_FACTORS["adamw"],
     loss: ExampleLoss | None = None,
     progress: Progress | None = None,
 ) -> Profile:
@@ -144,7 +154,7 @@ def profile_model(
         values=tuple(_build_values(samples)),
         devices=tuple(replace(p, speed=speeds[p.kind]) for p in device_profiles),
         link=_describe_link(devices),
-        optimizer_factor=resolve_optimizer(optimizer),
+        optimizer_factor=optimizer_factor,
         runtimes=_list_runtimes(devices),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import isinf
+from os import PathLike
 from typing import Any
 
 import torch
@@ -15,16 +16,21 @@ from torch import nn
 from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.display import Progress, shown_progress
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.example_hints import check_example, explained_example
-from penstock.model.model_profile import profile_model, trace_for_plan
-from penstock.model.placement import MemoryCap, SplitRequest, list_default_devices
+from penstock.model.model_profile import profile_model, resolve_optimizer, trace_for_plan
+from penstock.model.placement import (
+    MemoryCap,
+    SplitRequest,
+    describe_device,
+    list_default_devices,
+)
 from penstock.model.profiler import bind_target
 from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
 from penstock.planning.profile import PerRows, UnitProfile, UnitSeconds, resolve_memory
-from penstock.planning.search import search_plan
+from penstock.planning.search import check_schedule_names, search_plan
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import Cost
 from penstock.schedules.families import FAMILIES, make
@@ -54,7 +60,7 @@ def plan(
     *,
     devices: int | Sequence[Any] | None = None,
     memory: MemoryCap = None,
-    optimizer: str | float = "adamw",
+    optimizer: str | float | torch.optim.Optimizer | type[torch.optim.Optimizer] = "adamw",
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     units: UnitSelector = None,
@@ -76,8 +82,8 @@ def plan(
         devices: The devices, or their number. By default all GPUs, or without any, one rank for
             each thread that PyTorch uses.
         memory: The cap of each rank, as for `Pipe`. By default 90% of the memory of a GPU.
-        optimizer: The name of the optimizer, such as "adamw" or "sgd", or the bytes of its state
-            per byte of gradients.
+        optimizer: The optimizer, its class or its name, such as "adamw" or "sgd"; or the bytes of
+            its state per byte of gradients.
         target: The target of the example, with which a pipe checks the memory exactly.
         loss_fn: The loss of the output and the target, or of the output alone. The last unit is
             measured with it: with a large vocabulary, the loss takes as long as several layers.
@@ -109,6 +115,11 @@ def plan(
     rank_devices = list_planned_devices(devices)
     if memory is None and list_accelerators():
         memory = _ACCELERATOR_SHARE
+    # Mistakes are found before the measurements, which take seconds or minutes.
+    optimizer_factor = resolve_optimizer(optimizer)
+    caps = resolve_memory(memory, list(map(describe_device, rank_devices)))
+    if schedules is not None:
+        check_schedule_names(schedules)
 
     with shown_progress(progress) as shown:
 
@@ -122,11 +133,10 @@ def plan(
                 example,
                 rank_devices,
                 units=units,
-                optimizer=optimizer,
+                optimizer_factor=optimizer_factor,
                 loss=None if loss_fn is None else partial(bind_target, loss_fn, target),
                 progress=lambda what, fraction: report(what, fraction, 0.0, 0.5),
             )
-        caps = resolve_memory(memory, profile.devices)
         search = partial(
             search_plan,
             profile,
@@ -231,6 +241,17 @@ def list_planned_devices(devices: int | Sequence[Any] | None) -> list[Device]:
     return list(map(resolve_device, devices))
 
 
+def resolve_plan(plan: Any) -> Plan | None:
+    """Return a plan, loaded if it is the path of a file."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | PathLike):
+        return Plan.load(plan)
+    raise PenstockTypeError(
+        f"plan must be a plan of penstock.plan, or the path of a saved one, not {plan!r}"
+    )
+
+
 def wants_plan(request: SplitRequest) -> bool:
     """Return whether the user gave a batch and did not say where to cut: then a plan does."""
     return (
@@ -298,7 +319,17 @@ def build_planned_request(module: nn.Module, found: Plan, request: SplitRequest)
             "batch. Pass one as example=, as in Pipe(model, plan=plan, example=batch)."
         )
     else:
-        cut_example = trace_for_plan(module, example, found.chunks, units, rank_devices)
+        try:
+            cut_example = trace_for_plan(module, example, found.chunks, units, rank_devices)
+        except Exception as error:
+            if request.example is not None:
+                raise
+            raise ArgumentError(
+                f"this plan is for another model ({found.profile.model}), or its batch is for "
+                f"another forward: {type(module).__name__} raises an error with it "
+                f"({type(error).__name__}). Make a plan for this model with penstock.plan, or pass "
+                "a batch as example=."
+            ) from error
         found.check_model(list(map(str, cut_example.calls)))
     return SplitRequest(
         list(found.cut),

@@ -342,7 +342,7 @@ def search_plan(
         objective,
         # Every action takes longer under a runtime with more overhead, so only one can be best.
         min(names, key=lambda name: profile.runtimes[name]),
-        None if schedules is None else frozenset(_check_schedules(schedules)),
+        None if schedules is None else frozenset(check_schedule_names(schedules)),
         tuple(cut or ()),
         tuple(recompute or ()),
     )
@@ -402,7 +402,8 @@ def _check_names(what: str, chosen: Iterable[str] | None, valid_names: Iterable[
     return names
 
 
-def _check_schedules(names: Sequence[str]) -> Sequence[str]:
+def check_schedule_names(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of schedules. Raise an ArgumentError if one is unknown, or cannot train."""
     for name in names:
         if name != "fit" and not family_of(name).trains:
             raise ArgumentError(f"{name} has no backwards, so no training step can be planned")
