@@ -377,3 +377,26 @@ def test_pipe_forecast_equals_the_schedule() -> None:
     assert forecast.program.schedule == schedules.one_f_one_b(4, 8)
     assert round(100 * forecast.bubble, 1) == 27.3
     assert forecast.peak == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("door", ["step", "forward"])
+def test_pipe_says_once_what_too_few_chunks_cost(
+    door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(**options: Any) -> list[str]:
+        caplog.clear()
+        pipe = Pipe(plain(), stages=2, devices=["cpu"] * 2, **options)
+        x, y = batch(8)
+        with torch.no_grad():
+            pipe(x)
+        assert not caplog.records  # only training is slower than it could be
+        for _ in range(2):
+            if door == "step":
+                pipe.step(x, target=y, loss_fn=functional.mse_loss)
+            else:
+                pipe(x).sum().backward()
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = train(chunks=1)
+    assert "chunks=1 for 2 stages: the ranks are idle for 50% of the time" in message
+    assert train(chunks=2) == train(chunks=1, schedule="naive") == []

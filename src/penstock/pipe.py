@@ -6,6 +6,7 @@ process, `DistributedEngine` if each rank is a process.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +132,8 @@ from penstock.vocabulary import PIPE_ATTRIBUTES, explain_key_prefix, suggest
 if TYPE_CHECKING:
     from penstock.checkpoint.local_state import OptimizerArgument
     from penstock.checkpoint.saver import PathLike, Saver
+
+_log = logging.getLogger("penstock")
 
 
 class Pipe(nn.Module):
@@ -361,6 +364,7 @@ class Pipe(nn.Module):
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
         self._step_hooks: OrderedDict[int, Callable[[StepResult], object]] = OrderedDict()
+        self._has_trained = False
         self._save_history = SaveHistory()
         self._preemption = PreemptionPlan()
         self.training = module.training
@@ -495,6 +499,8 @@ class Pipe(nn.Module):
         try:
             self._save_if_preempted(training=False)
             request = self._build_request(inputs, keyword_inputs)
+            if not self._has_trained and request.training and torch.is_grad_enabled():
+                self._note_few_chunks()
             return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
         except Exception as error:
             fold_frames(error)
@@ -564,6 +570,8 @@ class Pipe(nn.Module):
             )
             if optimizer is not None:
                 request.check_optimizer(self.parameters())
+            if not self._has_trained:
+                self._note_few_chunks()
             result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
         except Exception as error:
             fold_frames(error)
@@ -571,6 +579,14 @@ class Pipe(nn.Module):
         for hook in tuple(self._step_hooks.values()):
             hook(result)
         return result
+
+    def _note_few_chunks(self) -> None:
+        """Log once, before the first training step, if there are too few micro-batches."""
+        self._has_trained = True
+        advice = self._advise_on_chunks()
+        is_first_rank = not torch.distributed.is_initialized() or not torch.distributed.get_rank()
+        if advice is not None and is_first_rank:
+            _log.warning("penstock: chunks=%s", advice)
 
     def register_step_hook(self, hook: Callable[[StepResult], object]) -> RemovableHandle:
         """Call a function with the result of every `step` from now on, such as to log it.
@@ -797,14 +813,24 @@ class Pipe(nn.Module):
             lines.append(f"memory   {self._memory_forecast.describe(caps)}")
         if self._plan is not None:
             lines.append(f"plan     {self._plan.describe_choice()}: {self._describe_gain()}")
-        stages = len(self._placed_partition.placement)
-        if self._plan is None and self.chunks < len(set(self._placed_partition.placement)):
-            bubble = self.forecast(Cost.even(self._placed_partition.placement)).bubble
-            lines.append(
-                f"chunks   {self.chunks} for {stages} stages: the ranks are idle for {bubble:.0%} "
-                f"of the time. Use chunks={2 * stages} or more."
-            )
+        if advice := self._advise_on_chunks():
+            lines.append(f"chunks   {advice}")
         return "\n".join(lines)
+
+    def _advise_on_chunks(self) -> str | None:
+        """Return what to say if there are too few micro-batches to keep all ranks busy, or None.
+
+        Whoever chose a plan or "naive" knows.
+        """
+        placement = self._placed_partition.placement
+        is_chosen = self._plan is not None or self.schedule == "naive"
+        if is_chosen or self.chunks >= len(set(placement)):
+            return None
+        stages, bubble = len(placement), self.forecast(Cost.even(placement)).bubble
+        return (
+            f"{self.chunks} for {stages} stages: the ranks are idle for {bubble:.0%} of the time. "
+            f"Use chunks={2 * stages} or more."
+        )
 
     def _describe_gain(self) -> str:
         if not self._replanned:
