@@ -21,6 +21,7 @@ PRELOADED = (
     "tests.faults.training_run",
     "tests.properties.comparing",
     "tests.features.page",
+    "tests.distributed.freeze_imports",  # the last one
 )
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",

@@ -70,6 +70,7 @@ def serve(
         return
     gc.collect()
     gc.freeze()  # makes the garbage collection after each case fast
+    modules = len(sys.modules)
     while True:
         try:
             task = connection.recv_bytes()
@@ -78,6 +79,9 @@ def serve(
         os.ftruncate(written, 0)
         answer = _answer(task)
         gc.collect()
+        if len(sys.modules) > modules:  # the case has imported a library
+            gc.freeze()
+            modules = len(sys.modules)
         connection.send_bytes(answer)
 
 

@@ -41,7 +41,7 @@ from tests.distributed.fork_server import (
 from tests.distributed.fork_server import store as served
 
 WITHIN = 300.0  # seconds for a whole case
-_THREAD_END = 30.0  # seconds for the threads of a failed pipe to end
+THREAD_END = 30.0  # seconds for the threads of a failed pipe to end
 
 # `Process.start` polls all processes that were started before, and so do `join` and `exitcode`. Two
 # threads that poll the same process at once may lose its exit code, which is then 255.
@@ -229,7 +229,7 @@ def _end(code: int) -> None:
 
 def remaining_threads(is_meant: Callable[[threading.Thread], bool]) -> list[str]:
     """Return the names of those of these threads that do not end within a while."""
-    end = time.monotonic() + _THREAD_END
+    end = time.monotonic() + THREAD_END
     while found := [thread.name for thread in threading.enumerate() if is_meant(thread)]:
         if time.monotonic() > end:
             break

@@ -204,6 +204,8 @@ def test_killed_rank_is_found_although_its_workers_live() -> None:
 
 
 def dies_while_others_connect(context: RankContext, folder: Path) -> None:
+    # The thread that connects is left behind, so waiting longer for its end does not help.
+    patch("tests.faults.disposable_ranks.THREAD_END", 0.5).start()
     pipe = pipe_of(no_fault, heartbeat=HEARTBEAT)
     x, target = batch(1)
     pipe.step(x, target=target)
@@ -219,6 +221,7 @@ def test_rank_that_dies_while_others_connect_to_it_is_named(tmp_path: Path) -> N
         assert (outcome.code, outcome.facts["error"]) == (1, "RemoteError"), outcome
         assert "rank 1 died: no heartbeat for" in outcome.facts["text"]
         assert "waiting for a connection from all ranks" in outcome.facts["text"]
+        assert outcome.facts["threads"] == ["penstock-connect"]
 
 
 def signals_a_worker(context: RankContext) -> None:

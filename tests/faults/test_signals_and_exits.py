@@ -296,27 +296,31 @@ def test_process_killed_during_a_background_save(tmp_path: Path) -> None:
 # ---- slow, but not faults ------------------------------------------------------------------
 
 
-def slow(context: RankContext, folder: Path) -> None:
-    """Let the first step, which may compile, and a save take longer than a heartbeat."""
-    injector = FaultInjector(context.rank, Fault(1, "forward", partial(time.sleep, 4.0)))
+def slow(context: RankContext, folder: Path, doing: str) -> None:
+    """Let the first step, which may compile, or a save take longer than a heartbeat."""
+    nap = partial(time.sleep, 4.0)
+    injector = FaultInjector(context.rank, Fault(1, "forward" if doing == "step" else "", nap))
     pipe = pipe_of(injector, heartbeat=HEARTBEAT)
     injector.step = 1
     write = CheckpointWriter.write_data
 
     def slowly(self: CheckpointWriter, *given: object) -> object:
-        time.sleep(4.0 if context.rank == 0 else 0)
+        if context.rank == 0:
+            nap()
         return write(self, *given)  # type: ignore[arg-type]
 
     x, target = batch(1)
     pipe.step(x, target=target)
-    with patch.object(CheckpointWriter, "write_data", slowly):
-        pipe.save(folder)
+    if doing == "save":
+        with patch.object(CheckpointWriter, "write_data", slowly):
+            pipe.save(folder)
     context.report(came=True)
     injector.fault, injector.triggered = Fault(1, "forward", stall), False
     pipe.step(x, target=target)
 
 
 def test_slow_first_step_and_slow_save_are_not_stalls(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, slow, tmp_path)
-    assert [outcome.facts.get("came") for outcome in outcomes] == [True, True], outcomes
-    check_cause(outcomes, [0], "stalled", 1)
+    cases = {doing: (2, slow, tmp_path / doing, doing) for doing in ("step", "save")}
+    for outcomes in run_cases(cases).values():
+        assert [outcome.facts.get("came") for outcome in outcomes] == [True, True], outcomes
+        check_cause(outcomes, [0], "stalled", 1)

@@ -152,10 +152,15 @@ def test_watchdog_ctrl_c_on_several_ranks_ends_all(place: str) -> None:
 
 
 def test_watchdog_sigterm_on_a_waiting_rank() -> None:
-    fates = perform(2, interrupted, [0], "wait", signal.SIGTERM, 1.5)
-    assert [fate.code for fate in fates] == [-signal.SIGTERM, 0]  # it ends after its step
-
-    fates = perform(2, receives_sigterm)
+    found = perform_all(
+        {
+            "ends soon": (2, interrupted, [0], "wait", signal.SIGTERM, 1.5),
+            "waits long": (2, receives_sigterm),
+        }
+    )
+    # After its step.
+    assert [fate.code for fate in found["ends soon"]] == [-signal.SIGTERM, 0]
+    fates = found["waits long"]
     text = check_cause(fates, [1], "interrupted", 0)
     assert fates[0].facts["text"] == text
     assert "rank 0 was terminated by SIGTERM, in step 1, waiting for step 1 from all ranks" in text
