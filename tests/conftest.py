@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
-from penstock import Pipe
+# PyTorch is imported where it is needed: xdist's controller runs no tests, and its workers start
+# after it has read this file.
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -78,6 +78,8 @@ AUDITED = tuple(
 def audit_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn the audit off by default, except in the tests above."""
     if not request.node.nodeid.startswith(AUDITED):
+        from penstock import Pipe
+
         defaults = inspect.unwrap(Pipe.__init__).__kwdefaults__
         assert defaults is not None
         monkeypatch.setitem(defaults, "audit", "off")
@@ -94,6 +96,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     Without `devices=`, a pipe takes GPUs where there are any. These tests mean CPU ranks. What they
     see is what PyTorch built for CUDA shows on a machine without a GPU.
     """
+    import torch
+
     if item.nodeid.startswith(SEE_GPUS) or not torch.accelerator.is_available():
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
@@ -125,6 +129,10 @@ def pytest_configure(config: pytest.Config) -> None:
     never frees it. That takes half a millisecond per call, and the tests make thousands of calls.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # xdist's controller
+    import torch
+
     if not torch.accelerator.is_available():
         torch.manual_seed = torch.default_generator.manual_seed
 

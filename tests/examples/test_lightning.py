@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.launch.hosts import environment, run
 
 pytest.importorskip("lightning")
 
@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_lightning.py"
 
 def test_example_equals_the_unsplit_module(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--check", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    difference = done.stdout.splitlines()[-1].removeprefix(
+    done = run(command, environment(OMP_NUM_THREADS="1"))
+    assert done.code == 0, done.err
+    difference = done.out.splitlines()[-1].removeprefix(
         "largest difference from the unsplit module: "
     )
     assert float(difference) < 1e-5
