@@ -6,9 +6,12 @@ import warnings
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import distributed
+
 from penstock.data_parallel.sync import Replicas
 from tests.integrations.curve import Curve
-from tests.integrations.lightning_curves import fit, run_fabric
+from tests.integrations.lightning_curves import fit, make_strategy, run_fabric
 
 
 def fit_on_ranks(dp: int, options: dict[str, Any]) -> Curve:
@@ -34,3 +37,12 @@ def count_averages(fabric: bool, dp: int, options: dict[str, Any]) -> tuple[Curv
     ) as average:
         curve = function(dp, options)
     return curve, average.call_count
+
+
+def reduce_on_ranks(dp: int) -> list[float]:
+    """Return the mean, the sums and the largest of one and three, on each of `dp` replicas."""
+    strategy = make_strategy("lightning", dp=dp)
+    strategy._mesh = strategy._make_mesh()
+    value = torch.tensor(1.0 + 2 * (distributed.get_rank() * dp // distributed.get_world_size()))
+    found = [strategy.reduce(value, reduce_op=name) for name in ("mean", "sum", "max")]
+    return [float(value) for value in (*found, strategy.reduce(value.long(), reduce_op="sum"))]

@@ -33,6 +33,7 @@ from tests.integrations.lightning_curves import (
 from tests.integrations.lightning_processes import (
     count_averages,
     fit_on_ranks,
+    reduce_on_ranks,
     run_fabric_on_ranks,
 )
 
@@ -371,6 +372,10 @@ def test_replicas_average_twice_however_many_batches_are_accumulated(fabric: boo
     for curve, averages in ranks(2).run(count_averages, fabric, 2, options):
         assert curve.compute_difference(expected) < TOLERANCE
         assert averages == 2 * 4  # instead of one for each of 16 batches
+
+
+def test_values_are_reduced_over_replicas_and_not_over_the_ranks_of_one_pipe() -> None:
+    assert ranks(4).run(reduce_on_ranks, 2) == [[2.0, 4.0, 3.0, 4.0]] * 4
 
 
 @pytest.mark.parametrize("fabric", [False, True])

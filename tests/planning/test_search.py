@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.planning import DeviceProfile, Profile, search, search_plan
+from penstock.planning import DeviceProfile, PerRows, Profile, UnitSeconds, search, search_plan
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.search import choose_chunks
 from penstock.planning.stage_costs import CostTable
@@ -47,6 +48,18 @@ def test_no_schedule_beats_the_bounds(seed: int, objective: str) -> None:
         table = CostTable(problem, plan.chunks, plan.runtime)
         limit = space_bound(table, plan.placement, plan.memory, plan.objective)
         assert limit <= plan.seconds * (1 + 1e-9)
+
+
+def test_space_bound_counts_the_messages_to_the_last_rank_and_back() -> None:
+    """Four times 4 s on the last rank, 2 s on the first before and after, a second per message."""
+    profile = even_profile(units=4, ranks=2, rows=4, send=1.0)
+    second, nothing = PerRows(0.0, 1.0), PerRows(0.0, 0.0)
+    seconds = {"cpu": UnitSeconds(second, second, nothing)}
+    profile = replace(profile, units=tuple(replace(u, seconds=seconds) for u in profile.units))
+    plan = search_plan(profile, stages_per_rank=[1], chunks=[4], solver_seconds=0)
+    table = CostTable(profile, plan.chunks, plan.runtime)
+    limit = space_bound(table, plan.placement, plan.memory)
+    assert (limit, plan.seconds) == pytest.approx((22.0, 22.0))
 
 
 def test_faster_device_gets_more_units() -> None:

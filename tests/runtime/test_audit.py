@@ -943,6 +943,11 @@ def test_unknown_audit_is_refused(audit: Any) -> None:
         piped(linear(), audit=audit)
 
 
+def test_integers_have_the_rounding_of_float64() -> None:
+    assert digest.find_rounding([]) == digest.find_rounding([torch.float64])
+    assert digest.find_rounding([torch.int64]) == digest.find_rounding([torch.float64])
+
+
 def test_float32_has_the_rounding_of_float16_where_gpus_compute_in_tf32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

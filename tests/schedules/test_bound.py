@@ -53,7 +53,7 @@ def test_no_schedule_beats_the_bound(seed: int, objective: Objective) -> None:
     if has_solver():
         costs = StageCosts(cost, StageGraph.chain(stages), (0.0,) * ranks)
         flags, caps = [False] * stages, [cap] * ranks
-        solution = solve_schedule(costs, schedule, flags, caps, objective, seconds=3.0)
+        solution = solve_schedule(costs, schedule, flags, caps, objective, seconds=1.0)
         if solution.schedule is not None:
             seconds = min(seconds, getattr(simulate(lower(solution.schedule), cost), objective))
             assert bound <= seconds + 1e-9
