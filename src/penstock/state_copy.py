@@ -126,6 +126,8 @@ class StructureCopier:
     def _copy_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._map_tensor(value)
+        if type(value) is tuple and _SCALAR_TYPES.issuperset(map(type, value)):
+            return value  # such as the stride of a convolution
         if isinstance(value, dict | list):
             return self._copy_container(value)
         if isinstance(value, torch.Generator):
@@ -220,10 +222,15 @@ class StructureCopier:
         )
 
 
+_PLAIN_CONTAINERS = frozenset((tuple, list, dict, deque))
+
+
 def _list_items(value: Any) -> list[Any]:
     items = list(value.values()) if isinstance(value, dict) else []
     if isinstance(value, tuple | list | deque):
         items = list(value)
+    if type(value) in _PLAIN_CONTAINERS:
+        return items  # it has no attributes
     return [*items, *get_attributes(value).values()]
 
 

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -259,7 +259,9 @@ class Reference:
         reached, other_modules, containers = self._outside_state
         names = self._partition.names()
         names.update({module: type(module).__name__ for module in other_modules})
-        own_tables = {id(vars(m).get(name)) for m in self.modules for name in MODULE_INTERNALS}
+        own_tables = {
+            id(table) for m in self.modules for table in map(vars(m).get, MODULE_INTERNALS)
+        }
         others = [Variable(None, _UNNAMED, c) for c in containers if id(c) not in own_tables]
         outside = [*reached.variables, *others]
         return StateWatch(names, set(other_modules), outside, self._write_log)
@@ -375,7 +377,8 @@ class Reference:
         hooks = self._list_hooks() if records_state else {}
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
         is_watched = records_state or self.watches_rows or self._uses_float32 is None
-        with cells.emulate(microbatch), watch if is_watched else nullcontext():
+        # The watch outside, so that what it does itself does not go through the mode of the cells.
+        with watch if is_watched else nullcontext(), cells.emulate(microbatch):
             values = self._compute(args, kwargs, counted_targets or target, watch)
         if cells.draws_host_random and not self._separates_host_streams:
             self._separates_host_streams = True
@@ -1048,7 +1051,10 @@ class _WriteLog(CompileFriendlyDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self.generators.setdefault(generator, generator.get_state())
-        for index, name in _find_written_arguments(func):
+        known = _written_arguments.get(id(func))
+        if known is None or known[0] is not func:
+            known = _written_arguments[id(func)] = func, _find_written_arguments(func)
+        for index, name in known[1]:
             value = args[index] if index < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 self._copy_before_write(tensor)
@@ -1132,7 +1138,11 @@ def _is_plain_on_cpu(tensor: Tensor) -> bool:
     return is_plain and tensor.is_cpu and not is_lazy(tensor)
 
 
-@lru_cache(1024)
+# By id of an operation, with the operation: its hash is computed in Python, which takes longer than
+# all else here. There are about as many entries as PyTorch has operations.
+_written_arguments: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
+
+
 def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operation writes to."""
     schema = getattr(func, "_schema", None)

@@ -71,6 +71,7 @@ _SELECTIONS: dict[str, tuple[int, int | None]] = {
     "select": (1, None),
     "__iter__": (1, 0),
 }
+_INDEXING = frozenset(("__getitem__", "__setitem__"))
 # The names of functions that add up the entries of a dim by an index, such as rows of one group.
 _GROUPINGS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_reduce"))
 _PLAIN_TYPES = (bool, float, str)
@@ -93,6 +94,21 @@ _LIKE_FUNCTIONS = frozenset(
 _DRAWS = re.compile("rand|drop|bernoulli|binomial|multinomial|normal|poisson|gumbel|empty")
 # The names of functions that write to tensors, or let others do so, without raising their versions.
 _HIDDEN_WRITES = frozenset(("batch_norm", "instance_norm", "__get__"))
+# The names of the functions that a `RowWatch` looks at, whatever their arguments are.
+_WATCHED = frozenset(
+    (
+        *(*_READS, *_SHAPE_READS, *_SELECTIONS, *_INDEXING, *_GROUPINGS),
+        *(f"{name}_" for name in _GROUPINGS),
+        *(*_CONSTANT_FUNCTIONS, *_LIKE_FUNCTIONS),
+    )
+)
+# The types of most arguments. They contain no tensors.
+_LEAF_TYPES = frozenset(
+    (
+        *(Tensor, nn.Parameter, bool, int, float, str, type(None), type(Ellipsis), torch.Size),
+        *(torch.dtype, torch.device),
+    )
+)
 _PLAIN_ARGUMENTS = (
     *(bool, int, float, str, type(None), slice, type(Ellipsis), torch.Size),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -284,6 +300,28 @@ class RowWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)
+        if name in _WATCHED or (self._constants and self._may_take_constants(args, kwargs)):
+            self._note_call(name, args, kwargs, result)
+        if not self.uses_float32 and isinstance(result, Tensor):
+            self.uses_float32 = result.dtype is torch.float32
+        if self._row_counts is None:
+            return result
+        if self.replaces_sizes:
+            return self._row_counts.replace_sizes(name, args, result)
+        self._row_counts.note_sizes(name, args, result)
+        return result
+
+    def _may_take_constants(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an argument is a constant, or may contain one. Most are not."""
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if id(value) in self._constants or type(value) not in _LEAF_TYPES:
+                return True
+        return False
+
+    def _note_call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Note what a function has read or selected, or computed from constants."""
         if (
             name in _READS
             or _reads_shape(name, args)
@@ -298,15 +336,7 @@ class RowWatch(TorchFunctionMode):
         elif self._constants and isinstance(result, Tensor):
             self._note_positions(name, args, kwargs)
         if isinstance(result, Tensor):
-            if result.dtype is torch.float32:
-                self.uses_float32 = True
             self._note_result(name, args, kwargs, result)
-        if self._row_counts is None:
-            return result
-        if self.replaces_sizes:
-            return self._row_counts.replace_sizes(name, args, result)
-        self._row_counts.note_sizes(name, args, result)
-        return result
 
     def _note_result(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor
@@ -315,13 +345,15 @@ class RowWatch(TorchFunctionMode):
             for value in (*args, *kwargs.values()):
                 self._constants.pop(id(value), None)
             return
+        is_constant_function = name in _CONSTANT_FUNCTIONS
         if name in _LIKE_FUNCTIONS:
-            args = args[1:]
-        elif name not in _CONSTANT_FUNCTIONS and (
-            not self._constants or not _has_tensor((args, kwargs)) or _DRAWS.search(name)
-        ):
+            args, is_constant_function = args[1:], True
+        elif not is_constant_function and not self._constants:
             return
-        if self._are_constant((args, kwargs)):
+        # Most operations have an operand that is not constant.
+        if self._are_constant((args, kwargs)) and (
+            is_constant_function or (_has_tensor((args, kwargs)) and not _DRAWS.search(name))
+        ):
             self._constants[id(result)] = result, result._version
             self._sources[id(result)] = [t for t in iter_tensors((args, kwargs)) if t.dim()]
 
@@ -344,7 +376,7 @@ class RowWatch(TorchFunctionMode):
         They are not positions of rows if there are as many for other numbers of rows.
         """
         tensors = list(iter_tensors((args, kwargs)))
-        constants = [t for t in tensors if t.dim() and len(t) > 1 and self._are_constant(t)]
+        constants = [t for t in tensors if self._are_constant(t) and t.dim() and len(t) > 1]
         if not constants or all(map(self._are_constant, tensors)):
             return
         for constant in constants:
@@ -398,9 +430,12 @@ def _find_selection(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Selection | None:
     """Return what a function selects from the first dim of a tensor, or adds up by an index."""
+    is_grouping = name.rstrip("_") in _GROUPINGS
+    if not is_grouping and name not in _SELECTIONS and name not in _INDEXING:
+        return None  # most functions
     if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return None
-    if name.rstrip("_") in _GROUPINGS:
+    if is_grouping:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         index = kwargs.get("index", args[2] if len(args) > 2 else None)
         if type(dim) is not int or dim % args[0].dim() or not isinstance(index, Tensor):
@@ -413,7 +448,7 @@ def _find_selection(
 
 def _selects_entries(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function selects some of the first dim of a tensor."""
-    if name in ("__getitem__", "__setitem__"):
+    if name in _INDEXING:
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         return type(index) is int or (isinstance(index, slice) and index != slice(None))
     if name not in _SELECTIONS:

@@ -237,6 +237,8 @@ def unwrap_numbers(values: Any) -> Any:
         return torch.Size(map(_to_plain, values))
     if kind is tuple or kind is list:
         # Most arguments have none, and stay the same objects.
+        if _HOLDERS.isdisjoint(map(type, values)):
+            return values
         items = [unwrap_numbers(value) for value in values]
         is_same = all(map(operator.is_, items, values))
         return values if is_same else kind(items)
@@ -246,6 +248,10 @@ def unwrap_numbers(values: Any) -> Any:
         bounds = values.start, values.stop, values.step
         return slice(*map(_to_plain, bounds))
     return values
+
+
+# The types of numbers of rows, and of what may hold some.
+_HOLDERS = frozenset((RowCount, RowFraction, RowSizes, tuple, list, dict, slice))
 
 
 def _to_plain(number: Any) -> Any:

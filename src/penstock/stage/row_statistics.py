@@ -178,10 +178,15 @@ class RowStatistics:
         return operation if followed is tensor else None
 
 
+_NUMBERS = frozenset((bool, int, float, str, type(None)))
+
+
 def _list_operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a function. It is called for each function."""
     tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in _NUMBERS:  # PyTorch asks Python whether one is a tensor
+            continue
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, tuple | list | dict | slice):
