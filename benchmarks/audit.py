@@ -4,6 +4,7 @@
     python benchmarks/audit.py --model gpt2 --chunks 4 --door call --parts
     python benchmarks/audit.py --device cuda                    # two virtual GPUs
     python benchmarks/audit.py --fresh                          # each first step in a new process
+    python benchmarks/audit.py --large --rows 8                 # GPT-2, ResNet-50 and a ViT
 
 Every round builds a pipe with the audit and one without, makes the first step of each, and then
 some steps in turns, so that both see the same noise. Rounds take turns in which of the two is
@@ -23,6 +24,10 @@ is made in a process of its own, which is forked before anything has run. There 
 A micro-batch has four rows by default, eight times as many for the MLP. The audit runs two rows
 together and apart, which are the forwards of four rows: in a micro-batch of four rows, as much as
 its whole forward, and in one of eight rows half of it. `--rows 8` shows that.
+
+`--large` measures models of common sizes instead: GPT-2 with 124 million parameters on 64 tokens a
+row, ResNet-50 and ViT-S/16 on images of 224 x 224 pixels. A step takes seconds, so there are three
+rounds with two later steps each, with 2 and 4 chunks, through `pipe.step`, unless others are given.
 
 The runtime is "inline", where a step takes as long as its micro-batches together, as in that
 formula. On p parallel ranks it takes (chunks + p - 1) / p micro-batches, but the unsplit model
@@ -168,24 +173,66 @@ def build_nanogpt(rows: int, device: str) -> Case:
     return Case(model, {"ids": tokens[0], "targets": tokens[1]})
 
 
-def build_gpt2(rows: int, device: str, width: int, layers: int, length: int = 64) -> Case:
+def build_gpt2(
+    rows: int,
+    device: str,
+    width: int,
+    layers: int,
+    length: int = 64,
+    heads: int = 4,
+    vocabulary: int = 512,
+) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_embd=width, n_layer=layers, n_head=4, vocab_size=512, n_positions=length, use_cache=False
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        vocab_size=vocabulary,
+        n_positions=length,
+        use_cache=False,
     )
-    tokens = torch.randint(512, (rows, length), device=device)
+    tokens = torch.randint(vocabulary, (rows, length), device=device)
     model = GPT2LMHeadModel(config).to(device)
     return Case(model, {"input_ids": tokens, "labels": tokens})
 
 
-MODELS: dict[str, Callable[[int, str], Case]] = {
+def build_image_case(model: nn.Module, rows: int, device: str) -> Case:
+    images = torch.randn(rows, 3, 224, 224, device=device)
+    labels = torch.randint(1000, (rows,), device=device)
+    return Case(model.to(device), {"pixel_values": images, "labels": labels})
+
+
+def build_resnet50(rows: int, device: str) -> Case:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return build_image_case(
+        ResNetForImageClassification(ResNetConfig(num_labels=1000)), rows, device
+    )
+
+
+def build_vit_small(rows: int, device: str) -> Case:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=384, num_attention_heads=6, intermediate_size=1536, num_labels=1000
+    )
+    return build_image_case(ViTForImageClassification(config), rows, device)
+
+
+SMALL_MODELS: dict[str, Callable[[int, str], Case]] = {
     "mlp": build_mlp,
     "nanogpt": build_nanogpt,
     "resnet": build_resnet,
     "gpt2-tiny": lambda rows, device: build_gpt2(rows, device, 32, 2),
     "gpt2": lambda rows, device: build_gpt2(rows, device, 512, 4),
 }
+LARGE_MODELS: dict[str, Callable[[int, str], Case]] = {
+    "gpt2-124m": lambda rows, device: build_gpt2(rows, device, 768, 12, 64, 12, 50257),
+    "resnet50": build_resnet50,
+    "vit-small": build_vit_small,
+}
+MODELS = {**SMALL_MODELS, **LARGE_MODELS}
 
 
 # ---- measurement ---------------------------------------------------------------------------------
@@ -332,9 +379,9 @@ def measure_fresh(args: argparse.Namespace) -> None:
     columns = ["model", "door", "chunks", "first step", "promised", "with the pipe"]
     columns += ["milliseconds", "with the audit"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name in args.model or MODELS:
-        for door in args.door or ("step", "call"):
-            for chunks in args.chunks or (2, 4, 8):
+    for name in args.model:
+        for door in args.door:
+            for chunks in args.chunks:
                 rounds = []
                 for index in range(args.rounds):
                     kinds = ("first", "off") if index % 2 else ("off", "first")
@@ -351,18 +398,24 @@ def measure_fresh(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", action="append", choices=MODELS, help="by default all")
+    parser.add_argument("--rounds", type=int, help="by default 5")
+    parser.add_argument("--model", action="append", choices=MODELS, help="by default all small")
+    parser.add_argument("--large", action="store_true", help="the large models")
     parser.add_argument("--chunks", action="append", type=int, help="by default 2, 4 and 8")
     parser.add_argument("--door", action="append", choices=("step", "call"), help="default both")
     parser.add_argument("--runtime", default="inline")
     parser.add_argument("--checkpoint", default="never")
     parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch")
-    parser.add_argument("--later", type=int, default=39, help="steps after the first one")
+    parser.add_argument("--later", type=int, help="steps after the first one, by default 39")
     parser.add_argument("--parts", action="store_true", help="show the parts of the audit")
     parser.add_argument("--clock", choices=("cpu", "wall"), help="by default cpu on a CPU")
     parser.add_argument("--fresh", action="store_true", help="each first step in a new process")
     args = parser.parse_args()
+    args.model = args.model or list(LARGE_MODELS if args.large else SMALL_MODELS)
+    args.chunks = args.chunks or ([2, 4] if args.large else [2, 4, 8])
+    args.door = args.door or (["step"] if args.large else ["step", "call"])
+    args.rounds = args.rounds or (3 if args.large else 5)
+    args.later = args.later or (2 if args.large else 39)
     is_cpu = args.device == "cpu"
     args.devices = ["cpu", "cpu"] if is_cpu else penstock.virtual_devices("cuda:0", 2)
     clock_name = args.clock or ("cpu" if is_cpu else "wall")
@@ -381,10 +434,10 @@ def main() -> None:
     columns += ["micro-batches more", "beyond one micro-batch", "later steps", "later calls"]
     columns += parts
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name in args.model or MODELS:
+    for name in args.model:
         Trainer(args, name, 2, "first").time_step("step")  # warm-up
-        for door in args.door or ("step", "call"):
-            for chunks in args.chunks or (2, 4, 8):
+        for door in args.door:
+            for chunks in args.chunks:
                 if clock is not None:
                     clock.seconds.clear()
                 rounds = [measure(args, name, door, chunks, i % 2 > 0) for i in range(args.rounds)]
