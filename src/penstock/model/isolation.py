@@ -169,6 +169,8 @@ class StateSnapshot:
             return
         if isinstance(value, nn.Module | torch.Size):
             return
+        if type(value) is tuple and _IMMUTABLE_TYPES.issuperset(map(type, value)):
+            return  # such as the stride of a convolution
         self._recorded[id(value)] = value
         if type(value) in _TABLE_TYPES and not value:
             self._empty_tables.append(value)
