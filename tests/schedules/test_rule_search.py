@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock import Cost, lower, simulate
@@ -11,11 +13,12 @@ from penstock.schedules.cost import fits_in_memory
 from penstock.schedules.ir import Schedule, StageGraph
 from penstock.schedules.priority_scheduler import (
     Pipeline,
+    Starts,
     refill_weight_grads,
     schedule_by_priority,
 )
 from penstock.schedules.round_scheduler import RoundRule, schedule_in_rounds
-from penstock.schedules.rule_search import search_rules
+from penstock.schedules.rule_search import _Trial, search_rules
 from penstock.schedules.verify import verify
 
 
@@ -74,6 +77,38 @@ def test_search_rules_begins_with_few_micro_batches_and_ends_with_all() -> None:
     in_rounds = schedule_in_rounds(pipeline, RoundRule())
     assert in_rounds is not None
     assert best < pipeline.measure(in_rounds, "period") + 1e-9
+
+
+# In these cases the search remembers schedules for limits that were different.
+@pytest.mark.parametrize(
+    ("placement", "chunks", "memory", "objective"),
+    [
+        (loop(3, 2), 12, 4, "makespan"),
+        (loop(3, 2), 12, 6, "period"),
+        (vee(4), 8, 6, "makespan"),
+    ],
+)
+def test_search_rules_finds_the_same_if_it_computes_everything_anew(
+    placement: tuple[int, ...],
+    chunks: int,
+    memory: float,
+    objective: Objective,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = pipeline_of(placement, chunks, memory)
+
+    def search() -> list[Starts]:
+        return list(search_rules(pipeline, objective, 450 * pipeline.actions, goal=0.0))
+
+    found, run = search(), _Trial.run
+
+    def run_anew(trial: _Trial, *arguments: Any) -> Starts | None:
+        trial._scheduled.clear()
+        trial._refilled.clear()
+        return run(trial, *arguments)
+
+    monkeypatch.setattr(_Trial, "run", run_anew)
+    assert found == search()
 
 
 def test_refilling_weight_grads_keeps_the_order_of_the_others() -> None:

@@ -23,7 +23,7 @@ The random numbers have a fixed seed: the same problem always has the same resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import inf
 from random import Random
 from typing import Any, NamedTuple
@@ -192,12 +192,20 @@ _ROUND_NUMBERS: tuple[tuple[Any, ...], ...] = (
 )
 
 
-class _Trial(NamedTuple):
-    """A pipeline, an objective, and the seconds that cannot be beaten."""
+class _Trial:
+    """A pipeline, an objective, and the seconds that cannot be beaten.
 
-    pipeline: Pipeline
-    objective: Objective
-    goal: float
+    Each population tries many rules that an earlier one has tried, and many rules give the same
+    order of F and I. So the trial remembers the schedules that it has computed.
+    """
+
+    def __init__(self, pipeline: Pipeline, objective: Objective, goal: float) -> None:
+        self.pipeline, self.objective, self.goal = pipeline, objective, goal
+        # By orders of F and I, and their seconds: the schedule with the best Ws, or None.
+        self._refilled: dict[Hashable, Starts | None] = {}
+        # By what decides a schedule: it, and the `slowest` that was given, or None for a schedule
+        # that takes longer.
+        self._scheduled: dict[Hashable, tuple[Starts | None, float]] = {}
 
     def seconds(self, starts: Starts) -> float:
         return self.pipeline.measure(starts, self.objective)
@@ -221,12 +229,36 @@ class _Trial(NamedTuple):
             return None
         seconds = self.seconds(starts)
         if self.goal < seconds < near:
-            orders = self.pipeline.orders_by_start(starts, with_weight_grads=False)
+            return self._refill(starts, seconds) or starts
+        return starts
+
+    def _refill(self, starts: Starts, seconds: float) -> Starts | None:
+        """Return a faster schedule with the same orders of F and I, or None if none is found."""
+        orders = self.pipeline.orders_by_start(starts, with_weight_grads=False)
+        key = tuple(map(tuple, orders)), seconds
+        if key not in self._refilled:
+            best = None
             for aim in _REFILLS:
                 allowances = [self.idle_time(seconds, aim)] * self.pipeline.ranks
                 refilled = refill_weight_grads(self.pipeline, orders, allowances)
                 if refilled and self.seconds(refilled) < seconds:
-                    starts, seconds = refilled, self.seconds(refilled)
+                    best, seconds = refilled, self.seconds(refilled)
+            self._refilled[key] = best
+        return self._refilled[key]
+
+    def schedule(
+        self, key: Hashable, slowest: float, compute: Callable[[], Starts | None]
+    ) -> Starts | None:
+        """Return what `compute` returns, or has returned for the same key.
+
+        It returns None for a schedule that takes longer than `slowest`, and the same schedule for
+        all larger limits.
+        """
+        starts, limit = self._scheduled.get(key, (None, -inf))
+        is_known = slowest <= limit if starts is None else slowest >= limit
+        if not is_known:
+            starts = compute()
+            self._scheduled[key] = starts, slowest
         return starts
 
 
@@ -352,15 +384,25 @@ def _apply_rule(trial: _Trial, rule: PriorityRule, best: float, slowest: float) 
         idle = trial.idle_time(best, rule.aim)
         allowances = [rule.allowance * idle if idle > 0 else 0.0] * ranks
     idle_limits = [slowest - pipeline.chunks * load for load in pipeline.loads]
-    starts = schedule_by_priority(
-        pipeline, priorities, patience, drain_patience, allowances, even, limits, idle_limits
-    )
+
+    def schedule(handicaps: Sequence[float]) -> Starts | None:
+        return schedule_by_priority(
+            pipeline,
+            priorities,
+            patience,
+            drain_patience,
+            allowances,
+            handicaps,
+            limits,
+            idle_limits,
+        )
+
+    key = rule, allowances and allowances[0]
+    starts = trial.schedule((key, "first"), slowest, lambda: schedule(even))
     if starts and allowances is None:
         # Once more, now that it is known which ranks are idle for long anyway.
         idle_seconds = pipeline.idle_seconds(starts)
-        again = schedule_by_priority(
-            pipeline, priorities, patience, drain_patience, None, idle_seconds, limits, idle_limits
-        )
+        again = trial.schedule((key, "again"), slowest, lambda: schedule(idle_seconds))
         if again and pipeline.measure(again, "period") < pipeline.measure(starts, "period"):
             return again
     return starts
