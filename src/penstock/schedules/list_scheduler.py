@@ -25,18 +25,23 @@ _OPS = (Op.F, Op.I, Op.W)
 class _OpQueue:
     """One op of one stage, which takes the micro-batches in order."""
 
-    def __init__(self, op: Op, stage: int, rank: int, chunks: int) -> None:
+    def __init__(self, op: Op, stage: int, rank: int, chunks: int, cost: Cost) -> None:
         self.op, self.stage, self.rank = op, stage, rank
         self.done = 0  # how many micro-batches are done
         self.ready_times: list[float] = []  # when all inputs of each micro-batch are there
         self.input_count = 0  # how many inputs each micro-batch has
-        self.dependents: list[_OpQueue] = []
+        self.dependents: list[tuple[_OpQueue, float]] = []  # with the seconds of the message
+        self.seconds = cost.seconds(Compute(op, stage, 0))
+        # Activations live from F to W. An I frees what its W does not need.
+        whole, remaining = cost.activation[stage], cost.kept_sizes[stage]
+        self.memory_change = {Op.F: whole, Op.I: remaining - whole, Op.W: -remaining}[op]
         self._arrived_inputs = [0] * chunks
         self._latest_arrival = [0.0] * chunks
 
     def add_input(self, microbatch: int, time: float) -> bool:
         """Record an input that arrives at `time`. Return True if it was the last one missing."""
-        self._latest_arrival[microbatch] = max(self._latest_arrival[microbatch], time)
+        if time > self._latest_arrival[microbatch]:
+            self._latest_arrival[microbatch] = time
         self._arrived_inputs[microbatch] += 1
         if self._arrived_inputs[microbatch] < self.input_count:
             return False
@@ -70,7 +75,7 @@ class SchedulerState:
         self._live_by_microbatch = [[0.0] * chunks for _ in ranks]
         # The first micro-batch that still needs the rank.
         self._oldest_unfinished = [0 for _ in ranks]
-        self._queues = _build_queues(placement, chunks, graph)
+        self._queues = _build_queues(placement, chunks, cost, graph)
         self._queues_by_rank = [
             [n for n in self._queues.values() if n.rank == rank] for rank in ranks
         ]
@@ -145,37 +150,30 @@ class SchedulerState:
         op, stage, microbatch = action
         node = self._queues[op, stage]
         rank = node.rank
-        end = self.free_at[rank] = now + self.cost.seconds(action)
+        end = self.free_at[rank] = now + node.seconds
         self.lanes[rank].append(action)
         node.done += 1
-        self._update_memory(rank, action)
+        self.live[rank] += node.memory_change
+        self._live_by_microbatch[rank][microbatch] += node.memory_change
+        if op is Op.W:
+            self.pending_weight_grads[rank] -= 1
+            weights_done = [queue.done for queue in self._weight_grad_queues[rank]]
+            self._oldest_unfinished[rank] = min(weights_done)
+        else:
+            self.ordered_actions_done[rank] += 1
+            self.pending_weight_grads[rank] += op is Op.I
         heappush(self.events, (end, rank))
-        for other in node.dependents:
-            delay = self.cost.send_seconds(stage, other.stage) if other.rank != rank else 0.0
+        for other, delay in node.dependents:
             if other.add_input(microbatch, end + delay):
                 heappush(self.events, (other.ready_times[-1], other.rank))
 
-    def _update_memory(self, rank: int, action: Compute) -> None:
-        # Activations live from F to W. An I frees what its W does not need.
-        op, stage, microbatch = action
-        whole, remaining = self.cost.activation[stage], self.cost.kept_sizes[stage]
-        self.ordered_actions_done[rank] += op is not Op.W
-        self.pending_weight_grads[rank] += {Op.F: 0, Op.I: 1, Op.W: -1}[op]
-        change = {Op.F: whole, Op.I: remaining - whole, Op.W: -remaining}[op]
-        self.live[rank] += change
-        self._live_by_microbatch[rank][microbatch] += change
-        while self._oldest_unfinished[rank] < min(
-            node.done for node in self._weight_grad_queues[rank]
-        ):
-            self._oldest_unfinished[rank] += 1
-
 
 def _build_queues(
-    placement: Placement, chunks: int, graph: StageGraph
+    placement: Placement, chunks: int, cost: Cost, graph: StageGraph
 ) -> dict[tuple[Op, int], _OpQueue]:
     """Return a queue for each op and stage, linked by the rule of `ir` (what needs what)."""
     nodes = {
-        (op, stage): _OpQueue(op, stage, rank, chunks)
+        (op, stage): _OpQueue(op, stage, rank, chunks, cost)
         for stage, rank in enumerate(placement)
         for op in _OPS
     }
@@ -187,7 +185,9 @@ def _build_queues(
         node = nodes[action.op, action.stage]
         node.input_count = len(sources)
         for source in sources:
-            nodes[source.op, source.stage].dependents.append(node)
+            crosses = placement[source.stage] != node.rank
+            delay = cost.send_seconds(source.stage, node.stage) if crosses else 0.0
+            nodes[source.op, source.stage].dependents.append((node, delay))
     return nodes
 
 

@@ -187,14 +187,18 @@ def schedule_by_priority(
     outputs, queues_by_rank = pipeline.outputs, pipeline.queues_by_rank
     ranks, queues = pipeline.ranks, pipeline.queues
     input_counts = [len(inputs) for inputs in pipeline.inputs]
-    arrived = [[0] * chunks for _ in range(queues)]
-    latest = [[0.0] * chunks for _ in range(queues)]
-    ready: list[list[float]] = [[] for _ in range(queues)]  # when the inputs of each are there
+    missing = [[count] * chunks for count in input_counts]  # inputs that are not there yet
+    latest = [[0.0] * chunks for _ in range(queues)]  # when the last of the others arrives
     starts: Starts = [[] for _ in range(queues)]
+    # The next micro-batch of each queue, when its inputs are there, and its priority number. While
+    # inputs are missing, both are infinite. They are looked at far more often than they change.
+    next_microbatch = [0] * queues
+    next_time, next_priority = [inf] * queues, [inf] * queues
     free_at, live, idle = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     held = [[0.0] * chunks for _ in range(ranks)]  # by each micro-batch
     oldest = [0] * ranks  # the first micro-batch that still needs the rank
     forwards = [[q for q in mine if q < stages] for mine in queues_by_rank]
+    weight_grads = [[q for q in mine if q >= 2 * stages] for mine in queues_by_rank]
     shares = [sum(allocated[q] for q in mine) for mine in forwards]
     forwards_left = [chunks * len(mine) for mine in forwards]
     weights_from = 2 * stages
@@ -202,14 +206,14 @@ def schedule_by_priority(
     events: list[tuple[float, int]] = []
     for queue in range(queues):
         if not input_counts[queue]:
-            ready[queue] = [0.0] * chunks
+            next_time[queue], next_priority[queue] = 0.0, priorities[queue][0]
             events.append((0.0, rank_of[queue]))
 
     def is_safe(rank: int, queue: int, microbatch: int) -> bool:
         # The same as SchedulerState.is_safe.
         size, mine = allocated[queue], forwards[rank]
         alive, oldest_open = live[rank] + size, oldest[rank]
-        done = [len(starts[q]) + (q == queue) for q in mine]
+        done = [next_microbatch[q] + (q == queue) for q in mine]
         for other in done:
             if other < chunks:
                 gone = sum(held[rank][oldest_open:other]) + (size if microbatch < other else 0.0)
@@ -227,17 +231,15 @@ def schedule_by_priority(
         best_priority = coming_priority = arrival = inf
         latest_arrival = now + (patience if forwards_left[rank] else drain_patience)
         for queue in queues_by_rank[rank]:
-            microbatch = len(starts[queue])
-            if microbatch >= len(ready[queue]):
+            time = next_time[queue]
+            if time > latest_arrival:
                 continue
-            time = ready[queue][microbatch]
-            priority = priorities[queue][microbatch]
-            if time > latest_arrival or priority >= (
-                best_priority if time <= now else coming_priority
-            ):
+            priority = next_priority[queue]
+            if priority >= (best_priority if time <= now else coming_priority):
                 continue
             if queue < stages:
-                if limits and microbatch - len(starts[queue + stages]) >= limits[queue]:
+                microbatch = next_microbatch[queue]
+                if limits and microbatch - next_microbatch[queue + stages] >= limits[queue]:
                     continue
                 size = live[rank] + allocated[queue]
                 if size > caps[rank] or (
@@ -262,29 +264,37 @@ def schedule_by_priority(
                 continue
         if best < 0:
             continue
-        microbatch = len(starts[best])
+        microbatch = next_microbatch[best]
         if free_at[rank]:  # it has started something before
             idle[rank] += now - free_at[rank]
             if idle_limits and idle[rank] > idle_limits[rank]:
                 return None
         starts[best].append(now)
+        later = next_microbatch[best] = microbatch + 1
+        if later < chunks and not missing[best][later]:
+            next_time[best], next_priority[best] = latest[best][later], priorities[best][later]
+        else:
+            next_time[best] = next_priority[best] = inf
         forwards_left[rank] -= best < stages
         end = free_at[rank] = now + seconds[best]
         change = allocated[best] - freed[best]
         live[rank] += change
         held[rank][microbatch] += change
         if best >= weights_from:
-            oldest[rank] = min([len(starts[queue]) for queue in queues_by_rank[rank]])
+            oldest[rank] = min([next_microbatch[queue] for queue in weight_grads[rank]])
         heappush(events, (end, rank))
         for queue, delay in outputs[best]:
             time = end + delay
             if time > latest[queue][microbatch]:
                 latest[queue][microbatch] = time
-            arrived[queue][microbatch] += 1
-            if arrived[queue][microbatch] == input_counts[queue]:
-                ready[queue].append(latest[queue][microbatch])
-                heappush(events, (latest[queue][microbatch], rank_of[queue]))
-    return starts if all(len(done) == chunks for done in starts) else None
+            missing[queue][microbatch] -= 1
+            if not missing[queue][microbatch]:
+                time = latest[queue][microbatch]
+                if microbatch == next_microbatch[queue]:
+                    next_time[queue] = time
+                    next_priority[queue] = priorities[queue][microbatch]
+                heappush(events, (time, rank_of[queue]))
+    return starts if min(next_microbatch) == chunks else None
 
 
 def refill_weight_grads(
