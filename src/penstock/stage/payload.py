@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -76,10 +77,17 @@ def tensor_versions(tensors: Iterable[Tensor | None]) -> list[int]:
 def flatten_values(values: tuple[Any, ...]) -> FlatValue:
     """Return the tensors in the values, each once and in order, and the layout around them.
 
-    A single tensor has the layout None. Most stages send just that, so it is handled first.
+    A single tensor has the layout None. Most stages send just that, so it is handled first. Several
+    tensors are next: taking a tree apart costs as much as a small layer.
     """
     if len(values) == 1 and isinstance(values[0], Tensor):
         return values, None
+    for value in values:  # no generator, which takes twice as long
+        if not isinstance(value, Tensor):
+            break
+    else:
+        if len(set(map(id, values))) == len(values):
+            return values, _get_tuple_layout(len(values))
     leaves, spec = pytree.tree_flatten(values)
     tensors: list[Tensor] = []
     index_by_id: dict[int, int] = {}
@@ -100,12 +108,21 @@ def unflatten_values(tensors: Sequence[Tensor], layout: PayloadLayout | None) ->
     """Return the values that `flatten_values` has taken apart, with these tensors."""
     if layout is None:
         return (tensors[0],)
+    if layout is _get_tuple_layout(len(tensors)):
+        return tuple(tensors)
     leaves = [
         leaf if index is None else tensors[index]
         for leaf, index in zip(layout.leaves, layout.tensor_indices, strict=True)
     ]
     values: tuple[Any, ...] = pytree.tree_unflatten(leaves, layout.tree_spec)
     return values
+
+
+@cache
+def _get_tuple_layout(count: int) -> PayloadLayout:
+    """Return the layout of a tuple of so many tensors."""
+    spec = pytree.tree_structure((0,) * count)
+    return PayloadLayout(spec, (None,) * count, tuple(range(count)))
 
 
 def check_no_hidden_tensors(layout: PayloadLayout) -> None:
