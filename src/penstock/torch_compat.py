@@ -245,11 +245,16 @@ def get_eager_function(function: Any) -> Any:
 
     There is no public way to ask. Where the attribute is missing, nothing counts as compiled.
     """
+    # Each step asks for its loss. A module takes 2 us to say that it has no such attribute.
+    if isinstance(function, nn.Module):
+        return vars(function).get("_torchdynamo_orig_callable")
     return getattr(function, "_torchdynamo_orig_callable", None)
 
 
 def unwrap_compiled(module: Any) -> Any:
     """Return the module that `torch.compile(module)` wraps, or the argument itself."""
+    if isinstance(module, nn.Module) and not is_compiled_wrapper(module):
+        return module  # sooner than by asking for an attribute: see `get_eager_function`
     return getattr(module, "_orig_mod", module)
 
 
@@ -821,6 +826,18 @@ def find_function_mode(kind: type[FunctionMode]) -> FunctionMode | None:
         if isinstance(mode, kind):
             return mode
     return None
+
+
+def get_default_device() -> torch.device:
+    """Return the device on which factory functions make tensors in this thread.
+
+    `torch.get_default_device` takes 3 us, which each call of a pipe would pay. It looks for a
+    function mode: `torch.set_default_device` and `with torch.device(...)` both enter one.
+    """
+    return torch.get_default_device() if _count_function_modes() else _CPU
+
+
+_CPU = torch.device("cpu")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -128,6 +129,7 @@ class Auditor:
     _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
+    _request: ref[Request] | None = None  # of the call that has this kind
     _settings: SettingsWatch | None = None
     _has_other_numbers: bool = False  # among the settings
 
@@ -136,13 +138,14 @@ class Auditor:
 
     def select(self, request: Request, inputs: StageInputs) -> AuditChoice | None:
         """Return what should be audited in a call, or None."""
-        self._kind = None
+        self._kind = self._request = None
         if request.audit == "off" or running.is_running:
             return None
         if request.is_step and not torch.is_grad_enabled():
             return None
         self._call_count += 1
         kind = self._kind = self.identify(request, inputs)
+        self._request = ref(request)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
         repeat = self._repeats.get(kind)
         if repeat is not None and self._call_count >= repeat:
@@ -192,7 +195,9 @@ class Auditor:
         if not (sizes or joins_outputs) or request.audit == "off" or running.is_running:
             return None
         self._add_age(sizes)
-        kind = self.identify(request, inputs)
+        # A loss function may have called the pipe in between.
+        is_known = self._request is not None and self._request() is request
+        kind = self._kind if is_known else self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None:
             return kind if joins_outputs else None

@@ -33,6 +33,7 @@ from penstock.device.device import (
     Device,
     GraphTimestamp,
     Timestamp,
+    are_same_rng_states,
     read_rng_states,
 )
 from penstock.runtime.program_cache import Phase
@@ -160,10 +161,11 @@ class Execution:
         self.audit: CallAudit | None = None
         self.executor = executor
         self._devices, self._placement = devices, placement
+        self._torch_devices = {device.device for device in devices.values()}
         if any(device.has_streams for device in devices.values()):
             _silence_stream_mismatch_warning()
         self.context = CallerContext.current(
-            frozenset(device.device.type for device in devices.values()), thread_locals
+            {device.type for device in self._torch_devices}, thread_locals
         )
         self._tied_weights, self._rng_policy = tied_weights, rng_policy
         # Read here, in the caller's thread: worker threads have a grad mode of their own.
@@ -253,7 +255,7 @@ class Execution:
             self.time_origins = _record_time_origins(devices)
         states_before = []
         if runs_layers and self._rng_policy.detect_outside_rng_use:
-            states_before = read_rng_states(device.device for device in devices)
+            states_before = read_rng_states(self._torch_devices)
         try:
             yield
         except BaseException:
@@ -296,7 +298,7 @@ class Execution:
         time. If it draws now, the shared generators have moved. Every stage then goes back to
         "may draw", so that the next call gives each one its own generators.
         """
-        devices = [device.device for device in self._devices.values()]
+        devices = self._torch_devices
         have_changed = _have_rng_states_changed(devices, states_before)
         if have_changed:
             restore_shared_cpu_state(states_before[0])
@@ -334,9 +336,7 @@ def _have_rng_states_changed(
     devices: Iterable[torch.device], states_before: Sequence[torch.Tensor]
 ) -> bool:
     """Return whether default generators have other states than before, if those were read."""
-    return bool(states_before) and not all(
-        map(torch.equal, read_rng_states(devices), states_before)
-    )
+    return bool(states_before) and not are_same_rng_states(read_rng_states(devices), states_before)
 
 
 @cache
@@ -353,10 +353,10 @@ def _silence_stream_mismatch_warning() -> None:
 
 def _record_time_origins(devices: Sequence[Device]) -> list[Timestamp]:
     """Return a timestamp for each rank. Ranks on the same device share one."""
-    first_ranks = {device.device: device for device in reversed(devices)}
-    timestamps = {
-        torch_device: device.record_timestamp() for torch_device, device in first_ranks.items()
-    }
+    timestamps: dict[torch.device, Timestamp] = {}
+    for device in devices:
+        if device.device not in timestamps:
+            timestamps[device.device] = device.record_timestamp()
     return [timestamps[device.device] for device in devices]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,10 +22,14 @@ import torch
 from penstock.device.accelerator import list_autocast_types
 from penstock.torch_compat import (
     are_checkpoint_hooks,
+    get_default_device,
     get_innermost_dispatch_mode,
     get_saved_tensor_hooks,
     has_draw_key,
 )
+
+_CPU = torch.device("cpu")
+_NULL_CONTEXT = nullcontext()
 
 
 def is_inside_cell() -> bool:
@@ -63,21 +68,20 @@ class CallerContext:
 
     @staticmethod
     def current(
-        device_types: frozenset[str], thread_locals: Sequence[threading.local] = ()
+        device_types: AbstractSet[str], thread_locals: Sequence[threading.local] = ()
     ) -> CallerContext:
         """Return the context of this thread for stages on devices of these types."""
         # A stage on a GPU may compute with CPU tensors, too, so autocast for the CPU always counts.
-        default = torch.get_default_device()
+        default = get_default_device()
+        kinds = sorted(device_types | {"cpu"})
         return CallerContext(
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             autocast_dtypes=tuple(
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in sorted(device_types | {"cpu"})
-                if torch.is_autocast_enabled(kind)
+                [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
             ),
             autocast_cache_enabled=torch.is_autocast_cache_enabled(),
-            default_device=None if default == torch.device("cpu") else default,
+            default_device=None if default == _CPU else default,
             saved_tensors_hooks=_current_saved_tensors_hooks(),
             thread_locals=tuple([(local, dict(vars(local))) for local in thread_locals]),
         )
@@ -165,8 +169,10 @@ def no_autocast() -> AbstractContextManager[object]:
     The runtime uses it for work that runs in the caller's own thread. `loss.backward()` may be
     called inside `with torch.autocast`, and gradients must not depend on that.
     """
+    enabled = [kind for kind in list_autocast_types() if torch.is_autocast_enabled(kind)]
+    if not enabled:
+        return _NULL_CONTEXT
     stack = ExitStack()
-    for kind in list_autocast_types():
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in enabled:
+        stack.enter_context(torch.autocast(kind, enabled=False))
     return stack

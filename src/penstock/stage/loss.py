@@ -154,6 +154,8 @@ def identify_loss(loss_fn: LossFn | None) -> Any:
     """
     if isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
+    if isinstance(loss_fn, nn.Module):  # which takes 2 us to say that it has no such attribute
+        return type(loss_fn)
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 
@@ -243,6 +245,7 @@ class LossExtras(NamedTuple):
 
 
 NO_EXTRAS = LossExtras()
+_NULL_CONTEXT = nullcontext()
 MODEL_ORIGIN = "the model, without a loss_fn, returned"
 LOSS_FN_ORIGIN = "loss_fn returned"
 
@@ -303,7 +306,8 @@ class LossStageFunction:
         is_watched = self.comparison is not None and not is_checkpointing()
         # With a graph, the terms of the loss are read from it.
         recorder = None if torch.is_grad_enabled() or not is_watched else CrossEntropyRecorder()
-        with nullcontext() if self.loss_fn or recorder is None else recorder:
+        # For each micro-batch, so without new contexts that do nothing.
+        with _NULL_CONTEXT if self.loss_fn or recorder is None else recorder:
             outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
         if is_checkpointing() or is_recomputing():
@@ -318,11 +322,7 @@ class LossStageFunction:
         else:
             # One micro-batch shows what the loss function does with all of them.
             prover = self._build_prover(output, targets)
-            with (
-                mark_only_run(),
-                nullcontext() if recorder is None else recorder,
-                nullcontext() if prover is None else prover,
-            ):
+            with mark_only_run(), recorder or _NULL_CONTEXT, prover or _NULL_CONTEXT:
                 try:
                     result = self.loss_fn(output, *targets)
                 except Exception as error:
@@ -484,6 +484,8 @@ def parse_loss(result: Any, origin: str) -> tuple[Tensor, LossExtras]:
         result: A loss, a `Weighted` value, or a dict with "loss", perhaps "weight", and metrics.
         origin: The beginning of error messages, such as "loss_fn returned".
     """
+    if isinstance(result, Tensor):  # as nearly all
+        return _parse_scalar("loss", result, origin), NO_EXTRAS
     if isinstance(result, Weighted):
         result = result._asdict()
     elif isinstance(result, tuple | list):

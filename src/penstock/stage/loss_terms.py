@@ -97,26 +97,33 @@ class LossTerms:
 
     def list_device_numbers(self) -> list[Tensor]:
         """Return the numbers that cannot be read without waiting for a device."""
-        numbers = (n for term in self.terms for n in (*term.factors, *term.divisors))
-        return [n for n in numbers if isinstance(n, Tensor) and is_on_device(n)]
+        numbers = []
+        for term in self.terms:  # loops, as this is for each micro-batch
+            for number in term.factors + term.divisors:
+                if isinstance(number, Tensor) and is_on_device(number):
+                    numbers.append(number)
+        return numbers
 
     def compute_coefficients(self, device_numbers: Iterator[float]) -> list[Coefficient]:
         """Return the coefficients of all terms, given what `list_device_numbers` returned."""
 
         def read(number: Tensor | float) -> float:
-            is_unread = isinstance(number, Tensor) and is_on_device(number)
-            return next(device_numbers) if is_unread else float(number)
+            if not isinstance(number, Tensor):
+                return number
+            if is_on_device(number):
+                return next(device_numbers)
+            # Under a dispatch mode, such as a profiler, a number that came from Python is none.
+            with without_dispatch_modes():
+                return float(number)
 
         coefficients = []
-        # A number that came from Python cannot be read under a dispatch mode, such as a profiler.
-        with without_dispatch_modes():
-            for name, factors, divisors, is_sum in self.terms:
-                factor = math.prod(map(read, factors))
-                values = list(map(read, divisors))
-                divisor = math.prod(values)
-                value = factor / divisor if divisor else math.inf
-                counted = values[-1] if values else 1.0
-                coefficients.append(Coefficient(name, value, counted, is_sum))
+        for name, factors, divisors, is_sum in self.terms:
+            factor = math.prod(map(read, factors))
+            values = list(map(read, divisors))
+            divisor = math.prod(values)
+            value = factor / divisor if divisor else math.inf
+            counted = values[-1] if values else 1.0
+            coefficients.append(Coefficient(name, value, counted, is_sum))
         return coefficients
 
 
@@ -344,12 +351,12 @@ class TermComparison:
                 self._compare(microbatch, terms.compute_coefficients(numbers))
         sizes: TermSizes = {}
         for coefficients in self._coefficients.values():
-            counts: Counter[str] = Counter()
+            counts: dict[str, int] = {}  # in every step, and a `Counter` is slow to make
             for name, value, _, is_sum in coefficients[:_MAX_SIZES]:
                 if not is_sum:
                     sizes[OTHER_TERMS] = 1.0
-                key = name, counts[name]
-                counts[name] += 1
+                key = name, counts.get(name, 0)
+                counts[name] = key[1] + 1
                 if not math.isnan(value):
                     sizes[key] = max(abs(value), sizes.get(key, 0.0))
         return sizes

@@ -19,7 +19,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -77,6 +77,9 @@ def is_recomputing() -> bool:
     return _thread_state.recomputing
 
 
+_NULL_CONTEXT = nullcontext()
+
+
 class _Mark:
     """A context that sets one of the flags above for this thread. It can be entered many times."""
 
@@ -94,9 +97,15 @@ class _Mark:
 mark_checkpointing, mark_recomputing = _Mark("checkpointing"), _Mark("recomputing")
 
 
-@contextmanager
-def mark_only_run() -> Iterator[None]:
+def mark_only_run() -> AbstractContextManager[object]:
     """Let both questions be answered with False: what runs here runs once in a training step."""
+    # For the loss of each micro-batch, most of which have nothing to change.
+    state = _thread_state
+    return _mark_only_run() if state.checkpointing or state.recomputing else _NULL_CONTEXT
+
+
+@contextmanager
+def _mark_only_run() -> Iterator[None]:
     checkpointing, recomputing = _thread_state.checkpointing, _thread_state.recomputing
     _thread_state.checkpointing = _thread_state.recomputing = False
     try:

@@ -120,10 +120,12 @@ class Stage:
             settings = tuple([(m.training, _dropout_rates(m)) for m in modules])
         else:
             settings = tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
-        new_record = ObservedBehavior(mutates_inputs=True if self.may_mutate_inputs else None)
-        return self._behaviors.setdefault(
-            (type(self.compute), self.may_mutate_inputs, settings), new_record
-        )
+        key = type(self.compute), self.may_mutate_inputs, settings
+        record = self._behaviors.get(key)
+        if record is None:  # several threads may come here
+            new_record = ObservedBehavior(mutates_inputs=True if self.may_mutate_inputs else None)
+            record = self._behaviors.setdefault(key, new_record)
+        return record
 
     def as_remote(self) -> Stage:
         """Return the stage as a process describes it that does not run it."""

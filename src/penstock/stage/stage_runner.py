@@ -206,9 +206,10 @@ class StageRunner:
         self._modules_with_buffers = [module for module in modules if module._buffers]
         # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
         # compared with earlier ones, and no proxy can hold their place until W.
-        self._static_modules = [
-            module for module in modules if module not in stage.resharding_modules
-        ]
+        resharding = stage.resharding_modules
+        self._static_modules = (
+            [module for module in modules if module not in resharding] if resharding else modules
+        )
         self._parameter_modules = [module for module in self._static_modules if module._parameters]
         self._modules, self._training_flags = modules, list(map(_get_training, modules))
         # Addresses and version counters of the parameters, up to date while inputs are kept.
