@@ -12,6 +12,7 @@ Each tensor goes straight to the device of the stage that uses it, not from stag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -234,11 +235,10 @@ def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
         for stage, batches in inputs_by_stage.items()
         for microbatch, values in enumerate(batches)
     }
-    seen_ids: set[int] = set()
-    repeated_ids: set[int] = set()
-    for tensors, _ in flattened.values():
-        for tensor in tensors:
-            (repeated_ids if id(tensor) in seen_ids else seen_ids).add(id(tensor))
+    ids = [id(tensor) for tensors, _ in flattened.values() for tensor in tensors]
+    repeated_ids = set()
+    if len(set(ids)) < len(ids):
+        repeated_ids = {key for key, count in Counter(ids).items() if count > 1}
     # `.data` shares the memory but has a version counter of its own, which starts at 0. So
     # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
     payloads: dict[Cell, Payload] = {}
@@ -246,9 +246,12 @@ def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
         needs_grad = tuple(map(is_in_graph, tensors))
         payload = Payload(tuple(map(_get_data, tensors)), layout, needs_grad)
         payloads[cell] = payload
-        for index, tensor in enumerate(tensors):
-            if needs_grad[index] or id(tensor) in repeated_ids:
-                payload.shared |= {index}
+        if repeated_ids or any(needs_grad):
+            payload.shared = frozenset(
+                index
+                for index, tensor in enumerate(tensors)
+                if needs_grad[index] or id(tensor) in repeated_ids
+            )
     return payloads
 
 

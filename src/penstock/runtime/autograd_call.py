@@ -137,7 +137,9 @@ class AutogradCall:
         # A tied parameter may be on the device of another rank, which owns it. Autograd needs the
         # gradient on the parameter's device.
         parameter_gradients = [
-            None if gradient is None else gradient.to(parameter.device)
+            gradient
+            if gradient is None or gradient.device == parameter.device
+            else gradient.to(parameter.device)
             for runner in self.execution.stage_runners
             for parameter, gradient in zip(
                 runner.parameters, runner.collected_grads or (), strict=True
