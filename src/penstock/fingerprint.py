@@ -33,7 +33,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ from torch import Tensor, nn
 from penstock.nested_values import iter_captured_values
 from penstock.state_copy import LIBRARY_PACKAGES, get_attributes, get_package, is_of_numpy
 from penstock.tensor_spec import TensorSpec
+
+T = TypeVar("T")
 
 _VALUE_TYPES = (str, int, type(None), Enum, torch.dtype, torch.device, type)
 # Types whose contents are part of the fingerprint.
@@ -325,6 +327,7 @@ class ModuleSnapshot:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        self._module_ids = frozenset(map(id, modules))
         self._attribute_names, self._attribute_values = _list_attributes(modules)
         self._tensors = _collect_tensors(modules)
         self._tensor_hooks = _list_tensor_hooks(self._tensors)
@@ -347,6 +350,10 @@ class ModuleSnapshot:
         self._tensor_state = fingerprint_tensors_by_column(self._tensors)
         self._mutable_state = self._fingerprint_mutable_values()
 
+    def covers(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether the snapshot is of all of these modules."""
+        return self._module_ids.issuperset(map(id, modules))
+
     def is_unchanged(self) -> bool:
         """Return whether the modules are as they were when the snapshot was taken."""
         names, values = _list_attributes(self._modules)
@@ -365,6 +372,29 @@ class ModuleSnapshot:
 
     def _fingerprint_mutable_values(self) -> list[Hashable]:
         return [*map(Fingerprinter(), self._mutable_values)]
+
+
+class SnapshotMemo(Generic[T]):
+    """What was read from modules when their state was that of a snapshot. A copy starts without it.
+
+    The snapshot itself belongs to those who compare it.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot: weakref.ref[ModuleSnapshot] | None = None
+        self._value: T | None = None
+
+    def __reduce__(self) -> tuple[type[SnapshotMemo[T]], tuple[()]]:
+        return SnapshotMemo, ()
+
+    def get(self, snapshot: ModuleSnapshot | None) -> T | None:
+        """Return what was read under this snapshot, or None."""
+        is_known = self._snapshot is not None and self._snapshot() is snapshot is not None
+        return self._value if is_known else None
+
+    def set(self, snapshot: ModuleSnapshot, value: T) -> None:
+        """Remember what was read under this snapshot, in place of what was before."""
+        self._snapshot, self._value = weakref.ref(snapshot), value
 
 
 class _Contents:

@@ -39,6 +39,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.errors import AuditError
+from penstock.fingerprint import ModuleSnapshot
 from penstock.microbatch import find_shared_ids, gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.partition import Partition
@@ -131,6 +132,9 @@ class Auditor:
     _kind: Any = None  # of the call that runs, if it may be audited
     _request: ref[Request] | None = None  # of the call that has this kind
     _settings: SettingsWatch | None = None
+    # The state of the layers, if this call has looked at it. It is that of an earlier call if
+    # nothing has changed since, so what was read from the layers then need not be read again.
+    snapshot: ModuleSnapshot | None = None
     _has_other_numbers: bool = False  # among the settings
 
     def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
@@ -255,11 +259,13 @@ class Auditor:
 
     def read_settings(self, request: Request, partition: Partition) -> None:
         """Look whether users have changed something in the layers since the last call."""
+        self.snapshot = None
         if request.audit == "off" or running.is_running:
             return
         if self._settings is None:
             self._settings = SettingsWatch(partition.names)
         self._has_other_numbers = self._settings.read()
+        self.snapshot = self._settings.snapshot
 
     def note_changed_state(self, attributes: Iterable[AttributeKey]) -> None:
         """Remember the attributes and buffers that forwards change. They are no settings."""

@@ -36,6 +36,7 @@ from penstock.device.device import (
     are_same_rng_states,
     read_rng_states,
 )
+from penstock.fingerprint import ModuleSnapshot
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport, TransportFactory
 from penstock.runtime.worker import BoundAction, CellIO, TimedAction, Worker
@@ -138,6 +139,7 @@ class Execution:
         compare_recomputations: Whether every recomputation is compared with its forward. False:
             those of the first call are. None: none is.
         thread_locals: The `threading.local` objects that layers read.
+        snapshot: The state of the modules. See `Stage.read_contents`.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Execution:
         allow_host_rng: bool = True,
         compare_recomputations: bool | None = False,
         thread_locals: Sequence[threading.local] = (),
+        snapshot: ModuleSnapshot | None = None,
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
@@ -180,6 +183,7 @@ class Execution:
                 None if tied_weights is None else tied_weights.proxies[stage.index],
                 aux_sink,
                 compare_recomputations,
+                snapshot,
             )
             for stage in stages
             if placement[stage.index] in devices
@@ -228,9 +232,7 @@ class Execution:
 
         None: it has no graph yet, or needs none. Others are recomputed, so they get it later.
         """
-        last = max(
-            (index for runner in self.stage_runners for index in runner.graph_sizes), default=0
-        )
+        last = max([max(r.graph_sizes) for r in self.stage_runners if r.graph_sizes], default=0)
         return tuple([runner.graph_sizes.get(last) for runner in self.stage_runners])
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:

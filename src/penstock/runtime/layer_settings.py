@@ -68,6 +68,11 @@ class SettingsWatch:
         self._own_attributes: set[tuple[nn.Module, str]] = set()
         self.key = CachedHash(())
 
+    @property
+    def snapshot(self) -> ModuleSnapshot | None:
+        """The state of the modules at the last call of `read`. It is another one if they differ."""
+        return self._snapshot
+
     def ignore(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
         """Leave out attributes and buffers that a forward changes."""
         self._own_attributes.update(attributes)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from penstock.data_parallel.sync import Replicas
 from penstock.device.accelerator import is_accelerator
 from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
+from penstock.fingerprint import ModuleSnapshot, SnapshotMemo
 from penstock.model.isolation import isolated_step
 from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
@@ -73,7 +75,7 @@ from penstock.stage.compile_support import make_forward_lock
 from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import LossFn, LossReduction, identify_loss
 from penstock.stage.loss_terms import TermComparison
-from penstock.stage.stage import Stage, collect_members, find_shared_ids
+from penstock.stage.stage import Stage, StageMembers, collect_members, find_shared_ids
 from penstock.state_copy import find_reachable
 from penstock.torch_compat import get_dispatch_modes
 
@@ -359,6 +361,28 @@ class LocalEngine:
             thread_locals[kind] = reached.find(threading.local)
         return thread_locals[kind]
 
+    @property
+    def snapshot(self) -> ModuleSnapshot | None:
+        """The state of the modules at the begin of this call, if the call has looked at it."""
+        return self._prepared_pipe.auditor.snapshot
+
+    def find_members(
+        self, stages: Sequence[Stage], snapshot: ModuleSnapshot | None
+    ) -> tuple[Sequence[StageMembers], set[int]]:
+        """Return the members of each stage, and the ids of those that several stages have.
+
+        With a snapshot that is the same as in an earlier call, nothing has changed since.
+        """
+        known = self._lazy_state.known_members.get(snapshot)
+        if known is not None:
+            return known
+        by_stage = [collect_members(stage) for stage in stages]
+        members = by_stage, find_shared_ids(by_stage)
+        modules = [m for m in chain(*map(dict.values, by_stage)) if isinstance(m, nn.Module)]
+        if snapshot is not None and snapshot.covers(modules):
+            self._lazy_state.known_members.set(snapshot, members)
+        return members
+
     def _get_worker_pool(self) -> WorkerPool:
         """Return the threads of the pipe. They start with its first call and end with the pipe."""
         with self._lazy_state.pool_lock:  # several threads may make the first call
@@ -386,6 +410,9 @@ class _LazyState:
     call_lock: AbstractContextManager[object] = field(default_factory=threading.RLock)
     last_measured: HasTimeline | None = None
     thread_locals: dict[Any, list[threading.local]] = field(default_factory=dict)  # by loss
+    known_members: SnapshotMemo[tuple[Sequence[StageMembers], set[int]]] = field(
+        default_factory=SnapshotMemo
+    )
 
     # Threads, locks and captured graphs cannot be copied or pickled.
     def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
@@ -462,8 +489,8 @@ class LocalCall:
             layer.begin_minibatch(schedule.chunks)
         # In a capture the ranks get devices whose timestamps the graph itself writes.
         devices = dict(enumerate(self._overrides.devices)) or partition.devices
-        members_by_stage = [collect_members(stage) for stage in stages]
-        shared_ids = find_shared_ids(members_by_stage)
+        snapshot = self._engine.snapshot
+        members_by_stage, shared_ids = self._engine.find_members(stages, snapshot)
         tied_weights = None
         if shared_ids or in_caller_graph:
             tied_weights = build_local_tied_weights(
@@ -496,6 +523,7 @@ class LocalCall:
             # A captured step has no Python state, and its numbers cannot be read.
             compare_recomputations=None if is_captured else self.request.audit != "off",
             thread_locals=self._engine.find_thread_locals(self.request.loss_fn),
+            snapshot=snapshot,
         )
 
     def build_loss(

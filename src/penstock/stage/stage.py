@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.fingerprint import CachedHash, ModuleSnapshot, SnapshotMemo
 from penstock.stage.recompute import SilentWrites, WrittenAttribute
 
 # The index of the caller as a neighbour of stages: it feeds the batch in and takes the outputs.
@@ -83,6 +84,9 @@ class Stage:
     may_draw_random: bool = False
     may_mutate_inputs: bool = False
     _behaviors: dict[tuple[Any, ...], ObservedBehavior] = field(default_factory=dict, repr=False)
+    _known_contents: SnapshotMemo[StageContents] = field(
+        default_factory=SnapshotMemo, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.layer_types = self.layer_types or tuple(type(layer).__name__ for layer in self.layers)
@@ -107,19 +111,34 @@ class Stage:
                 todo += [child for child in reversed(module._modules.values()) if child is not None]
         return list(modules)
 
-    def behavior_for(self, modules: Iterable[nn.Module]) -> ObservedBehavior:
-        """Return the record for its modules as they are set now.
+    def read_contents(self, snapshot: ModuleSnapshot | None = None) -> StageContents:
+        """Return its modules as they are now, and what is known of them.
+
+        With a `snapshot` that is the same as in an earlier call, nothing has changed since.
+        """
+        known = self._known_contents.get(snapshot)
+        if known is not None:
+            return known
+        # A call in another thread may have put its proxies into the modules: see `unwrap_proxy`.
+        contents = StageContents(self, [m.__dict__.get("_stands_for", m) for m in self.modules()])
+        if snapshot is not None and snapshot.covers(contents.modules):
+            self._known_contents.set(snapshot, contents)
+        return contents
+
+    def read_settings(self, modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+        """Return how its modules are set now, as far as it tells their behaviors apart."""
+        if self.resharding_modules:
+            # The first forward of a record gathers parameters more often. All replicas have to do
+            # so in the same step, and numbers in modules may differ between them.
+            return tuple([(m.training, _dropout_rates(m)) for m in modules])
+        return tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
+
+    def behavior_for(self, settings: Hashable) -> ObservedBehavior:
+        """Return the record for its modules as they are set, which `read_settings` has returned.
 
         A module behaves differently in training and evaluation, with another dropout rate, and once
         a switch or a number of its own is no longer zero. Each such setting has its own record.
         """
-        settings: tuple[Any, ...]
-        if self.resharding_modules:
-            # The first forward of a record gathers parameters more often. All replicas have to do
-            # so in the same step, and numbers in modules may differ between them.
-            settings = tuple([(m.training, _dropout_rates(m)) for m in modules])
-        else:
-            settings = tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
         key = type(self.compute), self.may_mutate_inputs, settings
         record = self._behaviors.get(key)
         if record is None:  # several threads may come here
@@ -134,6 +153,41 @@ class Stage:
     def reset_behaviors(self) -> None:
         """Forget all records, so that the next forward is observed again."""
         self._behaviors.clear()
+
+
+class StageContents:
+    """The modules of a stage at the begin of a call, and what each call needs to know of them.
+
+    Args:
+        stage: The stage.
+        modules: Its modules, or the proxies in their place.
+    """
+
+    def __init__(self, stage: Stage, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.parameters = find_trainable_parameters(modules)
+        self.settings = CachedHash(stage.read_settings(modules))
+        self.training_flags = [module.training for module in modules]
+        self.modules_with_buffers = [module for module in modules if module._buffers]
+        # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
+        # compared with earlier ones, and no proxy can hold their place until W.
+        resharding = stage.resharding_modules
+        self.static_modules = (
+            [module for module in modules if module not in resharding] if resharding else modules
+        )
+        self.parameter_modules = [module for module in self.static_modules if module._parameters]
+
+
+def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that require grad, without duplicates."""
+    parameters: dict[int, nn.Parameter] = {}  # by id: hashing a tensor is slow
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                original = parameter.__dict__.get("_stands_for", parameter)  # `unwrap_proxy`
+                if original.requires_grad:
+                    parameters[id(original)] = original
+    return list(parameters.values())
 
 
 def _reject_remote_compute(inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
@@ -200,6 +254,8 @@ def find_shared_ids(members_by_stage: Sequence[StageMembers]) -> set[int]:
     """Return the ids that several stages have."""
     earlier_ids: set[int] = set()
     shared: set[int] = set()
+    if len(set().union(*members_by_stage)) == sum(map(len, members_by_stage)):
+        return shared  # as in most models
     for members in members_by_stage:
         shared |= earlier_ids & members.keys()
         earlier_ids |= members.keys()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError, RunError
+from penstock.fingerprint import ModuleSnapshot
 from penstock.stage.aux_loss import (
     AuxLossSink,
     CarriedLoss,
@@ -53,7 +54,7 @@ from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.gradient_flow import GradientFlow, GradientNeed
 from penstock.stage.host_rng import HostRngCell, host_rng_lock
 from penstock.stage.loss_terms import LossTerms, find_added_terms
-from penstock.stage.parameter_proxies import StageProxies, unwrap_proxy
+from penstock.stage.parameter_proxies import StageProxies
 from penstock.stage.payload import (
     FlatValues,
     NeighborValues,
@@ -98,7 +99,7 @@ from penstock.stage.rng import (
     RngSource,
     mark_cell_boundary,
 )
-from penstock.stage.stage import OUTSIDE, Stage
+from penstock.stage.stage import OUTSIDE, Stage, StageContents
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
 from penstock.torch_compat import (
@@ -156,6 +157,7 @@ class StageRunner:
         aux_sink: Where `add_loss` of a layer goes. None: with the messages to the last stage.
         compares_all: Whether every recomputation is compared with its forward. False: those of the
             first call are. None: none is.
+        snapshot: The state of the modules. See `Stage.read_contents`.
     """
 
     def __init__(
@@ -168,16 +170,16 @@ class StageRunner:
         proxies: StageProxies | None = None,
         aux_sink: AuxLossSink | None = None,
         compares_all: bool | None = False,
+        snapshot: ModuleSnapshot | None = None,
     ) -> None:
         self.stage = stage
         self._proxies, self._aux_sink = proxies, aux_sink
-        # A call in another thread may have put its proxies into the modules.
-        modules = (
-            [unwrap_proxy(m) if "_stands_for" in m.__dict__ else m for m in stage.modules()]
+        contents = (
+            stage.read_contents(snapshot)
             if proxies is None
-            else proxies.modules
+            else StageContents(stage, proxies.modules)
         )
-        self.parameters = find_trainable_parameters(modules)
+        self.parameters = contents.parameters
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False
         self.graph_sizes: dict[int, int] = {}  # by micro-batch, the nodes that its layers made
@@ -193,7 +195,7 @@ class StageRunner:
         self.peers: Sequence[ref[StageRunner]] = ()  # the runners of all stages in this process
         self._context, self._recomputed_cells = context, recomputed_cells
         self._split_cells = split_cells if recomputed_cells is not None else ()
-        self._behavior = stage.behavior_for(modules)
+        self._behavior = stage.behavior_for(contents.settings)
         # Whether the layers cannot simply be called: see `_run_in_context`.
         self._needs_context = bool(
             not context.is_grad_mode_only
@@ -203,15 +205,10 @@ class StageRunner:
             or self.may_draw_host_random
             or self._behavior.uses_empty
         )
-        self._modules_with_buffers = [module for module in modules if module._buffers]
-        # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
-        # compared with earlier ones, and no proxy can hold their place until W.
-        resharding = stage.resharding_modules
-        self._static_modules = (
-            [module for module in modules if module not in resharding] if resharding else modules
-        )
-        self._parameter_modules = [module for module in self._static_modules if module._parameters]
-        self._modules, self._training_flags = modules, list(map(_get_training, modules))
+        self._modules, self._static_modules = contents.modules, contents.static_modules
+        self._modules_with_buffers = contents.modules_with_buffers
+        self._parameter_modules = contents.parameter_modules
+        self._training_flags = contents.training_flags
         # Addresses and version counters of the parameters, up to date while inputs are kept.
         self._parameter_versions: list[tuple[int, int]] = []
         # Whether a forward has changed them, as an embedding with `max_norm` does. So does its
@@ -1026,15 +1023,3 @@ def _is_cast(old: Tensor, new: Tensor) -> bool:
     """Return whether a tensor in other memory has the values of the old one, in its own dtype."""
     is_alike = old.shape == new.shape and old.device == new.device
     return is_alike and old.data_ptr() != new.data_ptr() and torch.equal(old.to(new.dtype), new)
-
-
-def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that require grad, without duplicates."""
-    parameters: dict[int, nn.Parameter] = {}  # by id: hashing a tensor is slow
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                original = parameter.__dict__.get("_stands_for", parameter)  # `unwrap_proxy`
-                if original.requires_grad:
-                    parameters[id(original)] = original
-    return list(parameters.values())
