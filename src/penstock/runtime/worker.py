@@ -151,7 +151,8 @@ class Worker:
     ) -> None:
         self.rank, self.device = rank, device
         self.stage_runners = stage_runners
-        self.timed_actions = TimedActionLog(device)
+        # Timestamps of other devices are numbers, which nobody uses again.
+        self.timed_actions: list[TimedAction] = TimedActionLog(device) if device.has_streams else []
         # The end of the last action, or None if the rank has waited since: for a message, or for
         # the caller.
         self.last_end: Timestamp | None = None
