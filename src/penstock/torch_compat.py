@@ -828,16 +828,20 @@ def find_function_mode(kind: type[FunctionMode]) -> FunctionMode | None:
     return None
 
 
+# A probe of its own: where it is missing, nothing is refused, but PyTorch itself is asked.
+_has_function_modes: Callable[[], Any] = _probe(
+    "torch._C._len_torch_function_stack", A_PIPE, fallback=lambda: True
+)
+_CPU = torch.device("cpu")
+
+
 def get_default_device() -> torch.device:
     """Return the device on which factory functions make tensors in this thread.
 
     `torch.get_default_device` takes 3 us, which each call of a pipe would pay. It looks for a
     function mode: `torch.set_default_device` and `with torch.device(...)` both enter one.
     """
-    return torch.get_default_device() if _count_function_modes() else _CPU
-
-
-_CPU = torch.device("cpu")
+    return torch.get_default_device() if _has_function_modes() else _CPU
 
 
 @contextmanager
