@@ -58,9 +58,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock.runtime.audit import Audit
-from penstock.runtime.audit_reference import Reference
-from penstock.runtime.audit_rows import RowsCheck
+from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.reference import Reference
+from penstock.runtime.audit.rows import RowsCheck
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

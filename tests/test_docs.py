@@ -48,6 +48,7 @@ FOLDERS = (
     "model",
     "model/traced",
     "runtime",
+    "runtime/audit",
     "runtime/cuda_graph",
     "runtime/distributed",
     "runtime/distributed/failure",

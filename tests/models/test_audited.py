@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.audit import Audit
+from penstock.runtime.audit.audited_call import Audit
 from tests.models.audited import Finding, compare_steps, describe
 
 # Reformer's backward gives gradients to parameters of a stage before that of its function.

@@ -44,10 +44,10 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
-from penstock.runtime.audit import Auditor, CallAudits
+from penstock.runtime.audit.auditor import Auditor, CallAudits
+from penstock.runtime.audit.kept_tensors import guard_kept_tensors
 from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
-from penstock.runtime.kept_tensors import guard_kept_tensors
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
 from penstock.runtime.request import Request

@@ -4,7 +4,7 @@ A layer may read a number of a tensor in Python and go by it: `if x.mean() > 0`.
 decides once for all rows, and a pipe once for each micro-batch. Rows that are tried together and
 apart show a difference only if they happen to go different ways. So the stages of such a model are
 watched in each call (`BranchStageFunction`), and where micro-batches go different ways, the whole
-batch is compared with them (`runtime/audit.py`). So it is where the batch goes another way than all
+batch is compared with them (`runtime/audit/`). So it is where the batch goes another way than all
 of its micro-batches, by a sum or a deviation, say (row_statistics.py). Often the way makes no
 difference: a mask that is skipped because it masks nothing, an expert without tokens.
 

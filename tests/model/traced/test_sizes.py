@@ -20,7 +20,7 @@ from penstock.model.traced.trace_family import TraceFamily, differ_in_sizes_only
 from penstock.model.traced.trace_model import derive_trace, trace_model
 from penstock.model.traced.traced_partition import TracedPartition
 from penstock.model.traced.unit_shapes import SizesDiffer, learn_unit_shapes
-from penstock.runtime.audit import Auditor
+from penstock.runtime.audit.auditor import Auditor
 from penstock.torch_compat import SymbolicSizes
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 from tests.models.comparing import Exhibited, trials

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import AuditError, PenstockError, Pipe, RunError, Weighted
-from penstock.runtime.audit import Audit
-from penstock.runtime.audit_reference import Reference
+from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.reference import Reference
 from penstock.stage.rng import CellRngMode
 from penstock.stage.row_counts import RowCounts
 from tests.oracle import closely

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from penstock.microbatch import MicrobatchRows, gather, list_tensors
 from penstock.model.stage_inputs import StageInputs
-from penstock.runtime.audit_reference import Reference, ReferenceForward
-from penstock.runtime.digest import Digest
+from penstock.runtime.audit.digest import Digest
+from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
 from penstock.stage.host_rng import HostRngState

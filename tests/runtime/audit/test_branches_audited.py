@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import AuditError, Pipe, Weighted
-from penstock.runtime.audit_reference import Reference
-from penstock.runtime.audit_rows import RowsCheck
+from penstock.runtime.audit.reference import Reference
+from penstock.runtime.audit.rows import RowsCheck
 from penstock.stage.branches import BranchWatch, RowWatch
 from penstock.stage.rng import advance_caller_rng
 from penstock.stage.row_statistics import RowStatistics

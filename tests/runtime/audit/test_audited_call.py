@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import ArgumentError, AuditError, NoChunk, Pipe, RunError
-from penstock.runtime import audit_reference, digest
-from penstock.runtime.audit import Audit
-from penstock.runtime.digest import Digester
+from penstock.runtime.audit import digest, write_log
+from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.digest import Digester
 from penstock.stage.stage_runner import StageRunner
 
 WIDTH = 4
@@ -756,7 +756,7 @@ def test_audit_leaves_no_trace(
     layer: nn.Module, door: str, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small parameters are copied before the audit, and others when something writes to them."""
-    monkeypatch.setattr(audit_reference, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(write_log, "_SMALL_BYTES", small_bytes)
     found = []
     for audit in ("off", "first"):
         random.seed(3)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import AuditError, PenstockError, Pipe, PipeSequential
-from penstock.runtime.audit import Audit
-from penstock.runtime.layer_settings import SettingsWatch
+from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.layer_settings import SettingsWatch
 from tests.pairs import each_pair
 from tests.support import same_gradients
 

@@ -8,21 +8,16 @@ something is about to write to it. (Parameters of a small model are copied befor
 
 from __future__ import annotations
 
-import copy
 import itertools
-import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from penstock.microbatch import (
     find_related_rows,
@@ -39,44 +34,39 @@ from penstock.model.isolation import (
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
-from penstock.runtime.digest import Digest, Digester, is_small
-from penstock.runtime.kept_tensors import KeptPlace, find_kept_places
+from penstock.runtime.audit.digest import Digest, Digester, is_small
+from penstock.runtime.audit.kept_tensors import KeptPlace, find_kept_places
+from penstock.runtime.audit.state_watch import (
+    UNNAMED_VARIABLE,
+    AttributeKey,
+    BufferKey,
+    StateWatch,
+    collect_buffers,
+    read_plain_attributes,
+)
+from penstock.runtime.audit.write_log import WriteLog
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.branches import LastNumberRead, RowWatch
 from penstock.stage.caller_context import no_autocast
 from penstock.stage.cell_graph import find_graph_leaves, has_python_nodes
-from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossReduction, LossStageFunction, find_loss_tensor
-from penstock.stage.recompute import has_write_only_buffers
 from penstock.stage.row_counts import RowCounts, unwrap_numbers
 from penstock.stage.row_means import RowMeanProver
 from penstock.stage.row_statistics import RowStatistics
 from penstock.stage.stage import OUTSIDE
 from penstock.state_copy import (
     MODULE_INTERNALS,
-    SCALARS,
     ReachedState,
     StructureCopier,
     Variable,
-    clone_state,
     find_reachable,
-    is_of_numpy,
 )
 from penstock.torch_compat import (
     BatchNormBase,
-    CompileFriendlyDispatchMode,
-    FakeTensor,
     force_eager,
-    get_innermost_dispatch_mode,
-    pop_dispatch_mode,
-    push_dispatch_mode,
-    without_innermost_dispatch_mode,
 )
-
-BufferKey = tuple[nn.Module, str]
-AttributeKey = tuple[nn.Module, str]
 
 
 class _RunningReferences(threading.local):
@@ -181,7 +171,7 @@ class Reference:
         self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
-        self._write_log = _WriteLog([])  # of the running isolation
+        self._write_log = WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         # Stages of a traced model have copies of the modules around its units. The unsplit forward
         # does not run those, so their buffers are not compared.
@@ -262,7 +252,9 @@ class Reference:
         own_tables = {
             id(table) for m in self.modules for table in map(vars(m).get, MODULE_INTERNALS)
         }
-        others = [Variable(None, _UNNAMED, c) for c in containers if id(c) not in own_tables]
+        others = [
+            Variable(None, UNNAMED_VARIABLE, c) for c in containers if id(c) not in own_tables
+        ]
         outside = [*reached.variables, *others]
         return StateWatch(names, set(other_modules), outside, self._write_log)
 
@@ -327,7 +319,7 @@ class Reference:
             self._aliases[alias] = tensor
             return alias
 
-        write_log = self._write_log = _WriteLog([*parameters, *loss_parameters])
+        write_log = self._write_log = WriteLog([*parameters, *loss_parameters])
         was_running = running.is_running
         with (
             isolated(self.modules, map_tensor=exchange_tensor, variables=reached.variables),
@@ -731,256 +723,6 @@ def list_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
-def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
-    """Return the buffers of modules that have numbers."""
-    return {
-        (module, name): buffer
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta
-    }
-
-
-def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, Any]:
-    """Return the attributes of modules that are numbers."""
-    return {
-        (module, name): value
-        for module in modules
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
-class StateWatch:
-    """Finds the state that a forward changes, so that the next one may compute with it.
-
-    Args:
-        names: The modules, and their names.
-        other_modules: Those that are not part of the model: of its loss.
-        variables: Variables outside of modules.
-        write_log: Tells which parameters were written to.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[nn.Module, str],
-        other_modules: set[nn.Module],
-        variables: Sequence[Variable],
-        write_log: _WriteLog,
-    ) -> None:
-        self._names, self._other_modules = names, other_modules
-        self._variables, self._write_log = variables, write_log
-        self._copier = StructureCopier(clone_state)
-        self._before = self._read()
-        self._table_sizes = self._measure_tables()
-        self._buffers = {
-            (module, name): float(buffer)
-            for module in names
-            for name, buffer in module._buffers.items()
-            if buffer is not None and _is_counter(buffer)
-        }
-        self._float_buffers = {
-            (module, name): buffer.detach().clone()
-            for module in names
-            if not has_write_only_buffers(module)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and _is_float_state(buffer)
-        }
-        for _, value in self._before.values():
-            self._copier(value)
-        self._host_generators = StateSnapshot(())
-        for value in self._copier.list_originals():
-            if type(value) not in _NO_GENERATORS and _is_host_generator(value):
-                self._host_generators.record(value)
-
-    def _read(self) -> dict[Any, tuple[str, Any]]:
-        """Return the name and value of each attribute and variable."""
-        values: dict[Any, tuple[str, Any]] = {}
-        for module, prefix in self._names.items():
-            if isinstance(module, DeferredStatsBatchNorm):
-                continue  # its attributes are the sums of the micro-batches so far
-            attributes = vars(module)
-            names = attributes.keys() - MODULE_INTERNALS
-            for name in [name for name in attributes if name in names] if names else ():
-                values[module, name] = f"{prefix}.{name}".lstrip("."), attributes[name]
-            if module in self._other_modules:  # those of the model have digests
-                for name, value in module._buffers.items():
-                    values[module, name] = f"{prefix}.{name}".lstrip("."), value
-        for index, variable in enumerate(self._variables):
-            values[index] = variable.name, variable.read()
-        return values
-
-    def _measure_tables(self) -> list[int]:
-        """Return how many hooks, members and so on the modules have."""
-        tables = chain.from_iterable(map(_get_tables, map(vars, self._names)))
-        return [*map(len, tables)]
-
-    def rewind_generators(self) -> None:
-        """Set the random generators of the model back, so that the next forward draws the same."""
-        self._host_generators.restore()
-        for generator, state in self._write_log.generators.items():
-            generator.set_state(state)
-
-    def has_host_draws(self) -> bool:
-        """Return whether a forward has drawn from the model's own generators of Python or NumPy."""
-        values = [v for v in self._copier.list_originals() if type(v) not in _NO_GENERATORS]
-        return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
-
-    def advance_counters(self) -> bool:
-        """Let the counters that a forward has changed be far ahead. Return whether there are any.
-
-        A counter is a whole number in an attribute, a buffer, a variable or an object, a list that
-        grows, or an `itertools.count`. Other numbers in buffers grow, too: a running maximum may be
-        read only where it is above a limit.
-        """
-        has_counters = False
-        for module in self._names:
-            if has_write_only_buffers(module):
-                continue
-            tables: tuple[dict[str, Any], ...] = vars(module), module._buffers
-            for table in tables:
-                for name, value in list(table.items()):
-                    if name in MODULE_INTERNALS:
-                        continue
-                    _, old = self._before.get(
-                        (module, name), ("", self._buffers.get((module, name)))
-                    )
-                    before = self._float_buffers.get((module, name))
-                    if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
-                        value.add_(_FAR_AHEAD)
-                        has_counters = True
-                    elif before is not None and _is_float_state(value):
-                        has_counters |= _let_changes_grow(value, before)
-                    else:
-                        old = getattr(type(module), name, None) if old is None else old
-                        has_counters |= self._advance(table, name, value, old)
-        for index, variable in enumerate(self._variables):
-            value, (_, old) = variable.read(), self._before.get(index, ("", None))
-            if variable.namespace is not None:
-                slot = {"": value}
-                if self._advance(slot, "", value, old):
-                    variable.set(slot[""])
-                    has_counters = True
-            if self._copier.has_changed(value) and not isinstance(value, Tensor | nn.Module):
-                has_counters |= self._advance_entries(value)
-        return has_counters
-
-    def _advance_entries(self, value: Any) -> bool:
-        """Let the counters in a dict, or in the attributes of an object, be far ahead."""
-        before = self._copier(value)
-        table, old_table = (
-            (value, before)
-            if isinstance(value, dict)
-            else (getattr(value, "__dict__", {}), getattr(before, "__dict__", {}))
-        )
-        has_counters = False
-        for name, entry in list(table.items()):
-            # A counter of a class becomes one of the object when it is first raised.
-            old = old_table.get(name, 0 if type(entry) is int and entry == 1 else None)
-            has_counters |= self._advance(table, name, entry, old)
-        return has_counters
-
-    def _advance(self, table: dict[Any, Any], name: Any, value: Any, old: Any) -> bool:
-        """Let one value be far ahead, if it is a counter that has changed. Return whether it is."""
-        if type(value) is int and type(old) is int:
-            if value == old:
-                return False
-            table[name] = value + _FAR_AHEAD
-            return True
-        if old is value:  # it has been copied before
-            old = self._copier(value)
-        if type(value) is list and len(value) > (len(old) if isinstance(old, list) else 0):
-            value.extend([value[-1]] * _LONGER)
-            return True
-        if isinstance(value, itertools.count) and repr(value) != repr(old):
-            table[name] = itertools.count(next(copy.copy(value)) + _FAR_AHEAD)
-            return True
-        return False
-
-    def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
-        """Return the names of the state that has changed, if a later forward may compute with it.
-
-        BatchNorm in training writes its running statistics, and does not compute with them.
-        """
-        names = sorted(
-            f"{self._names[module]}.{name}".lstrip(".")
-            for module, name in changed_buffers
-            if not (has_write_only_buffers(module) and name in _RUNNING_STATISTICS)
-        )
-        written = self._write_log.find_written()
-        names += [
-            f"{prefix}.{name}".lstrip(".")
-            for module, prefix in self._names.items()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and _get_storage_address(parameter) in written
-        ]
-        now = self._read()
-        have_changed: dict[int, bool] = {}  # by id: modules may share a configuration
-        for key in {**self._before, **now}:
-            name, value = now.get(key, ("", None))
-            old_name, old = self._before.get(key, ("", None))
-            is_same = value is old or (type(value) in SCALARS and value == old)
-            if type(value) not in _NO_GENERATORS and (
-                isinstance(value, torch.Generator) or _is_host_generator(value)
-            ):
-                continue
-            if id(value) not in have_changed:
-                have_changed[id(value)] = self._copier.has_changed(value)
-            if not is_same or have_changed[id(value)]:
-                names.append(name or old_name)
-        if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
-            names.append(_UNNAMED)
-        return list(dict.fromkeys(name for name in names if name != _UNNAMED)) or names[:1]
-
-
-_FAR_AHEAD = 1_000_000
-_LONGER = 100_000  # entries of a list
-_LARGER = 1_000.0
-_MAX_STATE = 1 << 20  # numbers of a buffer
-
-
-def _is_float_state(value: Any) -> bool:
-    """Return whether a tensor has numbers that a forward may let grow, and is not large."""
-    if type(value) is not Tensor or value.is_meta or value.is_inference():
-        return False
-    is_plain = value.layout is torch.strided and value.numel() <= _MAX_STATE
-    return is_plain and value.is_floating_point() and not value.requires_grad
-
-
-def _let_changes_grow(value: Tensor, before: Tensor) -> bool:
-    """Multiply the numbers that have changed. Return whether there are any.
-
-    The others may belong to rows with other ids.
-    """
-    if value.shape != before.shape or value.device != before.device:
-        return False
-    has_changed = value.detach() != before
-    with torch.no_grad():
-        value.copy_(torch.where(has_changed, value * _LARGER, value))
-    return bool(has_changed.any())
-
-
-def _is_counter(value: Any) -> bool:
-    """Return whether a tensor is a whole number."""
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
-        return False
-    return value.dtype is not torch.bool and float(value).is_integer()  # no infinite number is
-
-
-_UNNAMED = "a variable outside of the modules"
-_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-
-
-# Types of most attributes, none of which is a random generator.
-_NO_GENERATORS = frozenset((*SCALARS, dict, list, tuple, Tensor, nn.Parameter))
-_get_tables = itemgetter(*(n for n, table in vars(nn.Module()).items() if isinstance(table, dict)))
-
-
-def _is_host_generator(value: Any) -> bool:
-    is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
-    return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
-
-
 class HostDrawsError(Exception):
     """A forward has drawn from `random` or `numpy.random`, and has to be repeated.
 
@@ -1019,144 +761,3 @@ class _ForwardWatch(RowWatch):
 
 
 _GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.detach))
-
-
-class _WriteLog(CompileFriendlyDispatchMode):
-    """Restores parameters that an operation writes to, and generators that it draws from.
-
-    A copy is made at the first write, so a model that writes to none costs no memory. Small
-    parameters are copied before: that takes less time than to look at each operation.
-
-    Attributes:
-        generators: The generators that the model has drawn from, and their states before.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._by_storage = {_get_storage_address(p): p for p in parameters}
-        self._copies: dict[int, Tensor] = {}
-        self.generators: dict[torch.Generator, Tensor] = {}
-        tensors = self._by_storage.values()
-        self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
-            sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
-        )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Copy the parameters that an operation is about to write to."""
-        kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None:
-            self.generators.setdefault(generator, generator.get_state())
-        known = _written_arguments.get(id(func))
-        if known is None or known[0] is not func:
-            known = _written_arguments[id(func)] = func, _find_written_arguments(func)
-        for index, name in known[1]:
-            value = args[index] if index < len(args) else kwargs.get(name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                self._copy_before_write(tensor)
-        return func(*args, **kwargs)
-
-    @contextmanager
-    def suspend(self) -> Iterator[None]:
-        """Run operations that write to no parameter, without the log."""
-        is_innermost = get_innermost_dispatch_mode() is self
-        with without_innermost_dispatch_mode() if is_innermost else nullcontext():
-            yield
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Look at each operation, also if the parameters have been copied before.
-
-        For code that may draw from generators of its own, and is not in a cell, which logs them.
-        """
-        if not self._copies_before:
-            yield
-            return
-        push_dispatch_mode(self)
-        try:
-            yield
-        finally:
-            pop_dispatch_mode()
-
-    def _copy_before_write(self, tensor: Any) -> None:
-        # A micro-batch of another shape is traced inside the reference, with fake tensors.
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
-            return
-        address = _get_storage_address(tensor)
-        if address in self._by_storage and address not in self._copies:
-            self._copies[address] = self._by_storage[address].detach().clone()
-
-    def find_written(self) -> set[int]:
-        """Return the addresses of the parameters that hold other numbers now."""
-        return {
-            address
-            for address, copy in self._copies.items()
-            if not _is_equal(self._by_storage[address], copy)
-        }
-
-    # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
-    # threads share.
-    def __enter__(self) -> _WriteLog:
-        """Watch the operations of this thread, or copy the parameters."""
-        if not self._copies_before:
-            push_dispatch_mode(self)
-            return self
-        self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Restore the parameters and generators."""
-        if not self._copies_before:
-            pop_dispatch_mode()
-        for generator, state in self.generators.items():
-            generator.set_state(state)
-        written = self.find_written()
-        with torch.no_grad():
-            for address in written:
-                self._by_storage[address].copy_(self._copies[address])
-
-
-_SMALL_BYTES = 2 << 20
-
-
-def _is_equal(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same numbers. A nan equals a nan."""
-    if torch.equal(tensor, other):
-        return True
-    is_same_shape = tensor.shape == other.shape and tensor.dtype == other.dtype
-    return is_same_shape and bool(
-        ((tensor == other) | ((tensor != tensor) & (other != other))).all()
-    )
-
-
-def _is_plain_on_cpu(tensor: Tensor) -> bool:
-    is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
-    return is_plain and tensor.is_cpu and not is_lazy(tensor)
-
-
-# By id of an operation, with the operation: its hash is computed in Python, which takes longer than
-# all else here. There are about as many entries as PyTorch has operations.
-_written_arguments: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
-
-
-def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operation writes to."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return ()
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _get_storage_address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
-        return id(tensor)

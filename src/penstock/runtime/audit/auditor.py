@@ -1,0 +1,556 @@
+"""Which calls are audited, and the audits of one call.
+
+`Auditor` belongs to a pipe and remembers what was audited. `CallAudits` belongs to one call; the
+driver of a step knows nothing else of this folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from penstock.data_parallel.dtensor import is_dtensor
+from penstock.device.accelerator import is_captured
+from penstock.fingerprint import ModuleSnapshot
+from penstock.microbatch import find_shared_ids
+from penstock.model.partition import Partition
+from penstock.model.placement import PlacedPartition
+from penstock.model.stage_inputs import StageInputs
+from penstock.runtime.audit.kept_tensors import KeptPlace
+from penstock.runtime.audit.layer_settings import SettingsWatch
+from penstock.runtime.audit.reference import running
+from penstock.runtime.audit.state_watch import AttributeKey
+from penstock.runtime.execution import Execution
+from penstock.runtime.loss_accumulator import LossAccumulator
+from penstock.runtime.request import Request
+from penstock.schedules.ir import Program
+from penstock.stage.branches import BranchRecord, BranchStageFunction
+from penstock.stage.caller_context import is_inside_cell
+from penstock.stage.loss import LossReduction, identify_loss
+from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
+from penstock.stage.stage import Stage
+from penstock.state_copy import ReachedState, find_reachable
+from penstock.torch_compat import (
+    are_checkpoint_hooks,
+    get_eager_function,
+    get_global_hook_ids,
+    get_saved_tensor_hooks,
+    unwrap_compiled,
+)
+
+if TYPE_CHECKING:
+    from penstock.runtime.step import Call, PreparedPipe
+
+from penstock.runtime.audit.audited_call import Audit
+
+_log = logging.getLogger("penstock")
+
+# ---- which calls are audited ---------------------------------------------------------------------
+
+
+_CALLS_TO_MOVE = 4
+# So many other sizes of graphs are looked at one by one, and then every doubling.
+_MAX_GRAPH_SIZES = 8
+
+
+class AuditChoice(NamedTuple):
+    """The choice of what is audited in a call.
+
+    Attributes:
+        kind: The kind of the call.
+        compares_groups: Whether groups of rows are compared together and apart, which takes the
+            time of a few micro-batches.
+    """
+
+    kind: Any
+    compares_groups: bool
+
+
+@dataclass
+class Auditor:
+    """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
+
+    _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
+    _call_count: int = 0
+    _told: set[str] = field(default_factory=set)
+    kept_places: list[KeptPlace] = field(default_factory=list)
+    _branches: dict[Any, BranchRecord] = field(default_factory=dict)  # by kind of call
+    # By kind of call, if its forward goes by numbers of rows: those of the audited calls.
+    _row_counts: dict[Any, set[tuple[int, ...]]] = field(default_factory=dict)
+    _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
+    # By kind, the call in which weights that were 0 have moved. None: it was audited.
+    _repeats: dict[Any, int | None] = field(default_factory=dict)
+    # By kind, how many nodes the graphs of the stages had in calls that were found right.
+    _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
+    # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
+    _read_counts: dict[str, int] = field(default_factory=dict)
+    _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
+    _size_count: int = 0  # of calls with graphs of other sizes
+    _kind: Any = None  # of the call that runs, if it may be audited
+    _request: ref[Request] | None = None  # of the call that has this kind
+    _settings: SettingsWatch | None = None
+    # The state of the layers, if this call has looked at it. It is that of an earlier call if
+    # nothing has changed since, so what was read from the layers then need not be read again.
+    snapshot: ModuleSnapshot | None = None
+    _has_other_numbers: bool = False  # among the settings
+
+    def __reduce__(self) -> tuple[type[Auditor], tuple[()]]:
+        return Auditor, ()
+
+    def select(self, request: Request, inputs: StageInputs) -> AuditChoice | None:
+        """Return what should be audited in a call, or None."""
+        self._kind = self._request = None
+        if request.audit == "off" or running.is_running:
+            return None
+        if request.is_step and not torch.is_grad_enabled():
+            return None
+        self._call_count += 1
+        kind = self._kind = self.identify(request, inputs)
+        self._request = ref(request)
+        is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
+        repeat = self._repeats.get(kind)
+        if repeat is not None and self._call_count >= repeat:
+            self._repeats[kind] = None
+            self.forget(kind)
+        if self._has_other_numbers or self._has_new_ids(kind, request, inputs):
+            self.forget(kind)
+        audited_counts = self._row_counts.get(kind)
+        has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
+        if kind in self._audited_kinds and not has_new_counts and not is_due:
+            return None
+        return AuditChoice(kind, compares_groups=is_due)
+
+    def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
+        """Return whether micro-batches have ids in common for the first time, if that matters."""
+        tested = self._tested_ids.get(kind)
+        if tested is None:
+            return False
+        shared = find_shared_ids(request.list_batch(), inputs.rows.counts)
+        return not tested.issuperset(index for index, *_ in shared)
+
+    def note_state_by_id(self, kind: Any, tested: Iterable[int]) -> None:
+        """Remember that a forward computes with what the same rows have left before.
+
+        So do other rows with the same ids, perhaps. `tested` are the tensors with ids that several
+        micro-batches had, and it made no difference.
+        """
+        self._tested_ids.setdefault(kind, set()).update(tested)
+
+    def note_zero_weights(self, kind: Any) -> None:
+        """Let a call of this kind be audited once more when weights that are 0 have moved.
+
+        Gradients show what is multiplied with one such weight, and not what is with two.
+        """
+        self._repeats.setdefault(kind, self._call_count + _CALLS_TO_MOVE)
+
+    def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
+        """Return the kind of a step that was not audited if its loss has new terms, or else None.
+
+        The weight of a term may have been 0 so far, or too small to see whether it is a mean over
+        rows. It is audited each time that it has doubled. A term that is no sum may have been a
+        mean over rows by chance, as the deviation of equal numbers is. It is audited each time that
+        the number of calls has grown eightfold.
+        """
+        # Without gradients there is no audit before the call, but outputs are joined all the same.
+        joins_outputs = request.is_step and request.return_outputs and not torch.is_grad_enabled()
+        if not (sizes or joins_outputs) or request.audit == "off" or running.is_running:
+            return None
+        self._add_age(sizes)
+        # A loss function may have called the pipe in between.
+        is_known = self._request is not None and self._request() is request
+        kind = self._kind if is_known else self.identify(request, inputs)
+        audited = self._audited_kinds.get(kind)
+        if audited is None:
+            return kind if joins_outputs else None
+        for key, size in sizes.items():
+            if size > (8 if key == OTHER_TERMS else 2) * audited.get(key, 0.0):
+                return kind
+        return None
+
+    def find_new_graph(self, sizes: tuple[int | None, ...], is_audited: bool) -> Any:
+        """Return the kind of a call if its layers have run other operations than so far, or None.
+
+        The number of nodes that they made for a backward tells, whatever they went by. Where it is
+        another one in many calls, as with layers that are skipped at random, it is looked at each
+        time that the number of these calls has doubled. Branches have a watch of their own.
+        """
+        kind = self._kind
+        if kind is None or kind not in self._audited_kinds or kind in self._branches:
+            return None
+        known = self._graph_sizes.setdefault(kind, set())
+        if sizes in known or not any(sizes):
+            return None
+        if is_audited or not known:
+            known.add(sizes)
+            return None
+        self._size_count += 1
+        if self._size_count > _MAX_GRAPH_SIZES and self._size_count & (self._size_count - 1):
+            return None
+        return kind
+
+    def compares_reads(self, inputs: StageInputs) -> bool:
+        """Return whether the whole batch is compared because Python reads other numbers from it.
+
+        Where it does so in many calls, as with lengths, the comparison is made each time that the
+        number of these calls has doubled.
+        """
+        if self._kind is None:
+            return False
+        is_due = False
+        for reads in inputs.other_reads:
+            count = self._read_counts[reads] = self._read_counts.get(reads, 0) + 1
+            is_due |= not count & (count - 1)
+        return is_due
+
+    def note_other_reads(self) -> None:
+        """Let the next call in which the batch reads other numbers be compared, after an error."""
+        self._read_counts.clear()
+
+    def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
+        """Remember that a call whose graphs had these sizes was found right.
+
+        The next call of this kind is audited as a first one is.
+        """
+        self._graph_sizes[kind].add(sizes)
+        self.forget(kind)
+
+    def read_settings(self, request: Request, partition: Partition) -> None:
+        """Look whether users have changed something in the layers since the last call."""
+        self.snapshot = None
+        if request.audit == "off" or running.is_running:
+            return
+        if self._settings is None:
+            self._settings = SettingsWatch(partition.names)
+        self._has_other_numbers = self._settings.read()
+        self.snapshot = self._settings.snapshot
+
+    def note_changed_state(self, attributes: Iterable[AttributeKey]) -> None:
+        """Remember the attributes and buffers that forwards change. They are no settings."""
+        if self._settings is not None:
+            self._settings.ignore(attributes)
+
+    def identify(self, request: Request, inputs: StageInputs) -> Any:
+        """Return the kind of a call."""
+        return (
+            request.is_step,
+            request.return_outputs,
+            request.training,
+            torch.is_grad_enabled(),
+            request.checkpoint,
+            identify_loss(request.loss_fn),
+            inputs.chunks > 1,
+            tuple(request.keyword_inputs),
+            # The shapes are left out: batches of many lengths are of one kind. A forward that
+            # takes another path for a shape, or whose units do, has another digest.
+            tuple([_identify_input(value) for value in request.list_batch()]),
+            inputs.kind_digest,
+            # A pipe does not call the containers of its layers, so hooks do not see them.
+            tuple(get_global_hook_ids()),
+            self._settings and self._settings.key,
+        )
+
+    def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
+        """Remember that a call of this kind was audited, and the terms of its loss."""
+        audited = self._audited_kinds.setdefault(kind, {})
+        if self._settings is not None and isinstance(kind, tuple):
+            # A forward may have filled a cache, or set a flag.
+            self._settings.read()
+            alias = *kind[:-1], self._settings.key
+            self._audited_kinds.setdefault(alias, audited)
+            self._graph_sizes[alias] = self._graph_sizes.setdefault(kind, set())
+        self._add_age(sizes or {})
+        for key, size in (sizes or {}).items():
+            audited[key] = max(size, audited.get(key, 0.0))
+
+    def note_row_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
+        """Remember that a call was audited whose forward goes by its number of rows.
+
+        Calls of this kind with other numbers of rows are audited, too.
+        """
+        self._row_counts.setdefault(kind, set()).add(counts)
+
+    def note_loss_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
+        """Remember that a loss function calls the same functions for micro-batches and batch.
+
+        It may go by their numbers of rows.
+        """
+        self._loss_counts.add((kind, counts))
+
+    def knows_loss_counts(self, request: Request, inputs: StageInputs) -> bool:
+        """Return whether these numbers of rows were noted for the loss of this kind of call."""
+        if not self._loss_counts:
+            return False
+        return (self.identify(request, inputs), inputs.rows.counts) in self._loss_counts
+
+    def _add_age(self, sizes: TermSizes) -> None:
+        if OTHER_TERMS in sizes:
+            sizes[OTHER_TERMS] = float(self._call_count)
+
+    def note_kept(self, places: Sequence[KeptPlace]) -> None:
+        """Remember where forwards leave tensors with a graph."""
+        kept_keys = {(id(place.owner), place.key) for place in self.kept_places}
+        self.kept_places += [p for p in places if (id(p.owner), p.key) not in kept_keys]
+
+    def note_branches(self, kind: Any) -> None:
+        """Let the stages be watched in later calls of this kind: see branches.py."""
+        self._branches.setdefault(kind, BranchRecord())
+
+    def find_branches(self, request: Request, inputs: StageInputs) -> BranchRecord | None:
+        """Return what is known of the branches in a call. None: it has none, or no parts."""
+        if not self._branches or request.audit == "off" or running.is_running:
+            return None
+        return self._branches.get(self.identify(request, inputs))
+
+    def forget(self, kind: Any) -> None:
+        """Let the next call of this kind be audited again."""
+        self._audited_kinds.pop(kind, None)
+
+    def tell_once(self, reason: str) -> None:
+        """Log why a call was not audited, unless that was said before."""
+        if reason not in self._told:
+            self._told.add(reason)
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                _log.warning(
+                    "penstock: the first step was not compared with the unsplit model, because %s. "
+                    "Compare them with `penstock check`, or penstock.check. (audit='off' hides "
+                    "this note.)",
+                    reason,
+                )
+
+
+def _identify_input(value: Any) -> Any:
+    """Return what tells kinds of calls apart by an input: not its numbers, but a flag.
+
+    A layer may multiply by a number, so that 0 hides what it computes.
+    """
+    if isinstance(value, Tensor):
+        is_flag = not value.ndim and value.device.type == "cpu" and not value.is_meta
+        return type(value), value.dtype, value.ndim, is_flag and bool(value)
+    if isinstance(value, int | float):
+        return type(value), value if type(value) is bool else value == 0
+    return type(value), getattr(value, "dtype", None), getattr(value, "ndim", 0)
+
+
+def find_obstacle(placed: PlacedPartition, has_replicas: bool, reached: ReachedState) -> str | None:
+    """Return why a call cannot be audited, or None if it can.
+
+    `reached` is the state that the code of the model and the loss can reach.
+    """
+    if has_replicas:
+        return "its stages are in DistributedDataParallel or fully_shard"
+    modules = placed.partition.modules()
+    if any(is_dtensor(p) for module in modules for p in module.parameters(recurse=False)):
+        return "its parameters are sharded"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        return "a layer is a ScriptModule, which cannot be run without a trace"
+    iterator = reached.find_uncopyable()
+    if iterator is not None:
+        return (
+            f"a layer or the loss uses a {iterator}, which the forward of the audit would advance"
+        )
+    return None
+
+
+# ---- the audits of one call ----------------------------------------------------------------------
+
+
+class CallAudits:
+    """The audits of one call of a pipe, in this order.
+
+    1. `watch_branches` before the execution is built: stages whose forwards are known to branch.
+    2. `start` before the lanes run: one micro-batch goes through the unsplit model, if the call is
+       the first of its kind.
+    3. `check` after the lanes have run: the audited micro-batch is compared, and what shows only
+       now (new terms of the loss, new branches, other graphs, other numbers read from the inputs).
+       Parameters do not change before the optimizer, so it is not too late.
+    """
+
+    def __init__(self, pipe: PreparedPipe, call: Call, reduction: LossReduction | None) -> None:
+        """Read what users have changed in the layers since the last call.
+
+        `reduction` says how the losses of a step are combined. None: the call is `pipe(x)`.
+        """
+        self._pipe, self._call, self._reduction = pipe, call, reduction
+        self._auditor = pipe.auditor
+        self._audit: Audit | None = None
+        if call.is_local:  # stages in processes are not audited
+            self._auditor.read_settings(call.request, pipe.placed_partition.partition)
+        self._branches = self._auditor.find_branches(call.request, call.inputs)
+        self._watched: Sequence[BranchStageFunction] = ()
+
+    @property
+    def knows_loss_counts(self) -> bool:
+        """Whether these numbers of rows were noted for the loss of this kind of call."""
+        return self._auditor.knows_loss_counts(self._call.request, self._call.inputs)
+
+    def can_check_whole_loss(self) -> bool:
+        """Return whether the loss of a step can be compared with that of the whole batch."""
+        request, reduction = self._call.request, self._reduction
+        if reduction is None or request.loss_fn is None:
+            return False
+        if request.audit == "off" or self._call.inputs.chunks < 2:
+            return False
+        # PyTorch's own classification losses are weighed by their targets, and mix no rows. The
+        # compiler would compile a function under the mode of a proof once more.
+        is_compiled = unwrap_compiled(request.loss_fn) is not request.loss_fn
+        if (
+            reduction.target_counter is not None
+            or is_compiled
+            or get_eager_function(request.loss_fn)
+        ):
+            return False
+        devices = self._pipe.placed_partition.stage_devices.values()
+        is_capturing = any(device.type != "cpu" and is_captured(device) for device in devices)
+        is_layer = is_inside_cell()  # of another pipe
+        return self._call.is_local and not (running.is_running or is_layer or is_capturing)
+
+    def watch_branches(self) -> Sequence[Stage]:
+        """Return the stages of the pipe, watched if their forwards have branches."""
+        stages = self._pipe.placed_partition.partition.stages
+        if self._branches is None:
+            return stages
+        watched_stages, self._watched = self._branches.watch(stages)
+        return watched_stages
+
+    def start(self, execution: Execution, program: Program) -> Audit | None:
+        """Run the reference if the call should be audited, and observe the workers from now on.
+
+        Return the audit of the micro-batch, or None.
+        """
+        self._execution, self._program = execution, program
+        choice = self._auditor.select(self._call.request, self._call.inputs)
+        if choice is None:
+            return None
+        audit = self._audit = self._build_audit(choice.kind)
+        if audit is None:
+            return None
+        if choice.compares_groups:
+            audit.check_groups()
+        loss = (
+            None if self._reduction is None else self._call.build_loss(execution, self._reduction)
+        )
+        assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
+        audit.run_reference(loss)
+        for worker in execution.workers:
+            worker.observer = audit
+        return audit
+
+    def check(self, sizes: TermSizes | None, comparison: TermComparison | None = None) -> None:
+        """Raise an AuditError if something is not as in the unsplit model.
+
+        `pipe(x)` compares its outputs when they are joined.
+
+        Args:
+            sizes: The sizes of the terms of the loss. None: the call has no loss.
+            comparison: The comparison of the losses of a step.
+        """
+        if sizes is not None:
+            self._check_terms(sizes)
+        self._check_branches()
+        self._check_graph_sizes()
+        self._check_input_reads()
+        if comparison is not None and comparison.kept_outputs:
+            self._check_whole_loss(comparison)
+
+    def _check_terms(self, sizes: TermSizes) -> None:
+        """Compare an audited step. In others, audit the loss if it has new terms."""
+        if self._audit is None:
+            call = self._call
+            audit = self._build_audit(
+                self._auditor.find_new_terms(call.request, call.inputs, sizes)
+            )
+            if audit is not None:
+                audit.check_new_terms(sizes)
+        elif self._reduction is None:
+            self._audit.note_terms(sizes)
+        else:
+            self._audit.check_step(sizes)
+
+    def _check_branches(self) -> None:
+        """Compare the whole batch if micro-batches went different ways."""
+        if self._branches is None:
+            return
+        stages, ways = self._branches.find_new_ways(self._watched)
+        if not stages:
+            return
+        audit = self._build_audit(self._identify())
+        if audit is not None:
+            are_equal = False
+            try:
+                audit.check_branches(stages)
+                are_equal = True
+            finally:
+                self._branches.note_compared(ways, are_equal)
+
+    def _check_graph_sizes(self) -> None:
+        """Audit the rows of the call if its layers have run other operations than so far."""
+        sizes = self._execution.read_graph_sizes()
+        kind = self._auditor.find_new_graph(sizes, self._audit is not None)
+        if kind is None:
+            return
+        audit = self._build_audit(kind)
+        if audit is not None:
+            audit.check_new_terms({})
+        self._auditor.note_graph_sizes(kind, sizes)
+
+    def _check_input_reads(self) -> None:
+        """Compare the whole batch if the code around the units reads other numbers from it."""
+        if self._auditor.compares_reads(self._call.inputs):
+            audit = self._build_audit(self._identify())
+            if audit is not None:
+                audit.check_input_reads()
+
+    def _check_whole_loss(self, comparison: TermComparison) -> None:
+        """Compare the loss with that of the whole batch.
+
+        It is called for losses that are not known to be means over rows.
+        """
+        audit = self._build_audit(self._identify())
+        losses = self._execution.cell_io.loss
+        if audit is not None and isinstance(losses, LossAccumulator):
+            audit.check_whole_loss(comparison, losses)
+
+    def _identify(self) -> Any:
+        return self._auditor.identify(self._call.request, self._call.inputs)
+
+    def _build_audit(self, kind: Any) -> Audit | None:
+        """Return the audit of a call of this kind, or None if it should or can not be audited."""
+        if kind is None:
+            return None
+        # A pipe inside another one is audited as a part of it. `torch.utils.checkpoint` around a
+        # call counts the tensors that it saves, and would find more in the audited call.
+        if is_inside_cell() or are_checkpoint_hooks(get_saved_tensor_hooks()):
+            return None
+        placed, request = self._pipe.placed_partition, self._call.request
+        modules = placed.partition.modules()
+        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        # The first step creates lazy parameters, and the second one is audited. Tensors on `meta`
+        # have no numbers to compare.
+        if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):
+            return None
+        reached = find_reachable([*modules, *placed.partition.names(), request.loss_fn])
+        obstacle = find_obstacle(placed, not self._pipe.replicas.is_empty, reached)
+        if not self._call.is_local:
+            obstacle = "its stages are in processes"
+        if obstacle is not None:
+            self._auditor.note_audited(kind)
+            self._auditor.tell_once(obstacle)
+            return None
+        return Audit(
+            placed,
+            request,
+            self._call.inputs,
+            self._execution,
+            self._program,
+            self._reduction,
+            self._auditor,
+            kind,
+            reached,
+        )

@@ -1,0 +1,162 @@
+"""Parameters that a forward writes to, and generators that it draws from, put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from penstock.torch_compat import (
+    CompileFriendlyDispatchMode,
+    FakeTensor,
+    get_innermost_dispatch_mode,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    without_innermost_dispatch_mode,
+)
+
+
+class WriteLog(CompileFriendlyDispatchMode):
+    """Restores parameters that an operation writes to, and generators that it draws from.
+
+    A copy is made at the first write, so a model that writes to none costs no memory. Small
+    parameters are copied before: that takes less time than to look at each operation.
+
+    Attributes:
+        generators: The generators that the model has drawn from, and their states before.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._by_storage = {get_storage_address(p): p for p in parameters}
+        self._copies: dict[int, Tensor] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
+        tensors = self._by_storage.values()
+        self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
+            sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Copy the parameters that an operation is about to write to."""
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self.generators.setdefault(generator, generator.get_state())
+        known = _written_arguments.get(id(func))
+        if known is None or known[0] is not func:
+            known = _written_arguments[id(func)] = func, _find_written_arguments(func)
+        for index, name in known[1]:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                self._copy_before_write(tensor)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Run operations that write to no parameter, without the log."""
+        is_innermost = get_innermost_dispatch_mode() is self
+        with without_innermost_dispatch_mode() if is_innermost else nullcontext():
+            yield
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at each operation, also if the parameters have been copied before.
+
+        For code that may draw from generators of its own, and is not in a cell, which logs them.
+        """
+        if not self._copies_before:
+            yield
+            return
+        push_dispatch_mode(self)
+        try:
+            yield
+        finally:
+            pop_dispatch_mode()
+
+    def _copy_before_write(self, tensor: Any) -> None:
+        # A micro-batch of another shape is traced inside the reference, with fake tensors.
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+            return
+        address = get_storage_address(tensor)
+        if address in self._by_storage and address not in self._copies:
+            self._copies[address] = self._by_storage[address].detach().clone()
+
+    def find_written(self) -> set[int]:
+        """Return the addresses of the parameters that hold other numbers now."""
+        return {
+            address
+            for address, copy in self._copies.items()
+            if not _is_equal(self._by_storage[address], copy)
+        }
+
+    # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
+    # threads share.
+    def __enter__(self) -> WriteLog:
+        """Watch the operations of this thread, or copy the parameters."""
+        if not self._copies_before:
+            push_dispatch_mode(self)
+            return self
+        self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Restore the parameters and generators."""
+        if not self._copies_before:
+            pop_dispatch_mode()
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+        written = self.find_written()
+        with torch.no_grad():
+            for address in written:
+                self._by_storage[address].copy_(self._copies[address])
+
+
+_SMALL_BYTES = 2 << 20
+
+
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers. A nan equals a nan."""
+    if torch.equal(tensor, other):
+        return True
+    is_same_shape = tensor.shape == other.shape and tensor.dtype == other.dtype
+    return is_same_shape and bool(
+        ((tensor == other) | ((tensor != tensor) & (other != other))).all()
+    )
+
+
+def _is_plain_on_cpu(tensor: Tensor) -> bool:
+    is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
+    return is_plain and tensor.is_cpu and not is_lazy(tensor)
+
+
+# By id of an operation, with the operation: its hash is computed in Python, which takes longer than
+# all else here. There are about as many entries as PyTorch has operations.
+_written_arguments: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
+
+
+def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def get_storage_address(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins, or its id if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+        return id(tensor)
