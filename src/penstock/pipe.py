@@ -364,7 +364,7 @@ class Pipe(nn.Module):
                 self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
         self._step_hooks: OrderedDict[int, Callable[[StepResult], object]] = OrderedDict()
-        self._has_trained = False
+        self._chunk_advice = _ChunkAdvice()
         self._save_history = SaveHistory()
         self._preemption = PreemptionPlan()
         self.training = module.training
@@ -499,7 +499,8 @@ class Pipe(nn.Module):
         try:
             self._save_if_preempted(training=False)
             request = self._build_request(inputs, keyword_inputs)
-            if not self._has_trained and request.training and torch.is_grad_enabled():
+            is_training = request.training and torch.is_grad_enabled()
+            if is_training and not self._chunk_advice.was_given:
                 self._note_few_chunks()
             return outside_compiler(run_forward)(self._prepared_pipe, request, self._engine)
         except Exception as error:
@@ -570,7 +571,7 @@ class Pipe(nn.Module):
             )
             if optimizer is not None:
                 request.check_optimizer(self.parameters())
-            if not self._has_trained:
+            if not self._chunk_advice.was_given:
                 self._note_few_chunks()
             result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
         except Exception as error:
@@ -582,7 +583,7 @@ class Pipe(nn.Module):
 
     def _note_few_chunks(self) -> None:
         """Log once, before the first training step, if there are too few micro-batches."""
-        self._has_trained = True
+        self._chunk_advice.was_given = True
         advice = self._advise_on_chunks()
         is_first_rank = not torch.distributed.is_initialized() or not torch.distributed.get_rank()
         if advice is not None and is_first_rank:
@@ -1294,3 +1295,12 @@ _PIPE_ATTRIBUTES: dict[str, Callable[[Pipe], Any]] = {
     "activation_checkpointing_enable": lambda pipe: accept_recomputation(pipe.checkpoint),
     "enable_input_require_grads": lambda pipe: accept_recomputation(pipe.checkpoint),
 }
+
+
+class _ChunkAdvice:
+    """Whether a pipe has said what too few micro-batches cost.
+
+    An attribute of the pipe itself would count as a change of a layer where the pipe is one.
+    """
+
+    was_given = False
