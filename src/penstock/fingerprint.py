@@ -375,9 +375,9 @@ class ModuleSnapshot:
 
 
 class SnapshotMemo(Generic[T]):
-    """What was read from modules when their state was that of a snapshot. A copy starts without it.
+    """A memory of what was read from modules, valid while their state is that of one snapshot.
 
-    The snapshot itself belongs to those who compare it.
+    The snapshot itself belongs to those who compare it. A copy starts without it.
     """
 
     def __init__(self) -> None:

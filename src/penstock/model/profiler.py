@@ -526,7 +526,7 @@ class _CallProfiler(Skips):
             output = self._run_module(args, kwargs)
         in_forward = probe.read_transient_bytes().get(rank, 0)
         graph, ones = self._build_graph(output)
-        gradient_bytes = sum(_count_bytes(one) for one in ones if one is not None)
+        gradient_bytes = sum(_count_bytes(gradient) for gradient in ones if gradient is not None)
         del args, kwargs, output
         with self._add_to_gradients(graph):
             before = probe.read_live_bytes().get(rank, 0)

@@ -737,9 +737,9 @@ def _even_cut(group: Group, with_memory: bool) -> tuple[int, ...]:
     def take(limit: float) -> list[int]:
         ends = [0]
         for stage, sums in enumerate(columns):
-            start, rest = ends[-1], stages - stage - 1
+            start, stages_left = ends[-1], stages - stage - 1
             end = bisect_right(sums, (sums[start] + limit) * (1 + 1e-12)) - 1
-            ends.append(max(start + 1, min(end, units - rest)))
+            ends.append(max(start + 1, min(end, units - stages_left)))
         return ends
 
     low, high = 0.0, max(sums[-1] for sums in columns)

@@ -373,9 +373,9 @@ class LocalEngine:
 
         With a snapshot that is the same as in an earlier call, nothing has changed since.
         """
-        known = self._lazy_state.known_members.get(snapshot)
-        if known is not None:
-            return known
+        known_members = self._lazy_state.known_members.get(snapshot)
+        if known_members is not None:
+            return known_members
         by_stage = [collect_members(stage) for stage in stages]
         members = by_stage, find_shared_ids(by_stage)
         modules = [m for m in chain(*map(dict.values, by_stage)) if isinstance(m, nn.Module)]

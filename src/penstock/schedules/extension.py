@@ -67,7 +67,7 @@ def _find_parts(
 ) -> Iterator[tuple[list[int], int]]:
     """Yield (where the part of each rank begins, its micro-batches), the least idle first."""
     last = max(lane.times[-1] for lane in lanes)
-    found: dict[tuple[int, ...], float] = {}
+    idle_by_part: dict[tuple[int, ...], float] = {}
     for count in range(1, _MOST_REPEATED + 1):
         if more % count:
             continue
@@ -77,8 +77,8 @@ def _find_parts(
             begins = _choose_parts(pipeline, lanes, parts, moment)
             if begins:
                 gaps = map(_Lane.idle_seconds, lanes, begins, [count] * len(lanes))
-                found[count, *begins] = max(gaps) / count
-    for count, *begins in sorted(found, key=lambda part: found[part]):
+                idle_by_part[count, *begins] = max(gaps) / count
+    for count, *begins in sorted(idle_by_part, key=lambda part: idle_by_part[part]):
         yield begins, count
 
 

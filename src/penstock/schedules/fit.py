@@ -305,18 +305,20 @@ class _Search:
         size = pipeline.actions
         if best <= goal:
             return
-        known = min(self.effort // 3, _KNOWN_RULES * size)
-        for starts in try_known_rules(pipeline, objective, known, goal, best):
+        rule_effort = min(self.effort // 3, _KNOWN_RULES * size)
+        for starts in try_known_rules(pipeline, objective, rule_effort, goal, best):
             best = pipeline.measure(starts, objective)
             yield starts
-        self.effort -= known
+        self.effort -= rule_effort
         # Most of the effort is for the search of rules, which finds more than the strategies.
-        kept = self.effort - max(self.effort // 10, min(self.effort, _MIN_STRATEGIES * size))
+        strategy_floor = self.effort - max(
+            self.effort // 10, min(self.effort, _MIN_STRATEGIES * size)
+        )
         placement, chunks, cost = pipeline.placement, pipeline.chunks, pipeline.cost
         for strategy in _strategies(placement, chunks, self._named, cost, self._caps):
             if best <= goal:
                 return
-            if best < inf and self.effort - size < kept:
+            if best < inf and self.effort - size < strategy_floor:
                 break
             self.effort -= size
             schedule = strategy.build(placement, chunks, self._caps, pipeline.graph)
@@ -536,8 +538,8 @@ def _warm_up_strategies(
         yielded.add((warm_ups, share))
         order = [_alternate(stage, chunks, count) for stage, count in enumerate(warm_ups)]
         lags = [
-            int(min(chunks, share * (cap - count * size) / kept)) if kept else chunks
-            for cap, count, size, kept in zip(
+            int(min(chunks, share * (cap - count * size) / kept_size)) if kept_size else chunks
+            for cap, count, size, kept_size in zip(
                 caps, warm_ups, cost.activation, cost.kept_sizes, strict=True
             )
         ]

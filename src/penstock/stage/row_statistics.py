@@ -116,8 +116,8 @@ class RowStatistics:
             return
         sources: Mapping[int, _Operation] = {}
         if self._operations:
-            found = [(id(t), self._find(t)) for t in tensors]
-            sources = {key: source for key, source in found if source is not None}
+            sources_by_id = [(id(t), self._find(t)) for t in tensors]
+            sources = {key: source for key, source in sources_by_id if source is not None}
         if sources:
             others = (t for t in tensors if id(t) not in sources and t.dim())
             if not all(map(self._is_constant, others)):

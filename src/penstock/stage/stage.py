@@ -116,9 +116,9 @@ class Stage:
 
         With a `snapshot` that is the same as in an earlier call, nothing has changed since.
         """
-        known = self._known_contents.get(snapshot)
-        if known is not None:
-            return known
+        known_contents = self._known_contents.get(snapshot)
+        if known_contents is not None:
+            return known_contents
         # A call in another thread may have put its proxies into the modules: see `unwrap_proxy`.
         contents = StageContents(self, [m.__dict__.get("_stands_for", m) for m in self.modules()])
         if snapshot is not None and snapshot.covers(contents.modules):

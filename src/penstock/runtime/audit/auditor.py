@@ -184,11 +184,11 @@ class Auditor:
         kind = self._kind
         if kind is None or kind not in self._audited_kinds or kind in self._branches:
             return None
-        known = self._graph_sizes.setdefault(kind, set())
-        if sizes in known or not any(sizes):
+        known_sizes = self._graph_sizes.setdefault(kind, set())
+        if sizes in known_sizes or not any(sizes):
             return None
-        if is_audited or not known:
-            known.add(sizes)
+        if is_audited or not known_sizes:
+            known_sizes.add(sizes)
             return None
         self._size_count += 1
         if self._size_count > _MAX_GRAPH_SIZES and self._size_count & (self._size_count - 1):

@@ -32,6 +32,19 @@ BufferKey = tuple[nn.Module, str]
 AttributeKey = tuple[nn.Module, str]
 UNNAMED_VARIABLE = "a variable outside of the modules"
 
+# How far the state that has changed is moved, to see whether a forward computes with it.
+_FAR_AHEAD = 1_000_000
+_LONGER = 100_000  # entries of a list
+_LARGER = 1_000.0
+_MAX_STATE = 1 << 20  # numbers of a buffer
+
+_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+# Types of most attributes, none of which is a random generator.
+_NO_GENERATORS = frozenset((*SCALARS, dict, list, tuple, Tensor, nn.Parameter))
+_get_tables = itemgetter(*(n for n, table in vars(nn.Module()).items() if isinstance(table, dict)))
+
 
 def collect_buffers(modules: Iterable[nn.Module]) -> dict[BufferKey, Tensor]:
     """Return the buffers of modules that have numbers."""
@@ -235,12 +248,6 @@ class StateWatch:
         return list(dict.fromkeys(name for name in names if name != UNNAMED_VARIABLE)) or names[:1]
 
 
-_FAR_AHEAD = 1_000_000
-_LONGER = 100_000  # entries of a list
-_LARGER = 1_000.0
-_MAX_STATE = 1 << 20  # numbers of a buffer
-
-
 def _is_float_state(value: Any) -> bool:
     """Return whether a tensor has numbers that a forward may let grow, and is not large."""
     if type(value) is not Tensor or value.is_meta or value.is_inference():
@@ -267,14 +274,6 @@ def _is_counter(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
         return False
     return value.dtype is not torch.bool and float(value).is_integer()  # no infinite number is
-
-
-_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-
-
-# Types of most attributes, none of which is a random generator.
-_NO_GENERATORS = frozenset((*SCALARS, dict, list, tuple, Tensor, nn.Parameter))
-_get_tables = itemgetter(*(n for n, table in vars(nn.Module()).items() if isinstance(table, dict)))
 
 
 def _is_host_generator(value: Any) -> bool:

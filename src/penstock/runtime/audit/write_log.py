@@ -19,6 +19,12 @@ from penstock.torch_compat import (
     without_innermost_dispatch_mode,
 )
 
+_SMALL_BYTES = 2 << 20  # of all parameters of a model
+
+# By id of an operation, with the operation: its hash is computed in Python, which takes longer than
+# all else here. There are about as many entries as PyTorch has operations.
+_written_arguments: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
+
 
 class WriteLog(CompileFriendlyDispatchMode):
     """Restores parameters that an operation writes to, and generators that it draws from.
@@ -50,10 +56,10 @@ class WriteLog(CompileFriendlyDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self.generators.setdefault(generator, generator.get_state())
-        known = _written_arguments.get(id(func))
-        if known is None or known[0] is not func:
-            known = _written_arguments[id(func)] = func, _find_written_arguments(func)
-        for index, name in known[1]:
+        entry = _written_arguments.get(id(func))
+        if entry is None or entry[0] is not func:
+            entry = _written_arguments[id(func)] = func, _find_written_arguments(func)
+        for index, name in entry[1]:
             value = args[index] if index < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 self._copy_before_write(tensor)
@@ -119,9 +125,6 @@ class WriteLog(CompileFriendlyDispatchMode):
                 self._by_storage[address].copy_(self._copies[address])
 
 
-_SMALL_BYTES = 2 << 20
-
-
 def _is_equal(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same numbers. A nan equals a nan."""
     if torch.equal(tensor, other):
@@ -135,11 +138,6 @@ def _is_equal(tensor: Tensor, other: Tensor) -> bool:
 def _is_plain_on_cpu(tensor: Tensor) -> bool:
     is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
     return is_plain and tensor.is_cpu and not is_lazy(tensor)
-
-
-# By id of an operation, with the operation: its hash is computed in Python, which takes longer than
-# all else here. There are about as many entries as PyTorch has operations.
-_written_arguments: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
 
 
 def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
