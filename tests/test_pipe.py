@@ -400,3 +400,21 @@ def test_pipe_says_once_what_too_few_chunks_cost(
     (message,) = train(chunks=1)
     assert "chunks=1 for 2 stages: the ranks are idle for 50% of the time" in message
     assert train(chunks=2) == train(chunks=1, schedule="naive") == []
+
+
+def test_pipe_in_a_layer_of_another_says_nothing_about_chunks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pipe = Pipe(plain(), stages=2, devices=["cpu"] * 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.pipe(x)
+
+    pipe = Pipe(nn.Sequential(Layer(), nn.Identity()), chunks=2, stages=2, devices=["cpu"] * 2)
+    x, y = batch(8)
+    for _ in range(2):
+        pipe.step(x, target=y, loss_fn=functional.mse_loss)
+    assert not caplog.records

@@ -117,6 +117,7 @@ from penstock.schedules.registry import (
 )
 from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import require_sound
+from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm, SharedSettings
 from penstock.stage.loss import LossFn
 from penstock.torch_compat import (
@@ -583,6 +584,8 @@ class Pipe(nn.Module):
 
     def _note_few_chunks(self) -> None:
         """Log once, before the first training step, if there are too few micro-batches."""
+        if is_inside_cell():  # a layer of another pipe, whose micro-batches it splits once more
+            return
         self._chunk_advice.was_given = True
         advice = self._advise_on_chunks()
         is_first_rank = not torch.distributed.is_initialized() or not torch.distributed.get_rank()
