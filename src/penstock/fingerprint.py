@@ -328,6 +328,7 @@ class ModuleSnapshot:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._module_ids = frozenset(map(id, modules))
+        self._module_types = [*map(type, modules)]  # `__class__` can be assigned
         self._attribute_names, self._attribute_values = _list_attributes(modules)
         self._tensors = _collect_tensors(modules)
         self._tensor_hooks = _list_tensor_hooks(self._tensors)
@@ -358,7 +359,8 @@ class ModuleSnapshot:
         """Return whether the modules are as they were when the snapshot was taken."""
         names, values = _list_attributes(self._modules)
         return (
-            names == self._attribute_names
+            self._module_types == [*map(type, self._modules)]
+            and names == self._attribute_names
             and are_same_objects(values, self._attribute_values)
             and not any(self._empty_tables)
             and are_same_objects(_list_entries(self._filled_tables), self._table_entries)

@@ -363,7 +363,7 @@ class LocalEngine:
 
     @property
     def snapshot(self) -> ModuleSnapshot | None:
-        """The state of the modules at the begin of this call, if the call has looked at it."""
+        """The state of the modules at the beginning of this call, if the call has looked at it."""
         return self._prepared_pipe.auditor.snapshot
 
     def find_members(
@@ -371,7 +371,8 @@ class LocalEngine:
     ) -> tuple[Sequence[StageMembers], set[int]]:
         """Return the members of each stage, and the ids of those that several stages have.
 
-        With a snapshot that is the same as in an earlier call, nothing has changed since.
+        With a snapshot that is the same as in an earlier call, nothing has changed since. All calls
+        of a pipe have stages of the same layers.
         """
         known_members = self._lazy_state.known_members.get(snapshot)
         if known_members is not None:

@@ -114,7 +114,8 @@ class Stage:
     def read_contents(self, snapshot: ModuleSnapshot | None = None) -> StageContents:
         """Return its modules as they are now, and what is known of them.
 
-        With a `snapshot` that is the same as in an earlier call, nothing has changed since.
+        With a `snapshot` that is the same as in an earlier call, nothing has changed since. Copies
+        of a stage share what is remembered, so they must have the same layers.
         """
         known_contents = self._known_contents.get(snapshot)
         if known_contents is not None:
@@ -130,8 +131,8 @@ class Stage:
         if self.resharding_modules:
             # The first forward of a record gathers parameters more often. All replicas have to do
             # so in the same step, and numbers in modules may differ between them.
-            return tuple([(m.training, _dropout_rates(m)) for m in modules])
-        return tuple([(m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
+            return tuple([(type(m), m.training, _dropout_rates(m)) for m in modules])
+        return tuple([(type(m), m.training, _dropout_rates(m), _find_switches(m)) for m in modules])
 
     def behavior_for(self, settings: Hashable) -> ObservedBehavior:
         """Return the record for its modules as they are set, which `read_settings` has returned.
@@ -156,7 +157,7 @@ class Stage:
 
 
 class StageContents:
-    """The modules of a stage at the begin of a call, and what each call needs to know of them.
+    """The modules of a stage at the beginning of a call, and what each call needs to know of them.
 
     Args:
         stage: The stage.

@@ -424,3 +424,60 @@ def test_number_that_becomes_0_is_another_setting() -> None:
     layer.factor = 0.0  # type: ignore[assignment]
     watch.read()
     assert watch.key not in keys
+
+
+class OwnLinear(nn.Linear):
+    """A layer of a user, with the same settings as the ones below."""
+
+
+class InPlaceLinear(nn.Linear):
+    """A layer that changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
+class DroppingLinear(nn.Linear):
+    """A layer that draws random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("old", [nn.Linear, OwnLinear])
+@pytest.mark.parametrize("new", [InPlaceLinear, DroppingLinear])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_layer_that_gets_another_class_behaves_as_one_made_of_it(
+    old: type[nn.Linear], new: type[nn.Linear], checkpoint: str
+) -> None:
+    """What was observed of a layer (draws, changes of inputs) is not that of its new class.
+
+    A step kept the old observations: it drew from the wrong generator, or was refused.
+    """
+
+    def make(kind: type[nn.Linear]) -> Pipe:
+        torch.manual_seed(1)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Identity(), kind(WIDTH, WIDTH), nn.Tanh()]
+        return Pipe(
+            nn.Sequential(*layers).double(),
+            chunks=2,
+            checkpoint=checkpoint,
+            stages=2,
+            devices=["cpu"] * 2,
+            loss_fn=functional.mse_loss,
+        )
+
+    x, y = rows(), rows()
+    changed, expected = make(old), make(new)
+    for pipe in (changed, expected):
+        for _ in range(2):
+            pipe.step(x, target=y)
+    changed[2].__class__ = new
+    for seed in range(3):
+        losses = []
+        for pipe in (changed, expected):
+            pipe.zero_grad()
+            torch.manual_seed(seed)
+            losses.append(pipe.step(x, target=y).loss)
+        assert torch.equal(*losses)
+        assert same_gradients(changed, expected)
