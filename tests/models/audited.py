@@ -114,8 +114,10 @@ class _Notes(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text."""
-        self.texts.append(record.getMessage())
+        """Keep the text, if it is about the audit."""
+        text = record.getMessage()
+        if "was not compared" in text:
+            self.texts.append(text)
 
 
 def _run_step(name: str, trial: Trial, audit: str) -> tuple[State, float]:
