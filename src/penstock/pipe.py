@@ -572,7 +572,7 @@ class Pipe(nn.Module):
             )
             if optimizer is not None:
                 request.check_optimizer(self.parameters())
-            if not self._chunk_advice.was_given:
+            if torch.is_grad_enabled() and not self._chunk_advice.was_given:
                 self._note_few_chunks()
             result = outside_compiler(run_step)(self._prepared_pipe, request, self._engine)
         except Exception as error:

@@ -65,6 +65,13 @@ OPTIMIZER_FACTORS = {
     "lion": 1.0,
     "adam": 2.0,
     "adamw": 2.0,
+    "nadam": 2.0,
+    "radam": 2.0,
+    "adamax": 2.0,
+    "adadelta": 2.0,
+    "asgd": 1.0,
+    "rprop": 2.0,
+    "muon": 1.0,
 }
 # Options of optimizers of torch.optim that add a tensor as large as the parameter to their state.
 _STATE_OPTIONS = ("momentum", "centered", "amsgrad")
@@ -97,16 +104,18 @@ def resolve_optimizer(optimizer: Any) -> float:
     if is_number and 0 <= float(optimizer) < inf:
         return float(optimizer)
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    if groups:
-        optimizer = type(optimizer)
-    name = getattr(optimizer, "__name__", optimizer)
-    factor = OPTIMIZER_FACTORS.get(name.lower()) if isinstance(name, str) else None
-    if factor is None:
+    kind = type(optimizer) if groups else optimizer
+    # A class is known by its name or by that of a base, as an AdamW of one's own.
+    names = [base.__name__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
+    known_names = [name.lower() for name in names if name.lower() in OPTIMIZER_FACTORS]
+    if not known_names:
         raise ArgumentError(
             f"optimizer must be one of {', '.join(OPTIMIZER_FACTORS)}, or a number: the bytes of "
-            f"its state per byte of gradients, not {name!r}"
+            f"its state per byte of gradients, not {kind!r}"
         )
-    return factor + sum(any(group.get(option) for group in groups) for option in _STATE_OPTIONS)
+    return OPTIMIZER_FACTORS[known_names[0]] + sum(
+        any(group.get(option) for group in groups) for option in _STATE_OPTIONS
+    )
 
 
 def profile_model(

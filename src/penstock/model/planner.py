@@ -16,7 +16,7 @@ from torch import nn
 from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.display import Progress, shown_progress
-from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.errors import ArgumentError, PenstockError, PenstockTypeError
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.model_profile import profile_model, resolve_optimizer, trace_for_plan
 from penstock.model.placement import (
@@ -322,13 +322,14 @@ def build_planned_request(module: nn.Module, found: Plan, request: SplitRequest)
         try:
             cut_example = trace_for_plan(module, example, found.chunks, units, rank_devices)
         except Exception as error:
-            if request.example is not None:
+            is_of_model = not isinstance(error, PenstockError | torch.OutOfMemoryError)
+            if request.example is not None or not is_of_model:
                 raise
             raise ArgumentError(
                 f"this plan is for another model ({found.profile.model}), or its batch is for "
-                f"another forward: {type(module).__name__} raises an error with it "
-                f"({type(error).__name__}). Make a plan for this model with penstock.plan, or pass "
-                "a batch as example=."
+                f"another forward: {type(module).__name__} raises {type(error).__name__} with it "
+                f"({error}). Make a plan for this model with penstock.plan, or pass a batch as "
+                "example=."
             ) from error
         found.check_model(list(map(str, cut_example.calls)))
     return SplitRequest(

@@ -168,7 +168,9 @@ _NOTHING = _Transition(0.0, (), ())
 
 
 class _TransitionTable:
-    """The transitions of each action. A Recv has two if sends block: post the receive, then wait.
+    """The transitions of each action in one simulation, with the tokens that were given so far.
+
+    A Recv has two transitions if sends block: post the receive, then wait.
 
     Micro-batches are all alike, so transitions are built once for each op and stage. A simulation
     of a million actions then allocates almost nothing.

@@ -109,7 +109,7 @@ class LossTerms:
 
         def read(number: Tensor | float) -> float:
             if not isinstance(number, Tensor):
-                return number
+                return float(number)
             if is_on_device(number):
                 return next(device_numbers)
             # Under a dispatch mode, such as a profiler, a number that came from Python is none.

@@ -23,6 +23,7 @@ from penstock.microbatch import find_shared_ids
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
+from penstock.runtime.audit.audited_call import Audit
 from penstock.runtime.audit.kept_tensors import KeptPlace
 from penstock.runtime.audit.layer_settings import SettingsWatch
 from penstock.runtime.audit.reference import running
@@ -47,8 +48,6 @@ from penstock.torch_compat import (
 
 if TYPE_CHECKING:
     from penstock.runtime.step import Call, PreparedPipe
-
-from penstock.runtime.audit.audited_call import Audit
 
 _log = logging.getLogger("penstock")
 
