@@ -58,6 +58,16 @@ class ObservedBehavior:
     follows_gradients: bool = True
 
 
+class BehaviorTable(dict[tuple[Any, ...], ObservedBehavior]):
+    """The observations of a stage, by the settings of its modules. A copy of it is empty.
+
+    The settings have the classes of the modules, some of which cannot be pickled.
+    """
+
+    def __reduce__(self) -> tuple[type[BehaviorTable], tuple[()]]:
+        return BehaviorTable, ()
+
+
 @dataclass(eq=False)
 class Stage:
     """Layers that run as one piece. A stage of another process has no layers in this one.
@@ -83,7 +93,7 @@ class Stage:
     resharding_modules: frozenset[nn.Module] = frozenset()
     may_draw_random: bool = False
     may_mutate_inputs: bool = False
-    _behaviors: dict[tuple[Any, ...], ObservedBehavior] = field(default_factory=dict, repr=False)
+    _behaviors: BehaviorTable = field(default_factory=BehaviorTable, repr=False)
     _known_contents: SnapshotMemo[StageContents] = field(
         default_factory=SnapshotMemo, repr=False, compare=False
     )
