@@ -7,7 +7,7 @@ import pytest
 
 from penstock import schedules
 from penstock.schedules.cost import Cost
-from penstock.schedules.ir import Compute, Op, StageGraph
+from penstock.schedules.ir import Compute, Op, Schedule, StageGraph
 from penstock.schedules.lowering import lower
 from penstock.schedules.notation import loads
 from penstock.schedules.simulator import (
@@ -128,6 +128,17 @@ def test_play_is_lazy() -> None:
     assert next(spans).start == 1.0
     with pytest.raises(Deadlock):
         next(spans)
+
+
+def test_two_ranks_that_wait_for_one_message_both_go_on() -> None:
+    """Such a schedule is not sound. `verify` plays it all the same, to say what is wrong."""
+    forward, backward = Op.F, Op.B
+    lanes = (
+        (Compute(forward, 0, 0), Compute(backward, 0, 0)),
+        (Compute(forward, 1, 0), Compute(backward, 1, 0)),
+        (Compute(forward, 1, 0),),
+    )
+    assert len(list(play(Schedule((0, 1), 1, lanes)))) == 5
 
 
 def test_play_with_empty_lanes() -> None:
