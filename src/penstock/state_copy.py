@@ -55,7 +55,7 @@ _COPYABLE_ITERATORS: tuple[type, ...] = (
     type(iter("")),
 )
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_SCALAR_TYPES = frozenset(SCALARS)
+SCALAR_TYPES = frozenset(SCALARS)
 # What models consist of, for the most part. None of these is an iterator.
 _COMMON_TYPES = frozenset(
     (dict, OrderedDict, list, tuple, set, FunctionType, type, property, Tensor, nn.Parameter)
@@ -117,7 +117,7 @@ class StructureCopier:
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of the value, the same one each time."""
-        if type(value) in _SCALAR_TYPES:
+        if type(value) in SCALAR_TYPES:
             return value
         if id(value) not in self._copies:
             self._copies[id(value)] = value, self._copy_value(value)
@@ -126,7 +126,7 @@ class StructureCopier:
     def _copy_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._map_tensor(value)
-        if type(value) is tuple and _SCALAR_TYPES.issuperset(map(type, value)):
+        if type(value) is tuple and SCALAR_TYPES.issuperset(map(type, value)):
             return value  # such as the stride of a convolution
         if isinstance(value, dict | list):
             return self._copy_container(value)
@@ -159,7 +159,7 @@ class StructureCopier:
         self._copies[id(value)] = value, new  # before the items, because it may contain itself
         items = value.values() if isinstance(value, dict) else value
         is_container = isinstance(value, dict | list | set | deque)
-        if is_container and _SCALAR_TYPES.issuperset(map(type, items)):
+        if is_container and SCALAR_TYPES.issuperset(map(type, items)):
             pass  # a list of a million numbers is copied already
         elif isinstance(value, dict):
             for key, entry in value.items():
@@ -379,7 +379,7 @@ def find_reachable(roots: Iterable[Any], known: ReachedState | None = None) -> R
     todo = list(roots)
     while todo and len(reached.objects) < _MAX_REACHED:
         value = todo.pop()
-        if type(value) in _SCALAR_TYPES or id(value) in reached.objects:
+        if type(value) in SCALAR_TYPES or id(value) in reached.objects:
             continue
         reached.objects[id(value)] = value
         if isinstance(value, Tensor):

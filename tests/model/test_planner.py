@@ -197,8 +197,9 @@ def test_optimizer_factors() -> None:
         torch.optim.Adam(weights, amsgrad=True),
         torch.optim.AdamW,
         type("MyAdam", (torch.optim.AdamW,), {}),
+        torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]),
     ]
-    assert list(map(resolve_optimizer, optimizers)) == [0.0, 1.0, 3.0, 3.0, 2.0, 2.0]
+    assert list(map(resolve_optimizer, optimizers)) == [0.0, 1.0, 3.0, 3.0, 2.0, 2.0, 1.0]
     with pytest.raises(ArgumentError, match="not -1"):
         resolve_optimizer(-1)
     with pytest.raises(ArgumentError, match=r"not .*LBFGS"):

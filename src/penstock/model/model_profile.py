@@ -74,7 +74,13 @@ OPTIMIZER_FACTORS = {
     "muon": 1.0,
 }
 # Options of optimizers of torch.optim that add a tensor as large as the parameter to their state.
-_STATE_OPTIONS = ("momentum", "centered", "amsgrad")
+# (Muon has a momentum, too, and always keeps it.)
+_STATE_OPTIONS = {
+    "sgd": ("momentum",),
+    "rmsprop": ("momentum", "centered"),
+    "adam": ("amsgrad",),
+    "adamw": ("amsgrad",),
+}
 # Seconds that Python needs for an action, and a link between two GPUs over PCIe. Ranks on the CPU
 # share memory.
 _ACTION_SECONDS = 4e-5
@@ -113,9 +119,9 @@ def resolve_optimizer(optimizer: Any) -> float:
             f"optimizer must be one of {', '.join(OPTIMIZER_FACTORS)}, or a number: the bytes of "
             f"its state per byte of gradients, not {kind!r}"
         )
-    return OPTIMIZER_FACTORS[known_names[0]] + sum(
-        any(group.get(option) for group in groups) for option in _STATE_OPTIONS
-    )
+    name = known_names[0]
+    options = _STATE_OPTIONS.get(name, ())
+    return OPTIMIZER_FACTORS[name] + sum(any(g.get(option) for g in groups) for option in options)
 
 
 def profile_model(

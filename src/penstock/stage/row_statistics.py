@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nested_values import iter_tensors, map_tensors
+from penstock.state_copy import SCALAR_TYPES
 
 # The names of functions that reduce the dims of their argument `dim`, with its position.
 _DIM_POSITIONS = {
@@ -178,14 +179,11 @@ class RowStatistics:
         return operation if followed is tensor else None
 
 
-_NUMBERS = frozenset((bool, int, float, str, type(None)))
-
-
 def _list_operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a function. It is called for each function."""
     tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) in _NUMBERS:  # PyTorch asks Python whether one is a tensor
+        if type(value) in SCALAR_TYPES:  # PyTorch asks Python whether one is a tensor
             continue
         if isinstance(value, Tensor):
             tensors.append(value)
