@@ -45,7 +45,6 @@ from penstock.model.stage_inputs import (
     propagate_version_bumps,
 )
 from penstock.runtime.audit.auditor import Auditor, CallAudits
-from penstock.runtime.audit.kept_tensors import guard_kept_tensors
 from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
@@ -458,8 +457,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         if cell in cell_io.inputs:  # otherwise it is a cell of another process
             propagate_version_bumps(tensors, cell_io.inputs[cell].tensors)
     backpropagate_to_inputs(tensors_by_cell, execution, totals.input_gradient_factor)
-    if pipe.auditor.kept_places:
-        guard_kept_tensors(pipe.auditor.kept_places)
+    audits.guard_kept_tensors()
     return call.build_result(execution, program, totals)
 
 
@@ -489,8 +487,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             if watched is not None and call.is_local:
                 sizes = watched.comparisons[1].compare_device_numbers()
             audits.check(sizes)
-            if pipe.auditor.kept_places and in_caller_graph:
-                guard_kept_tensors(pipe.auditor.kept_places)
+            if in_caller_graph:
+                audits.guard_kept_tensors()
             return output
         except Exception as error:
             add_call_hint(error, pipe.placed_partition, request)

@@ -24,7 +24,7 @@ from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.audited_call import Audit
-from penstock.runtime.audit.kept_tensors import KeptPlace
+from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import SettingsWatch
 from penstock.runtime.audit.reference import running
 from penstock.runtime.audit.state_watch import AttributeKey
@@ -369,6 +369,7 @@ class CallAudits:
     3. `check` after the lanes have run: the audited micro-batch is compared, and what shows only
        now (new terms of the loss, new branches, other graphs, other numbers read from the inputs).
        Parameters do not change before the optimizer, so it is not too late.
+    4. `guard_kept_tensors` at the end: tensors with a graph that forwards have left somewhere.
     """
 
     def __init__(self, pipe: PreparedPipe, call: Call, reduction: LossReduction | None) -> None:
@@ -457,6 +458,11 @@ class CallAudits:
         self._check_input_reads()
         if comparison is not None and comparison.kept_outputs:
             self._check_whole_loss(comparison)
+
+    def guard_kept_tensors(self) -> None:
+        """Let the backward of what forwards have left behind raise: see kept_tensors.py."""
+        if self._auditor.kept_places:
+            guard_kept_tensors(self._auditor.kept_places)
 
     def _check_terms(self, sizes: TermSizes) -> None:
         """Compare an audited step. In others, audit the loss if it has new terms."""
