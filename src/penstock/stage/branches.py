@@ -354,8 +354,10 @@ class RowWatch(TorchFunctionMode):
         if self._are_constant((args, kwargs)) and (
             is_constant_function or (_has_tensor((args, kwargs)) and not _DRAWS.search(name))
         ):
-            self._constants[id(result)] = result, result._version
-            self._sources[id(result)] = [t for t in iter_tensors((args, kwargs)) if t.dim()]
+            sources = [t for t in iter_tensors((args, kwargs)) if t.dim()]
+            if not any(source is result for source in sources):  # unlike `x.to(x.dtype)`
+                self._constants[id(result)] = result, result._version
+                self._sources[id(result)] = sources
 
     def _find_selection(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any

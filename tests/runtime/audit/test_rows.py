@@ -220,6 +220,11 @@ def mask_late_rows(layer: ByPosition, x: Tensor) -> Tensor:
     return x * (1 + (torch.arange(x.shape[0]) > 8)[:, None])
 
 
+def mask_late_rows_with_its_own_dtype(layer: ByPosition, x: Tensor) -> Tensor:
+    is_late = (torch.arange(x.shape[0]) > 8).to(torch.bool)
+    return x * (1 + is_late.to(x.dtype).contiguous()[:, None])
+
+
 @pytest.mark.parametrize("door", ["step", "call"])
 @pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize(
@@ -233,6 +238,7 @@ def mask_late_rows(layer: ByPosition, x: Tensor) -> Tensor:
         lambda layer, x: torch.cat([x[:1] * layer.scale, x[1:]]),
         change_row,
         mask_late_rows,
+        mask_late_rows_with_its_own_dtype,
         lambda layer, x: x * (1 + (torch.ones_like(x).cumsum(0) > 8)),
     ],
 )
@@ -293,6 +299,16 @@ def test_loss_that_goes_by_a_number_that_is_computed_from_the_rows(loss_factor: 
     for _ in range(2):
         with pytest.raises(AuditError, match="the loss of the whole batch is"):
             pipe.step(rows(), target=rows(2))
+
+
+def test_model_that_converts_a_mask_to_its_own_dtype_is_audited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The conversion returns the mask itself."""
+    layer = Layer(lambda x: x + torch.zeros(x.shape[0], 1).to(x.dtype).contiguous())
+    pipe = made(layers(layer), loss_fn=nn.MSELoss())
+    pipe.step(rows(), target=rows(2))
+    assert "was not compared" not in caplog.text
 
 
 def test_model_that_takes_plain_sizes_only_is_audited(caplog: pytest.LogCaptureFixture) -> None:
