@@ -31,11 +31,12 @@ class Architecture:
     counts: Callable[[Any], int] | None = None  # weight of a micro-batch; default: rows
     warns: str = ""  # an expected warning
     units: Any = None  # the units, where the default is not suitable
+    dtype: torch.dtype = torch.float64  # of the model and its batches
 
     def made(self) -> nn.Module:
-        """Build the model in float64, the same at each call."""
+        """Build the model, the same at each call."""
         torch.manual_seed(SEED)
-        return self.build().double()
+        return self.build().to(self.dtype)
 
 
 def called(model: nn.Module, batch: Batch) -> Any:

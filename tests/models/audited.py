@@ -7,6 +7,7 @@ modules. It prints a table and the counts, and fails if one of them is not as it
 
     python -m tests.models.audited --workers 16
     python -m tests.models.audited GPT-2 ViT
+    python -m tests.models.audited --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 
 from penstock import AuditError
 from penstock.stage.host_rng import HostRngState
+from tests.models.architecture import Architecture
 from tests.models.comparing import Trial, batch_of, piped, step, trials
 from tests.models.exhibits import ZOO
 
@@ -67,25 +70,25 @@ class Finding:
         return f"| {self.name} | {without:.2f} | {with_audit:.2f} | {verdict} |"
 
 
-def compare_steps(name: str, most_stages: int = 4) -> Finding:
+def compare_steps(name: str, most_stages: int = 4, dtype: torch.dtype = torch.float64) -> Finding:
     """Run a model with the audit and without it, in its trials with at most so many stages."""
     finding = Finding(name)
     for trial in trials(list(ZOO).index(name)):
         if trial.stages > most_stages:
             continue
-        finding = _compare_trial(finding, trial)
+        finding = _compare_trial(finding, trial, dtype)
         if finding.alarm or finding.refused or finding.not_audited:
             break
     return finding
 
 
-def _compare_trial(finding: Finding, trial: Trial) -> Finding:
-    architecture = ZOO[finding.name]
+def _compare_trial(finding: Finding, trial: Trial, dtype: torch.dtype) -> Finding:
+    architecture = replace(ZOO[finding.name], dtype=dtype)
     notes = _Notes()
     logging.getLogger("penstock").addHandler(notes)
     try:
-        without, plain_seconds = _run_step(finding.name, trial, "off")
-        with_audit, seconds = _run_step(finding.name, trial, "first")
+        without, plain_seconds = _run_step(architecture, trial, "off")
+        with_audit, seconds = _run_step(architecture, trial, "first")
     except AuditError as error:
         if "loss" in architecture.meets:
             return replace(finding, refused=architecture.meets)
@@ -96,7 +99,7 @@ def _compare_trial(finding: Finding, trial: Trial) -> Finding:
         logging.getLogger("penstock").removeHandler(notes)
     traces = [key for key in {**without, **with_audit} if without.get(key) != with_audit.get(key)]
     if traces:  # Reformer takes seeds from the operating system
-        again, _ = _run_step(finding.name, trial, "off")
+        again, _ = _run_step(architecture, trial, "off")
         traces = [key for key in traces if again.get(key) == without.get(key)]
     return replace(
         finding,
@@ -120,8 +123,7 @@ class _Notes(logging.Handler):
             self.texts.append(text)
 
 
-def _run_step(name: str, trial: Trial, audit: str) -> tuple[State, float]:
-    architecture = ZOO[name]
+def _run_step(architecture: Architecture, trial: Trial, audit: str) -> tuple[State, float]:
     model = architecture.made()
     pipe = piped(architecture, model, trial, audit)
     for seed in (torch.manual_seed, random.seed, _seed_numpy):
@@ -174,9 +176,8 @@ def _describe_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def describe(value: Any, depth: int = 5) -> Any:
     """Return a value that is equal for values with the same contents."""
     if isinstance(value, Tensor):
-        dense = value.detach().to_dense().contiguous()
-        digest = hashlib.sha256(dense.view(torch.uint8).numpy().tobytes() if dense.dim() else
-                                str(dense.item()).encode()).hexdigest()  # fmt: skip
+        flat = value.detach().to_dense().reshape(-1).clone()
+        digest = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
         return type(value).__name__, value.dtype, tuple(value.shape), value.requires_grad, digest
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return type(value).__name__, repr(value)
@@ -204,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all models if there are none")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", default="float64", help="of the models, by default float64")
     args = parser.parse_args()
     chosen = [n for n in ZOO if not args.names or any(part in n for part in args.names)]
     print(
@@ -211,7 +213,8 @@ def main() -> None:
     )
     findings = []
     with multiprocessing.get_context("spawn").Pool(args.workers, initializer=_begin) as pool:
-        for finding in pool.imap_unordered(compare_steps, chosen):
+        compare = partial(compare_steps, dtype=getattr(torch, args.dtype))
+        for finding in pool.imap_unordered(compare, chosen):
             findings.append(finding)
             print(finding, flush=True)
     counts = {

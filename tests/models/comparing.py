@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock import Pipe, StepResult
 from penstock.checker.reference import compute_difference
 from penstock.microbatch import MicrobatchRows, gather, scatter
+from penstock.torch_compat import pytree
 from tests.models.architecture import Architecture, Batch, called, tensors_in
 
 LIMIT = 1e-10
@@ -141,7 +142,14 @@ def cut(batch: Batch, chunks: int) -> tuple[list[Batch], MicrobatchRows]:
 
 def batch_of(architecture: Architecture, at: int) -> Batch:
     """Return the batch of the first or of the second size."""
-    return architecture.batch(ROWS[at], architecture.sizes[at])
+    batch = architecture.batch(ROWS[at], architecture.sizes[at])
+
+    def convert(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.dtype == torch.float64
+        return value.to(architecture.dtype) if is_float else value
+
+    converted: Batch = pytree.tree_map(convert, batch)
+    return converted
 
 
 def learned(model: nn.Module) -> Numbers:
