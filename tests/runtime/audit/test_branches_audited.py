@@ -549,7 +549,7 @@ def test_loss_function_that_divides_by_the_number_of_rows_is_compared_once(
         loss = (output - target).square().sum() / len(output)
         return Weighted(loss, len(output)) if is_weighted else loss
 
-    compared = count_calls(monkeypatch, Reference, "compute_whole_loss")
+    compared = count_calls(monkeypatch, Reference, "compute_loss")
     pipe, model = build(nn.Linear(WIDTH, WIDTH), loss_fn=loss_fn)
     for row_count in (16, 16, 16, 7, 16, 7):
         x, target = rows()[:row_count], rows()[:row_count]

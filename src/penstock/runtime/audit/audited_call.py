@@ -23,6 +23,7 @@ new ways after a number that a layer has read (branches.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,13 +40,24 @@ from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.nested_values import iter_hidden_tensors
-from penstock.runtime.audit.digest import Digest, Digester, find_rounding
+from penstock.runtime.audit.digest import Digest, Digester
+from penstock.runtime.audit.precision import (
+    LEAST_DIFFERENCE,
+    find_repetition_rounding,
+    find_split_tolerance,
+)
 from penstock.runtime.audit.reference import (
     HostDrawsError,
     Reference,
     ReferenceForward,
 )
-from penstock.runtime.audit.rows import SPLIT_CURE, Rows, RowsCheck, find_split_tolerance
+from penstock.runtime.audit.rows import (
+    SMALL_MICROBATCH,
+    SPLIT_CURE,
+    Rows,
+    RowsCheck,
+    format_different,
+)
 from penstock.runtime.audit.state_watch import (
     AttributeKey,
     BufferKey,
@@ -150,17 +162,14 @@ class Audit:
             reduction,
             self._digester,
             reached,
+            [dtype for _, dtype in execution.context.autocast_dtypes],
         )
-        autocast = execution.context.autocast_dtypes
-        self._rounding = find_rounding(
-            [dtype for _, dtype in autocast] + self._reference.list_dtypes(), devices
-        )
+        self._rounding = self._reference.rounding
         self._rows_check = RowsCheck(
             self._reference,
             inputs,
             reduction,
             self.microbatch,
-            self._rounding,
             {**self._reference.name_outside_parameters(), **self._name_parameters()},
         )
         self._forward: ReferenceForward | None = None
@@ -223,7 +232,13 @@ class Audit:
         counted = self._reference.get_counted_targets(rows)
         state = self._reference.digest_loss_state() if self._reorders_losses else {}
         watch = self._reference.watch_state()
-        forward = self._reference.run_forward(batch, self.microbatch, counted, records_state=True)
+        forward = self._reference.run_forward(
+            batch,
+            self.microbatch,
+            counted,
+            records_state=True,
+            keeps_output=rows[1] - rows[0] < SMALL_MICROBATCH,
+        )
         changes = watch.find_changes(forward.changed_buffers)
         keeps_state = bool(state) and state != self._reference.digest_loss_state()
         self._reference.is_stateless = not (
@@ -256,8 +271,8 @@ class Audit:
         self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
         if self._inputs.chunks > 1:
             self._split_problem = self._split_problem or self._compare_branches(forward)
-        if self._reference.has_zero_weights:
-            self._auditor.note_zero_weights(self._kind)
+        if self._reference.has_hiding_weights:
+            self._auditor.note_hiding_weights(self._kind)
         if keeps_state:
             self._compare_loss_orders()
         if forward.changed_hooks is not None:
@@ -265,7 +280,7 @@ class Audit:
         if self._reduction is not None and self._inputs.chunks > 1:
             refusal = _HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
         if refusal is None:
-            self._forward = forward
+            self._forward = forward._replace(output=None)
         else:
             self._state_problem = refusal
 
@@ -292,9 +307,12 @@ class Audit:
         ranges = self._reference.find_rows(self.microbatch), self._reference.find_rows(microbatch)
         # A quarter of a micro-batch shows as much as all of it, if the model runs on so few rows.
         few = [(start, start + max(1, (stop - start) // 4)) for start, stop in ranges]
-        for first, later in (few, ranges):
+        # With 16 bits, rounding hides a small difference. Not every model computes with more.
+        precisions = [torch.float32, None] if self._reference.has_low_precision else [None]
+        for dtype, (first, later) in itertools.product(precisions, (few, ranges)):
             try:
-                is_ahead = self._find_state_difference(first, later, microbatch)
+                with nullcontext() if dtype is None else self._reference.in_precision(dtype):
+                    is_ahead = self._find_state_difference(first, later, microbatch)
             except Exception as error:  # the pipe shows whether it is an error of the model
                 close_failed_checkpoints(error)
             else:
@@ -333,6 +351,7 @@ class Audit:
         """
         parameters = self._name_parameters()  # not the inputs, of which each run has a copy
         expected: dict[Any, Digest] = {}
+        rounding = find_repetition_rounding(self._reference.rounding)
         for runs_first, is_ahead in ((False, False), (True, False), (True, True)):
             with self._reference.isolate():
                 if runs_first:
@@ -351,8 +370,8 @@ class Audit:
             if any(
                 actual.get(key, zero).find_difference(
                     expected.get(key, zero),
-                    self._rounding,
-                    least_size=self._rounding * largest if key in parameters else 0.0,
+                    rounding,
+                    least_size=rounding * largest if key in parameters else 0.0,
                 )
                 for key in {**expected, **actual}
                 if key in parameters or isinstance(key, str)
@@ -773,26 +792,51 @@ class Audit:
             gather(column, target_rows if index else rows)
             for index, column in enumerate(zip(*arguments, strict=True))
         )
-        computed = self._reference.compute_whole_loss(joined)
+        computed = self._reference.compute_loss(joined)
         if computed is None:
             return
-        whole, uses_float32, function_names = computed
-        total = losses.compute_loss()
+        total, whole = float(losses.compute_loss()), float(computed.loss)
         numbers = [float(item.loss) for item in losses.microbatch_losses]
-        size = max((abs(x) for x in (*numbers, float(whole)) if math.isfinite(x)), default=0.0)
-        distance = abs(float(total) - float(whole))
-        if distance <= find_split_tolerance(total.dtype, uses_float32, self._rounding) * size:
-            if function_names == comparison.function_names:
+        size = max((abs(x) for x in (*numbers, whole) if math.isfinite(x)), default=0.0)
+        tolerance = find_split_tolerance(computed.loss.dtype, computed.uses_float32, self._rounding)
+        are_equal = abs(total - whole) <= tolerance * size
+        if abs(total - whole) > LEAST_DIFFERENCE * size:
+            exact = self._compute_exact_losses(arguments, joined, losses)
+            if exact is not None:
+                total, whole = exact
+                are_equal = abs(total - whole) <= find_split_tolerance(torch.float64) * size
+        if are_equal:
+            if computed.function_names == comparison.function_names:
                 self._auditor.note_loss_counts(self._kind, self._inputs.rows.counts)
             return
         # A micro-batch without targets that count has a mean of nan.
-        if not math.isfinite(distance) and not math.isfinite(whole):
+        if not math.isfinite(total) and not math.isfinite(whole):
             return
         self._auditor.forget(self._kind)
+        total_text, whole_text = format_different(total, whole)
         self._fail(
-            f"the losses of the micro-batches combine to {float(total):.6g}, but the loss of the "
-            f"whole batch is {float(whole):.6g}. {SPLIT_CURE}"
+            f"the losses of the micro-batches combine to {total_text}, but the loss of the "
+            f"whole batch is {whole_text}. {SPLIT_CURE}"
         )
+
+    def _compute_exact_losses(
+        self, arguments: Sequence[tuple[Any, ...]], joined: tuple[Any, ...], losses: LossAccumulator
+    ) -> tuple[float, float] | None:
+        """Return the losses of the micro-batches, combined, and that of the batch, in float64.
+
+        None: they cannot be computed, or not in float64.
+        """
+        try:
+            with self._reference.in_precision(torch.float64):
+                *parts, whole = map(self._reference.compute_loss, (*arguments, joined))
+        except Exception as error:  # the loss insists on its dtypes
+            close_failed_checkpoints(error)
+            return None
+        computed = [item for item in (*parts, whole) if item and not item.uses_float32]
+        if len(computed) < len(parts) + 1:
+            return None
+        *part_losses, whole_loss = [item.loss for item in computed]
+        return float(losses.combine(part_losses)), float(whole_loss)
 
     def _finish(self) -> None:
         """Raise if the parts do not combine. Otherwise calls of this kind are found right.

@@ -142,8 +142,8 @@ class Auditor:
         """
         self._tested_ids.setdefault(kind, set()).update(tested)
 
-    def note_zero_weights(self, kind: Any) -> None:
-        """Let a call of this kind be audited once more when weights that are 0 have moved.
+    def note_hiding_weights(self, kind: Any) -> None:
+        """Let a call of this kind be audited once more when very small weights have moved.
 
         Gradients show what is multiplied with one such weight, and not what is with two.
         """

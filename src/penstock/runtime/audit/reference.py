@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,8 +34,15 @@ from penstock.model.isolation import (
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
-from penstock.runtime.audit.digest import Digest, Digester, is_small
+from penstock.runtime.audit.digest import Digest, Digester, find_rounding, is_small
 from penstock.runtime.audit.kept_tensors import KeptPlace, find_kept_places
+from penstock.runtime.audit.precision import (
+    HIDING_SIZE,
+    HIDING_SIZE_IN_DOUBLE,
+    LOW_PRECISION_DTYPES,
+    WideMode,
+    widen,
+)
 from penstock.runtime.audit.state_watch import (
     UNNAMED_VARIABLE,
     AttributeKey,
@@ -65,6 +72,7 @@ from penstock.state_copy import (
 )
 from penstock.torch_compat import (
     BatchNormBase,
+    DisableTorchFunction,
     force_eager,
 )
 
@@ -96,6 +104,7 @@ class ReferenceForward(NamedTuple):
         row_watch: What it did that may depend on all rows of the batch, if it was watched.
         uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
+        output: In a step the output of the model, without its graph, if it was kept.
     """
 
     values: tuple[Any, ...]
@@ -111,6 +120,7 @@ class ReferenceForward(NamedTuple):
     row_watch: RowWatch
     uses_float32: bool
     changed_hooks: str | None
+    output: Any = None
 
     @property
     def changed_state(self) -> bool:
@@ -118,8 +128,8 @@ class ReferenceForward(NamedTuple):
         return bool(self.changed_buffers)
 
 
-class WholeLoss(NamedTuple):
-    """The loss of a whole batch.
+class ComputedLoss(NamedTuple):
+    """The loss of some outputs.
 
     Attributes:
         loss: The loss.
@@ -144,6 +154,7 @@ class Reference:
         reduction: How the losses are combined; None for `pipe(x)`.
         digester: Makes the digests.
         reached: The state that the code of the model and the loss can reach.
+        autocast_dtypes: The dtypes of autocast in the call.
     """
 
     def __init__(
@@ -156,6 +167,7 @@ class Reference:
         reduction: LossReduction | None,
         digester: Digester,
         reached: ReachedState,
+        autocast_dtypes: Sequence[torch.dtype] = (),
     ) -> None:
         self._partition, self._devices = partition, devices
         self._reached = reached
@@ -178,6 +190,8 @@ class Reference:
         self._model_modules = list(partition.names())
         self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
+        self._dtypes = frozenset([*autocast_dtypes, *self._list_dtypes()])
+        self._wide_dtype: torch.dtype | None = None  # see `in_precision`
 
     def find_rows(self, microbatch: int) -> tuple[int, int]:
         """Return the first row of a micro-batch, and the one after its last."""
@@ -235,7 +249,7 @@ class Reference:
         device = self._devices[-1]
 
         def copy_tensor(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return self._widen(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
         args, kwargs, target = StructureCopier(copy_tensor)(pieces)
         return (
@@ -306,23 +320,30 @@ class Reference:
                 other_state.record(value)
         loss_parameters = list_parameters(other_modules)
         parameters = list_parameters(self.modules)
+        later_widened = self._find_unit_parameters() if self._wide_dtype is not None else ()
 
         def exchange_tensor(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
-                return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                copy = self._widen(tensor.detach().clone())
+                return copy.requires_grad_(tensor.requires_grad)
             if type(tensor) is not nn.Parameter:  # only its class knows how to copy it
                 return tensor
             # Another leaf in the same memory: hooks of the parameter, or of a wrapper such as DDP,
             # do not see its gradient.
-            alias = nn.Parameter(tensor.detach(), tensor.requires_grad)
+            values = tensor.detach()
+            if id(tensor) not in later_widened:
+                values = self._widen(values)
+            alias = nn.Parameter(values, tensor.requires_grad)
             alias.__dict__.update(tensor.__dict__)
-            self._aliases[alias] = tensor
+            self._aliases[alias] = self._aliases.get(tensor, tensor)
             return alias
 
-        write_log = self._write_log = WriteLog([*parameters, *loss_parameters])
-        was_running = running.is_running
+        previous_log, write_log = self._write_log, WriteLog([*parameters, *loss_parameters])
+        was_running, was_isolated = running.is_running, self._is_isolated
+        exchanged = self.modules if self._wide_dtype is None else [*self.modules, *other_modules]
+        self._write_log = write_log
         with (
-            isolated(self.modules, map_tensor=exchange_tensor, variables=reached.variables),
+            isolated(exchanged, map_tensor=exchange_tensor, variables=reached.variables),
             preserve_gradients(loss_parameters),
             write_log,
             force_eager(),
@@ -333,10 +354,103 @@ class Reference:
                     state.restore()
                 yield
             finally:
-                running.is_running, self._is_isolated = was_running, False
+                running.is_running, self._is_isolated = was_running, was_isolated
+                self._write_log = previous_log
                 other_state.restore()
                 # Autocast would reuse weights that it has cast here, whose graph is gone.
                 torch.clear_autocast_cache()
+
+    # ---- precision -----------------------------------------------------------------------------
+
+    @property
+    def has_low_precision(self) -> bool:
+        """Whether the model computes with 16 bits: by itself, or under autocast."""
+        return not self._dtypes.isdisjoint(LOW_PRECISION_DTYPES)
+
+    @property
+    def has_single_precision(self) -> bool:
+        """Whether the model computes in float32, or in float32 for now."""
+        return torch.float32 in (self._dtypes if self._wide_dtype is None else [self._wide_dtype])
+
+    @property
+    def rounding(self) -> float:
+        """The relative difference that counts as rounding."""
+        dtypes = self._dtypes if self._wide_dtype is None else [self._wide_dtype]
+        return find_rounding(dtypes, self._devices)
+
+    @contextmanager
+    def in_precision(self, dtype: torch.dtype) -> Iterator[None]:
+        """Let forwards use this dtype where they have one with fewer bits, and no autocast.
+
+        The parameters of a unit are converted while it runs, so there is no second copy of the
+        model, unless gradients are computed. A model may insist on its dtypes, and raises then.
+        """
+        if self._stage_map is None:
+            args, kwargs, _ = self.take_batch(self.find_rows(0))
+            self._stage_map = self._partition.map_stages(args, kwargs)
+        before = self._wide_dtype, self._uses_float32, dict(self._aliases)
+        self._wide_dtype, self._uses_float32 = dtype, None
+        try:
+            with no_autocast(), self._put_state_aside(None) if self.is_stateless else nullcontext():
+                yield
+        finally:
+            self._wide_dtype, self._uses_float32, self._aliases = before
+
+    def _widen(self, tensor: Tensor) -> Tensor:
+        return tensor if self._wide_dtype is None else widen(tensor, self._wide_dtype)
+
+    def _build_wide_mode(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._wide_dtype is None else WideMode(self._wide_dtype)
+
+    def _find_unit_parameters(self) -> set[int]:
+        """Return the ids of the parameters that units have, which are converted when they run."""
+        assert self._stage_map is not None
+        return {id(p) for unit, _ in self._stage_map[0] for p in unit.parameters()}
+
+    @contextmanager
+    def _widen_units(self) -> Iterator[None]:
+        """Convert the parameters of each unit before it runs in this context."""
+        if self._wide_dtype is None:
+            yield
+            return
+        assert self._stage_map is not None
+        replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []  # by unit that is running
+
+        def widen_parameters(unit: nn.Module, _: object) -> None:
+            replaced.append([])
+            with DisableTorchFunction():  # the watch looks for operations in float32
+                widen_modules(unit)
+
+        def widen_modules(unit: nn.Module) -> None:
+            for module in unit.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if type(parameter) is not nn.Parameter:
+                        continue
+                    values = self._widen(parameter.detach())
+                    if values.dtype == parameter.dtype:
+                        continue
+                    wide = nn.Parameter(values, parameter.requires_grad)
+                    setattr(module, name, wide)  # an RNN has a list of them, too
+                    # A backward may recompute the unit, so its parameters stay until the isolation
+                    # ends.
+                    if torch.is_grad_enabled():
+                        self._aliases[wide] = self._aliases.get(parameter, parameter)
+                    else:
+                        replaced[-1].append((module, name, parameter))
+
+        def restore_parameters(*_: object) -> None:
+            for module, name, parameter in replaced.pop():
+                setattr(module, name, parameter)
+
+        with ExitStack() as hooks:
+            for unit, _ in self._stage_map[0]:
+                before = unit.register_forward_pre_hook(widen_parameters, prepend=True)
+                after = unit.register_forward_hook(restore_parameters, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            yield
+
+    # ---- forwards ------------------------------------------------------------------------------
 
     def run_forward(
         self,
@@ -346,6 +460,7 @@ class Reference:
         *,
         fixes_draws: bool = False,
         records_state: bool = False,
+        keeps_output: bool = False,
     ) -> ReferenceForward:
         """Run the model, and in a step the loss, on a batch that `take_batch` returned.
 
@@ -357,6 +472,7 @@ class Reference:
             fixes_draws: Whether random operations return fixed numbers.
             records_state: Whether to find out what it changes, and whether it has gradients of its
                 own.
+            keeps_output: Whether to keep the output of the model in a step.
         """
         args, kwargs, target = batch
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
@@ -370,8 +486,15 @@ class Reference:
         # The watch costs time in every operation. What it says of float32 holds for all forwards.
         is_watched = records_state or self.watches_rows or self._uses_float32 is None
         # The watch outside, so that what it does itself does not go through the mode of the cells.
-        with watch if is_watched else nullcontext(), cells.emulate(microbatch):
-            values = self._compute(args, kwargs, counted_targets or target, watch)
+        with (
+            self._build_wide_mode(),
+            watch if is_watched else nullcontext(),
+            cells.emulate(microbatch),
+            self._widen_units(),
+        ):
+            values, output = self._compute(args, kwargs, counted_targets or target, watch)
+        detach_output = StructureCopier(lambda tensor: tensor.detach())
+        output = detach_output(output) if keeps_output else None
         if cells.draws_host_random and not self._separates_host_streams:
             self._separates_host_streams = True
             raise HostDrawsError
@@ -402,6 +525,7 @@ class Reference:
             row_watch=watch,
             uses_float32=self._uses_float32,
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
+            output=output,
         )
 
     def _build_watch(self, microbatch: int | None) -> _ForwardWatch:
@@ -481,17 +605,21 @@ class Reference:
         kwargs: Mapping[str, Any],
         targets: tuple[Any, ...],
         watch: _ForwardWatch,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Return what a step or a call returns, and the output of the model."""
+        outputs = []
+
         def run_model(_: object) -> dict[int, tuple[Any, ...]]:
             # Not the loss function, which each step compares with the whole batch if it has to.
             watch.is_in_model = True
             try:
-                return {OUTSIDE: (self._partition.run_unsplit(args, kwargs),)}
+                outputs.append(self._partition.run_unsplit(args, kwargs))
+                return {OUTSIDE: (outputs[-1],)}
             finally:
                 watch.is_in_model = False
 
         if self._reduction is None:
-            return run_model(None)[OUTSIDE]
+            return run_model(None)[OUTSIDE], outputs[-1]
         loss_fn = self._request.loss_fn
 
         def compute_loss(*arguments: Any) -> Any:
@@ -511,35 +639,35 @@ class Reference:
         losses = CollectedLosses()
         previous_sink, thread_state.sink = thread_state.sink, losses
         try:
-            outputs = compute({OUTSIDE: targets})
+            values = compute({OUTSIDE: targets})
         finally:
             thread_state.sink = previous_sink
         self._adds_losses = bool(losses.layer_count)
-        return (carry_losses(outputs, losses) if losses else outputs)[OUTSIDE]
+        return (carry_losses(values, losses) if losses else values)[OUTSIDE], outputs[-1]
 
     @torch.no_grad()
-    def compute_whole_loss(self, arguments: tuple[Any, ...]) -> WholeLoss | None:
-        """Return the loss of the outputs of a whole batch.
+    def compute_loss(self, arguments: tuple[Any, ...]) -> ComputedLoss | None:
+        """Return the loss of the outputs of a micro-batch, or of the whole batch.
 
-        None: it cannot be compared with the losses of micro-batches. It fails, draws random
-        numbers, or keeps state.
+        None: it cannot be compared with others. It fails, draws random numbers, or keeps state.
         """
         assert self._request.loss_fn is not None
+        arguments = StructureCopier(self._widen)(arguments)
         watch, prover = RowWatch(), RowMeanProver(*arguments)
         with self.isolate():
             cells = UnsplitCells(self._seed, 1, (), {}, own_states=self._write_log.generators)
             state = self.digest_loss_state()
             try:
-                with cells.emulate(0), watch, prover:
+                with self._build_wide_mode(), cells.emulate(0), watch, prover:
                     result = self._request.loss_fn(*arguments)
             except Exception:  # outputs without rows are a list, which the loss may not take
                 return None
             has_changed = state != self.digest_loss_state()
+            has_drawn = cells.has_drawn or bool(self._write_log.generators)
         value = find_loss_tensor(result)
-        has_drawn = cells.has_drawn or bool(self._write_log.generators)
         if not isinstance(value, Tensor) or has_drawn or has_changed:
             return None
-        return WholeLoss(value, watch.uses_float32, prover.function_names)
+        return ComputedLoss(value, watch.uses_float32, prover.function_names)
 
     @torch.no_grad()
     def reads_earlier_stages(self, microbatch: int, other: int) -> bool:
@@ -611,7 +739,7 @@ class Reference:
                     tensors[index, key] = value
         return self._digester.digest_all(tensors)
 
-    def list_dtypes(self) -> list[torch.dtype]:
+    def _list_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the parameters, buffers and inputs."""
         tables = [table for m in self.modules for table in (m._parameters, m._buffers)]
         tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
@@ -623,12 +751,12 @@ class Reference:
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
 
     @cached_property
-    def has_zero_weights(self) -> bool:
-        """Whether a parameter that is all 0 may hide that rows depend on each other.
+    def has_hiding_weights(self) -> bool:
+        """Whether the weights of a parameter are so small that rows may be mixed unseen.
 
-        What it is multiplied with does not show in the results, only in its gradient: the last
-        layer of a new head, a gate that opens in training, the second matrix of LoRA. A bias is
-        added, so it hides nothing.
+        What they are multiplied with does not show in the results, only in their gradient: the last
+        layer of a new head, a gate that opens in training, the second matrix of LoRA, the 1e-6 of
+        LayerScale. A bias is added, so it hides nothing.
         """
         parameters = [
             parameter
@@ -636,22 +764,24 @@ class Reference:
             for name, parameter in module._parameters.items()
             if type(parameter) is nn.Parameter and parameter.requires_grad and name != "bias"
         ]
-        dense = [p for p in parameters if p.layout is torch.strided and p.numel()]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for parameter in dense:
-            by_device.setdefault(parameter.device, []).append(parameter.detach())
-        # The first numbers of most are not 0, so that the rest is not read.
+        limits = {torch.float64: HIDING_SIZE_IN_DOUBLE}
+        by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
+        for parameter in parameters:
+            if parameter.layout is torch.strided and parameter.numel():
+                item = parameter.detach(), limits.get(parameter.dtype, HIDING_SIZE)
+                by_device.setdefault(parameter.device, []).append(item)
+        # The first numbers of most are large, so that the rest is not read.
         suspects = [
-            tensor
-            for tensors in by_device.values()
-            for tensor, is_other in zip(
-                tensors,
-                torch.stack([tensor.reshape(-1)[:8].any() for tensor in tensors]).tolist(),
+            (tensor, limit)
+            for items in by_device.values()
+            for (tensor, limit), size in zip(
+                items,
+                torch.stack([t.reshape(-1)[:8].abs().amax().float() for t, _ in items]).tolist(),
                 strict=True,
             )
-            if not is_other
+            if size <= limit
         ]
-        return any(not bool(tensor.any()) for tensor in suspects)
+        return any(float(tensor.abs().amax()) <= limit for tensor, limit in suspects)
 
     def has_hooked_leaves(self) -> bool:
         """Return whether the code uses a leaf with a hook that is not a parameter of the model."""

@@ -10,8 +10,8 @@ combine to those of both together. Three tests have different powers:
                      not: a row that is the largest of many, an expert that is full, rows that are
                      sorted. Gradients are compared as well if the forward has its own: a backward
                      may depend on more rows than the forward, by a hook, a custom backward, or a
-                     value that is detached; and if a weight is 0, which hides in the results what
-                     it is multiplied with.
+                     value that is detached; and if weights are 0 or very small, which hides in
+                     the results what they are multiplied with.
     two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
                      rows of a micro-batch.
     all              with the groups, and in the first step if the forward has branches, selects
@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from penstock.microbatch import MicrobatchRows, gather, list_tensors
 from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.digest import Digest
+from penstock.runtime.audit.precision import find_split_tolerance
 from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
@@ -64,12 +65,12 @@ _SPLIT_INPUT_PROBLEM = (
     "rows are on another dim."
 )
 
-# Kernels for other shapes round differently, so parts agree less exactly than equal micro-batches.
-SPLIT_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _MAX_GRADIENT_ROUNDING = 0.2
 # Some layers compute in float32 whatever the dtype of the model is, such as the recurrences of
 # transformers. A backward that mixes rows makes a difference far above their rounding.
 _MIN_GRADIENT_ROUNDING = 1e-5
+SMALL_MICROBATCH = 8  # the number of rows below which all of them are compared
+_FLOATS = torch.float32, torch.float64
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
@@ -79,6 +80,39 @@ class _NotFiniteError(Exception):
 
 class _RandomResultsError(Exception):
     """The results depend on random numbers, so that they cannot be compared."""
+
+
+class _Verdict(NamedTuple):
+    """What a comparison has found.
+
+    Attributes:
+        problem: How the results of the parts do not combine, or None.
+        has_difference: Whether there is a difference, which may be rounding.
+        uses_float32: Whether float32 is used inside, so that a difference may be hidden.
+    """
+
+    problem: str | None
+    has_difference: bool = False
+    uses_float32: bool = False
+
+
+@dataclass(frozen=True)
+class _RowsRun:
+    """Parts of a batch to run, together and apart, and how.
+
+    Attributes:
+        ranges: The rows of the parts.
+        whole: The forward of all of them, if it has run already.
+        in_training: Whether they run in training.
+        with_gradients: Whether to compare the gradients.
+        seed_factor: By what the gradients of the losses or outputs are multiplied.
+    """
+
+    ranges: Sequence[Rows]
+    whole: ReferenceForward | None
+    in_training: bool
+    with_gradients: bool
+    seed_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +137,6 @@ class RowsCheck:
         inputs: The batch of the call, split.
         reduction: How the losses of a step are combined; None for `pipe(x)`.
         microbatch: The micro-batch from which rows are taken.
-        rounding: The relative difference that counts as rounding.
         parameter_names: The names of the parameters by their ids.
     """
 
@@ -111,7 +144,6 @@ class RowsCheck:
     inputs: StageInputs
     reduction: LossReduction | None
     microbatch: int
-    rounding: float
     parameter_names: Mapping[int, str]
     # What forwards of other numbers of rows did, if the first one may have selected among rows.
     _watches: list[RowWatch] = field(default_factory=list)
@@ -126,7 +158,7 @@ class RowsCheck:
         with_gradients = (
             whole is not None
             and torch.is_grad_enabled()
-            and (whole.has_own_gradients or self.reference.has_zero_weights)
+            and (whole.has_own_gradients or self.reference.has_hiding_weights)
         )
         choices = self._choose_rows(None if with_gradients else whole)
         for ranges, together in choices:
@@ -169,7 +201,7 @@ class RowsCheck:
         except Exception as error:  # not every model runs on so few rows
             close_failed_checkpoints(error)
             return None
-        tolerance = min(max(10 * self.rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
+        tolerance = self._find_gradient_tolerance()
         largest = max((d.norm for d in large.values() if math.isfinite(d.norm)), default=0.0)
         zero = Digest(0.0, 0.0)
         for key, name in self.parameter_names.items():
@@ -187,7 +219,13 @@ class RowsCheck:
 
     def _find_large_seed(self) -> float:
         """Return a factor for gradients that lets them grow, and not overflow."""
-        return 64.0 if {torch.float16, torch.bfloat16} & {*self.reference.list_dtypes()} else 1e4
+        return 64.0 if self.reference.has_low_precision else 1e4
+
+    def _find_gradient_tolerance(self, is_strict: bool = False) -> float:
+        rounding = self.reference.rounding
+        if is_strict and self.reference.has_single_precision:
+            rounding = find_split_tolerance(torch.float32, False, rounding, is_strict)
+        return min(max(10 * rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
 
     def _selects_rows(self, watch: RowWatch) -> bool:
         """Return whether the forward of the micro-batch has selected rows, or by their positions.
@@ -237,7 +275,7 @@ class RowsCheck:
         for related in self.reference.find_related_rows()[:_MAX_RELATED]:
             yield [(row, row + 1) for row in related], None
         size = (stop - start) // 8
-        if pair is None and stop - start < 8 and self._can_reuse(whole):
+        if pair is None and stop - start < SMALL_MICROBATCH and self._can_reuse(whole):
             middle = (start + stop) // 2
             yield [(start, middle), (middle, stop)], whole
         elif pair is None or size > 1:
@@ -295,10 +333,9 @@ class RowsCheck:
         for in_training in (True, False):
             is_random = False
             for parts, together in attempts:
+                run = _RowsRun(parts, together, in_training, with_gradients, seed_factor)
                 try:
-                    return self._try_split(
-                        parts, together, in_training, with_gradients, seed_factor
-                    )
+                    return self._try_precisions(run)
                 except _RandomResultsError:
                     is_random = True
                     break
@@ -308,32 +345,49 @@ class RowsCheck:
             return None
         # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
         try:
-            if self._try_split(self._list_microbatches(), None, False, False) is not None:
+            if self._try_precisions(_RowsRun(self._list_microbatches(), None, False, False)):
                 return _SPLIT_INPUT_PROBLEM
         except Exception as error:
             close_failed_checkpoints(error)
         return None
 
-    def _try_split(
-        self,
-        ranges: Sequence[Rows],
-        whole: ReferenceForward | None,
-        in_training: bool,
-        with_gradients: bool,
-        seed_factor: float = 1.0,
-    ) -> str | None:
-        """Return how the results of some parts differ from that of all together, or None.
+    def _try_precisions(self, run: _RowsRun) -> str | None:
+        """Return how the results of parts differ, computed in more precision if that is needed."""
+        if self.reference.has_low_precision:
+            try:
+                with self.reference.in_precision(torch.float32):
+                    return self._decide(replace(run, whole=None))
+            except _RandomResultsError:
+                raise
+            except Exception as error:  # the model insists on its dtypes
+                close_failed_checkpoints(error)
+        return self._decide(run)
 
-        `whole` is the forward of all, if it has run already. The gradients of the losses or outputs
-        are multiplied by `seed_factor`.
-        """
+    def _decide(self, run: _RowsRun) -> str | None:
+        """Return how the results of parts differ. In doubt, float64 tells it from rounding."""
+        verdict = self._try_split(run)
+        is_in_doubt = verdict.problem is not None or verdict.has_difference
+        if is_in_doubt and self.reference.has_single_precision:
+            try:
+                with self.reference.in_precision(torch.float64):
+                    exact = self._try_split(replace(run, whole=None))
+            except Exception as error:  # the model insists on its dtypes
+                close_failed_checkpoints(error)
+            else:
+                if exact.problem is not None or not exact.uses_float32:
+                    return exact.problem
+        return verdict.problem
+
+    def _try_split(self, run: _RowsRun) -> _Verdict:
+        """Return how the results of some parts differ from those of all together."""
+        ranges, whole = run.ranges, run.whole
         counts = tuple([stop - start for start, stop in ranges])
         part_rows = self.inputs.rows._replace(counts=counts)
         shares = self._find_shares(ranges, part_rows)
-        part_seeds = self._build_seeds(part_rows, shares) if with_gradients else None
-        whole_seeds = self._build_seeds(part_rows, [1.0]) if with_gradients else None
+        part_seeds = self._build_seeds(part_rows, shares) if run.with_gradients else None
+        whole_seeds = self._build_seeds(part_rows, [1.0]) if run.with_gradients else None
         # In the mode of the forward that they are compared with: x.requires_grad depends on it.
-        is_grad_enabled = with_gradients or (whole is not None and torch.is_grad_enabled())
+        is_grad_enabled = run.with_gradients or (whole is not None and torch.is_grad_enabled())
         # Each forward begins with the same state. If there is none, they share an isolation.
         is_shared = self.reference.is_stateless
         with (
@@ -343,7 +397,9 @@ class RowsCheck:
             host_state = HostRngState()
             parts = [
                 self._run_rows(
-                    [rows], in_training, _select_seeds(part_seeds, index, [rows], seed_factor)
+                    [rows],
+                    run.in_training,
+                    _select_seeds(part_seeds, index, [rows], run.seed_factor),
                 )
                 for index, rows in enumerate(ranges)
             ]
@@ -351,18 +407,30 @@ class RowsCheck:
                 _RowsResult(whole, {})
                 if whole is not None
                 else self._run_rows(
-                    ranges, in_training, _select_seeds(whole_seeds, 0, ranges, seed_factor)
+                    ranges, run.in_training, _select_seeds(whole_seeds, 0, ranges, run.seed_factor)
                 )
             )
             results = *parts, together
             if any(result.forward.has_drawn for result in results) or host_state.find_used():
                 raise _RandomResultsError
             forwards = [part.forward for part in parts]
-            problem = self._find_problem(forwards, together.forward, part_rows, shares)
-        if problem is not None or part_seeds is None or whole_seeds is None:
-            return problem
-        scale = whole_seeds.read_scale() / part_seeds.read_scale()
-        return self._compare_gradients(parts, together, scale)
+
+            def find_problem(is_strict: bool) -> str | None:
+                problem = self._find_problem(
+                    forwards, together.forward, part_rows, shares, is_strict
+                )
+                if problem is not None or part_seeds is None or whole_seeds is None:
+                    return problem
+                scale = whole_seeds.read_scale() / part_seeds.read_scale()
+                return self._compare_gradients(parts, together, scale, is_strict)
+
+            problem = find_problem(is_strict=False)
+            if problem is not None:
+                return _Verdict(problem)
+            has_difference = find_problem(is_strict=True) is not None or self._has_other_outputs(
+                forwards, together.forward
+            )
+            return _Verdict(None, has_difference, together.forward.uses_float32)
 
     def _run_rows(
         self, ranges: Sequence[Rows], in_training: bool, seeds: Seeds | None
@@ -373,7 +441,7 @@ class RowsCheck:
             batch = self.reference.take_batch(*ranges)
             counted = self.reference.get_counted_targets(*ranges)
             forward = self.reference.run_forward(
-                batch, self.microbatch, counted, fixes_draws=in_training
+                batch, self.microbatch, counted, fixes_draws=in_training, keeps_output=True
             )
             if self.reference.watches_rows:
                 count = sum(stop - start for start, stop in ranges)
@@ -402,6 +470,7 @@ class RowsCheck:
         whole: ReferenceForward,
         rows: MicrobatchRows,
         shares: Sequence[float],
+        is_strict: bool,
     ) -> str | None:
         """Return how the combined results of the parts differ from that of all together.
 
@@ -410,8 +479,10 @@ class RowsCheck:
         if self.reduction is None:
             outputs = [part.values[0] for part in parts]
             merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(outputs)
-            return self._compare_outputs(outputs, whole.values[0], merged, whole.uses_float32)
-        problem = self._compare_losses(parts, whole, rows)
+            return self._compare_outputs(
+                outputs, whole.values[0], merged, whole.uses_float32, is_strict
+            )
+        problem = self._compare_losses(parts, whole, rows, is_strict)
         outputs = [_find_step_output(part) for part in (*parts, whole)]
         if problem is not None or not all(outputs):
             return problem
@@ -420,11 +491,38 @@ class RowsCheck:
             [output for (output,) in parts_outputs], self._combine_losses(parts, rows)
         )
         return self._compare_outputs(
-            [output for (output,) in parts_outputs], expected, merged, whole.uses_float32
+            [output for (output,) in parts_outputs],
+            expected,
+            merged,
+            whole.uses_float32,
+            is_strict,
         )
 
+    def _has_other_outputs(
+        self, parts: Sequence[ReferenceForward], whole: ReferenceForward
+    ) -> bool:
+        """Return whether the rows of the output of a model in a step depend on each other.
+
+        It may be by rounding, and the loss need not use them. A loss shows less than its rows.
+        """
+        if self.reduction is None or any(forward.output is None for forward in (*parts, whole)):
+            return False
+        columns = zip(*(list_tensors(forward.output) for forward in (*parts, whole)), strict=False)
+        for *pieces, expected in columns:
+            rows = [len(piece) if piece.dim() else 0 for piece in pieces]
+            if not expected.dim() or len(expected) != sum(rows) or expected.dtype not in _FLOATS:
+                continue
+            if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
+                continue
+            tolerance = find_split_tolerance(
+                expected.dtype, whole.uses_float32, self.reference.rounding, is_strict=True
+            )
+            if not _is_close(torch.cat(pieces), expected, tolerance):
+                return True
+        return False
+
     def _compare_outputs(
-        self, parts: Sequence[Any], whole: Any, merged: Any, uses_float32: bool
+        self, parts: Sequence[Any], whole: Any, merged: Any, uses_float32: bool, is_strict: bool
     ) -> str | None:
         """Return how the merged outputs of the parts differ from those of all together, or None."""
         expected = dict(pytree.tree_flatten_with_path(whole)[0])
@@ -442,7 +540,9 @@ class RowsCheck:
             other = expected.get(path)
             if path in tables or not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
                 continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = find_split_tolerance(other.dtype, uses_float32, self.rounding)
+            tolerance = find_split_tolerance(
+                other.dtype, uses_float32, self.reference.rounding, is_strict
+            )
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
                     raise _NotFiniteError
@@ -466,7 +566,11 @@ class RowsCheck:
         return all(share == 1 for share in self.inputs.loss_shares)
 
     def _compare_losses(
-        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
+        self,
+        parts: Sequence[ReferenceForward],
+        whole: ReferenceForward,
+        rows: MicrobatchRows,
+        is_strict: bool,
     ) -> str | None:
         if whole.adds_losses and any(
             isinstance(v, LossExtras) and v.weight is not None for v in whole.values
@@ -477,7 +581,9 @@ class RowsCheck:
         combined = self._combine_losses(parts, rows)
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = find_split_tolerance(total.dtype, whole.uses_float32, self.rounding)
+        tolerance = find_split_tolerance(
+            total.dtype, whole.uses_float32, self.reference.rounding, is_strict
+        )
         are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
         if math.isfinite(total) and not are_finite:
             # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
@@ -486,12 +592,12 @@ class RowsCheck:
         if not math.isfinite(total) or distance <= tolerance * size:
             return None
         *others, last = [f"{float(loss):.6g}" for loss in losses[:4]]
+        combined_text, total_text = format_different(float(combined), float(total))
         more = " and others" if len(losses) > 4 else ""
         return (
             f"the losses of {_count_parts(parts)} of the batch, "
             f"{', '.join(others)}{', ' if more else ' and '}{last}{more}, combine to "
-            f"{float(combined):.6g}, but the loss of the same rows together is {float(total):.6g}. "
-            f"{SPLIT_CURE}"
+            f"{combined_text}, but the loss of the same rows together is {total_text}. {SPLIT_CURE}"
         )
 
     def _combine_losses(self, parts: Sequence[ReferenceForward], rows: MicrobatchRows) -> Tensor:
@@ -514,7 +620,7 @@ class RowsCheck:
         return _LossSeeds(LossAccumulator(self.reduction, fractions, [()] * len(fractions)))
 
     def _compare_gradients(
-        self, parts: Sequence[_RowsResult], whole: _RowsResult, scale: float
+        self, parts: Sequence[_RowsResult], whole: _RowsResult, scale: float, is_strict: bool
     ) -> str | None:
         """Return whose gradients of the parts do not add up to that of the whole, or None."""
         if not math.isfinite(scale) or whole.forward.adds_losses:
@@ -525,7 +631,7 @@ class RowsCheck:
                 sums[key] = digest.plus(sums.get(key))
         names = self.parameter_names
         zero = Digest(0.0, 0.0)
-        tolerance = min(max(10 * self.rounding, _MIN_GRADIENT_ROUNDING), _MAX_GRADIENT_ROUNDING)
+        tolerance = self._find_gradient_tolerance(is_strict)
         # Some gradients are 0 but for rounding, such as that of the bias of the keys of attention.
         norms = [digest.norm for key, digest in sums.items() if key in names]
         least_size = tolerance * max(filter(math.isfinite, norms), default=0.0)
@@ -541,12 +647,22 @@ class RowsCheck:
         return None
 
 
+def format_different(first: float, second: float) -> tuple[str, str]:
+    """Return two numbers with six digits, or with as many as show that they differ.
+
+    >>> format_different(0.5, 0.500000012)
+    ('0.5', '0.50000001')
+    """
+    texts = ((f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(6, 17))
+    return next((pair for pair in texts if pair[0] != pair[1]), (repr(first), repr(second)))
+
+
 def _describe_gradient(what: str) -> str:
     return (
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
         "in a hook of a tensor or a module, in the backward of an autograd.Function, or by a value "
-        "that is detached. Or the forward mixes rows, and a weight that is 0 so far hides "
+        "that is detached. Or the forward mixes rows, and weights that are very small so far hide "
         "it in the results. Let each row have its own gradient, change the gradients after the "
         "step, or use chunks=1."
     )
@@ -660,18 +776,6 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
-
-
-def find_split_tolerance(dtype: torch.dtype, uses_float32: bool, rounding: float) -> float:
-    """Return the relative difference that is rounding, for results of this dtype.
-
-    Args:
-        dtype: The dtype of the results.
-        uses_float32: Whether float32 is used inside.
-        rounding: The relative difference between two runs on the same rows.
-    """
-    inner = SPLIT_ROUNDING[torch.float32] if uses_float32 else 0.0
-    return max(SPLIT_ROUNDING.get(dtype, 1e-8), inner, rounding)
 
 
 def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
