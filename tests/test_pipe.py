@@ -418,3 +418,71 @@ def test_pipe_in_a_layer_of_another_says_nothing_about_chunks(
     for _ in range(2):
         pipe.step(x, target=y, loss_fn=functional.mse_loss)
     assert not caplog.records
+
+
+class Tempered(nn.Module):
+    """A model with settings of its own."""
+
+    default_scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.temperature: Any = 1.0
+        self.config = {"heads": 2}
+
+    @property
+    def doubled(self) -> float:
+        raise AssertionError("the property is not read")
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.forward(x).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: float = self.temperature * self.default_scale
+        y: Tensor = self.last(self.first(x).tanh() * scale)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("temperature", 3.0, r"pipe.temperature = 3.0 would change nothing.* model.temperature = "),
+        (
+            "temperature",
+            torch.tensor(3.0),
+            r"pipe.temperature = Tensor\(...\) would change nothing",
+        ),
+        ("temperature", nn.Parameter(torch.tensor(3.0)), "is an attribute of the model"),
+        ("default_scale", 3.0, "is an attribute of the model, a Tempered"),
+        ("doubled", 3.0, "is an attribute of the model"),
+        ("predict", 3, "is a method of the model"),
+    ],
+)
+def test_attribute_of_the_model_cannot_be_set_on_the_pipe(
+    name: str, value: Any, problem: str
+) -> None:
+    x = torch.ones(4, 4)
+    model = Tempered()
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, example=x)
+    before = pipe(x)
+    with pytest.raises(ArgumentError, match=problem):
+        setattr(pipe, name, value)
+    torch.testing.assert_close(pipe(x), before)
+    with pytest.raises(AttributeError, match=f"model.{name}"):
+        getattr(pipe, name)
+    assert not hasattr(pipe, name)
+
+
+def test_attribute_that_is_set_on_the_model_changes_the_pipe() -> None:
+    x = torch.ones(4, 4)
+    model = Tempered()
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, example=x)
+    before = pipe(x)
+    model.temperature = 3.0
+    assert not torch.equal(pipe(x), before)
+    torch.testing.assert_close(pipe(x), model(x))
+    pipe.config = {"heads": 3}  # read from the model, so it is set there
+    assert model.config == pipe.config == {"heads": 3}
+    pipe.note = "mine"  # which the model does not have
+    assert pipe.note == "mine"

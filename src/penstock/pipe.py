@@ -39,15 +39,19 @@ from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.microbatch import move_to_device
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.framework_attributes import (
+    FRAMEWORK_MARKS,
     MODEL_ATTRIBUTES,
     WHOLE_MODEL_ATTRIBUTES,
     ModelForward,
     accept_recomputation,
     build_device_map,
+    explain_model_attribute,
     explain_model_method,
+    explain_set_attribute,
     find_base_model,
     find_dtype,
     find_pipe_class,
+    has_attribute,
     has_method,
 )
 from penstock.model.placement import (
@@ -1149,6 +1153,8 @@ class Pipe(nn.Module):
                 hint = suggest(name, PIPE_ATTRIBUTES)
             elif has_method(model, name):
                 hint = explain_model_method(model, name, is_partial)
+            elif model is not None and has_attribute(model, name):
+                hint = explain_model_attribute(model, name)
             else:
                 raise
             raise AttributeError(f"'Pipe' object has no attribute '{name}'. {hint}") from None
@@ -1168,7 +1174,23 @@ class Pipe(nn.Module):
                 )
             if name == "chunks":
                 check_chunks(value)
+        if not self._has_own(name):
+            model = self._placed_partition.partition.model
+            if name in MODEL_ATTRIBUTES and hasattr(model, name):
+                setattr(model, name, value)  # it is read from the model, too
+                return
+            if model is not None and name not in FRAMEWORK_MARKS and has_attribute(model, name):
+                raise ArgumentError(explain_set_attribute(model, name, value))
         super().__setattr__(name, value)
+
+    def _has_own(self, name: str) -> bool:
+        """Return whether an attribute is the pipe's, or shared with the model, or not yet known."""
+        if "_preemption" not in self.__dict__:  # the pipe is being made
+            return True
+        registries = self.__dict__, self._modules, self._parameters, self._buffers
+        if any(name in registry for registry in registries) or name in _PIPE_ATTRIBUTES:
+            return True
+        return hasattr(type(self), name)
 
     def __len__(self) -> int:
         return len(self._modules)

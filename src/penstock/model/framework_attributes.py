@@ -5,7 +5,7 @@ arguments of its forward and more, to decide where to move it, which columns of 
 and how to scale its loss. A pipe gives the model's own answers, and its own where it knows better:
 
     attribute                          answer
-    MODEL_ATTRIBUTES                   that of the model, if it has one
+    MODEL_ATTRIBUTES                   that of the model, if it has one; so it is when they are set
     WHOLE_MODEL_ATTRIBUTES             the same, if this process has the whole model
     device, dtype, hf_device_map       of the stages in this process
     stages, devices, schedule,         how the model is split, for logs
@@ -63,6 +63,23 @@ MODEL_ATTRIBUTES = frozenset(
         "peft_config",
     }
 )
+# What frameworks write to a model for their own use. No layer computes with it.
+FRAMEWORK_MARKS = frozenset(
+    {
+        "_ddp_params_and_buffers_to_ignore",
+        "_fsdp_wrap",
+        "_hf_hook",
+        "_hf_peft_config_loaded",
+        "_is_accelerate_prepared",
+        "_is_fsdp_managed_module",
+        "_is_hf_initialized",
+        "_old_forward",
+        "_original_forward",
+        "is_parallelizable",
+        "model_parallel",
+        "warnings_issued",
+    }
+)
 # The same, but only where all parameters are: in one process.
 WHOLE_MODEL_ATTRIBUTES = frozenset({"num_parameters"})  # the Trainer counts operations with it
 
@@ -77,6 +94,31 @@ def find_base_model(model: nn.Module) -> nn.Module:
         base: nn.Module = get_base_model()
         return base
     return model
+
+
+def has_attribute(model: object, name: str) -> bool:
+    """Return whether a model has an attribute. The function of a property is not called."""
+    return isinstance(getattr(type(model), name, None), property) or hasattr(model, name)
+
+
+def explain_model_attribute(model: object, name: str) -> str:
+    """Return a hint for an attribute that the model has, and a pipe of it does not."""
+    return (
+        f"It is an attribute of {type(model).__name__}: read and write model.{name}, as the pipe "
+        "runs the layers of the model itself."
+    )
+
+
+def explain_set_attribute(model: object, name: str, value: Any) -> str:
+    """Return the message for an attribute of the model that is set on a pipe of it."""
+    is_short = value is None or isinstance(value, bool | int | float | str)
+    text = repr(value) if is_short else f"{type(value).__name__}(...)"
+    kind = "a method" if has_method(model, name) else "an attribute"
+    return (
+        f"pipe.{name} = {text} would change nothing: '{name}' is {kind} of the model, a "
+        f"{type(model).__name__}, and the pipe runs the layers of the model itself. Set it there: "
+        f"model.{name} = {text}."
+    )
 
 
 def has_method(model: object, name: str) -> bool:
