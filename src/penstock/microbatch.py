@@ -281,6 +281,25 @@ def take_rows(values: Any, rows: MicrobatchRows, *ranges: tuple[int, int]) -> An
     return pytree.tree_map(take_from, values)
 
 
+def have_different_rows(values: Any, rows: MicrobatchRows) -> bool:
+    """Return whether not all rows of a batch are equal.
+
+    >>> have_different_rows((torch.ones(5), "same"), MicrobatchRows((2, 2, 1)))
+    False
+    """
+    total = sum(rows.counts)
+    for leaf in pytree.tree_leaves(values):
+        dim, tensor = _row_dim(leaf), unwrap_chunk(leaf)
+        if dim is None or not total or not tensor.numel():
+            continue
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return True
+        table = tensor.detach().movedim(dim, 0).reshape(total, -1)
+        if bool((table != table[:1]).any()):
+            return True
+    return False
+
+
 def find_unlike_rows(values: Any, row_count: int) -> tuple[int, int] | None:
     """Return the two rows of a batch that differ most in how many of their numbers may be left out.
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from penstock import Pipe, Weighted
 from penstock.errors import RunError
 from penstock.stage import loss_terms
-from penstock.stage.loss import TargetCounter, is_entry_mean
+from penstock.stage.loss import TargetCounter, is_entry_mean, resolve_reduction
 from penstock.stage.row_means import RowMeanProver
 from tests.support import closely
 
@@ -143,6 +143,23 @@ def test_loss_fn_that_counts_all_targets_or_is_known_is_exact(kind: str, row_cou
     expected = EVEN[kind](model(x), target)
     found = pipe_of(model, EVEN[kind]).step(x, target=target).loss
     assert closely(found, (expected[0] if isinstance(expected, Weighted) else expected).detach())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.register_forward_hook(lambda m, args, loss: loss * 2),
+        lambda module: module.register_forward_pre_hook(lambda m, args: args),
+        lambda module: setattr(module, "forward", lambda y, t: (y - 1).square().mean()),
+    ],
+    ids=["hook", "pre-hook", "forward"],
+)
+def test_targets_of_a_changed_cross_entropy_are_not_counted(change: Callable[..., Any]) -> None:
+    """Its penalties, say, are means over something else."""
+    loss_fn = nn.CrossEntropyLoss()
+    assert resolve_reduction(loss_fn, None).target_counter is not None
+    change(loss_fn)
+    assert resolve_reduction(loss_fn, None).target_counter is None
 
 
 def test_target_counter_leaves_ignored_targets_out() -> None:

@@ -206,7 +206,9 @@ def append_target(
 
 def _weight_loss(loss: Tensor, share: float | Tensor) -> Tensor:
     """Multiply a loss by its share. A loss with share 0 counts as 0, even if it is NaN."""
-    return loss * share if isinstance(share, float) else (loss * share).masked_fill(share == 0, 0)
+    if isinstance(share, float):
+        return loss * share if share else torch.zeros_like(loss)
+    return (loss * share).masked_fill(share == 0, 0)
 
 
 # ---- the inputs as payloads of cells -------------------------------------------------------------

@@ -136,9 +136,13 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
         return TargetCounter(
             keywords.get("ignore_index", DEFAULT_IGNORE_INDEX), keywords.get("weight")
         )
-    # A subclass with a forward of its own may compute anything.
+    # A subclass with a forward of its own may compute anything, and so may hooks.
     for loss_class in _COUNTED_LOSS_MODULES:
-        if isinstance(loss_fn, loss_class) and type(loss_fn).forward is loss_class.forward:
+        if (
+            isinstance(loss_fn, loss_class)
+            and type(loss_fn).forward is loss_class.forward
+            and not _has_own_code(loss_fn)
+        ):
             ignored = loss_fn.ignore_index
             return TargetCounter(
                 DEFAULT_IGNORE_INDEX if ignored is None else ignored, loss_fn.weight
@@ -172,11 +176,9 @@ def is_entry_mean(loss_fn: LossFn | None, output: Any, targets: tuple[Any, ...])
     """
     if isinstance(loss_fn, nn.Module):
         # Class weights are in buffers, and hooks may compute anything.
-        attributes = vars(loss_fn)
-        hooks = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]
-        has_weights = any(weight is not None for weight in attributes["_buffers"].values())
-        is_plain = not (hooks or has_weights or "forward" in attributes)
-        if type(loss_fn) not in _ENTRY_LOSSES or not is_plain or any(get_global_hook_ids()):
+        has_weights = any(weight is not None for weight in vars(loss_fn)["_buffers"].values())
+        has_own_code = _has_own_code(loss_fn) or any(get_global_hook_ids())
+        if type(loss_fn) not in _ENTRY_LOSSES or has_weights or has_own_code:
             return False
     elif loss_fn not in _ENTRY_LOSS_FUNCTIONS:
         return False
@@ -184,6 +186,13 @@ def is_entry_mean(loss_fn: LossFn | None, output: Any, targets: tuple[Any, ...])
         return False
     shape, target_shape = output.shape, targets[0].shape
     return 0 < len(shape) == len(target_shape) and shape[0] == target_shape[0]
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Return whether hooks, or a forward of the module itself, may change what it computes."""
+    attributes = vars(module)
+    hooks = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]
+    return bool(hooks or "forward" in attributes)
 
 
 class CrossEntropyRecorder(TorchFunctionMode):

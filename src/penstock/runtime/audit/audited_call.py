@@ -28,7 +28,7 @@ import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -56,6 +56,9 @@ from penstock.runtime.audit.rows import (
     SPLIT_CURE,
     Rows,
     RowsCheck,
+    ShowsNothingError,
+    counts_nothing,
+    find_loss,
     format_different,
 )
 from penstock.runtime.audit.state_watch import (
@@ -146,9 +149,9 @@ class Audit:
         orders: dict[int, list[int]] = {}  # by stage, the micro-batches in the order of their F
         for action in forwards:
             orders.setdefault(action.stage, []).append(action.microbatch)
-        self.microbatch, *later = orders[0]
-        self._later_microbatch = later[0] if later else None
+        self.microbatch, *self._later_microbatches = orders[0]
         # Where another micro-batch comes first, it has changed the state.
+        self._first_microbatch = self.microbatch
         self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
         self._loss_order = _find_loss_order(program, max(orders))
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
@@ -188,6 +191,7 @@ class Audit:
         self._failure: Exception | None = None  # an error of the unsplit model
         self._term_sizes: TermSizes = {}
         self._compares_row_counts = False
+        self._shows_no_state = False  # no later micro-batch has targets that the loss counts
 
     # ---- before the call -----------------------------------------------------------------------
 
@@ -198,21 +202,17 @@ class Audit:
         """
         try:
             with ExitStack() as isolation:
-                isolation.enter_context(self._reference.isolate())
-                while True:
-                    try:
-                        microbatch = self._run_microbatch(loss)
+                microbatch = self._run_microbatch(isolation, loss)
+                for index in self._later_microbatches:
+                    if not self._counts_nothing(microbatch.forward):
                         break
-                    except HostDrawsError:
-                        pass
-                    except Exception as error:
-                        if not self._reference.replaces_sizes:
-                            raise
-                        # Code of C may not take them.
-                        close_failed_checkpoints(error)
-                        self._reference.replaces_sizes = False
+                    # What is wrong would not show. Perhaps another one has targets that count.
                     isolation.close()
-                    isolation.enter_context(self._reference.isolate())
+                    self.microbatch = index
+                    self._rows_check = replace(self._rows_check, microbatch=index)
+                    microbatch = self._run_microbatch(isolation, loss)
+                if self._counts_nothing(microbatch.forward):
+                    return
                 if not self._reference.is_stateless:
                     isolation.close()  # each of the others has one of its own
                 self._compare_parts(microbatch)
@@ -222,7 +222,35 @@ class Audit:
         if self._state_problem is not None and self._forward is None:
             self._fail(self._state_problem)
 
-    def _run_microbatch(self, loss: LossAccumulator | None) -> _AuditedMicrobatch:
+    def _run_microbatch(
+        self, isolation: ExitStack, loss: LossAccumulator | None
+    ) -> _AuditedMicrobatch:
+        """Run the unsplit model on the micro-batch in an isolation, which it enters."""
+        while True:
+            isolation.enter_context(self._reference.isolate())
+            try:
+                return self._run_isolated(loss)
+            except HostDrawsError:
+                pass
+            except Exception as error:
+                if not self._reference.replaces_sizes:
+                    raise
+                # Code of C may not take them.
+                close_failed_checkpoints(error)
+                self._reference.replaces_sizes = False
+            isolation.close()
+
+    def _counts_nothing(self, forward: ReferenceForward) -> bool:
+        """Return whether the loss of a step counts nothing of the micro-batch.
+
+        It is 0 or not a number, whatever the model computes.
+        """
+        if self._reduction is None:
+            return False
+        is_zero = not any(d.norm for d in self._reference_grads.values())
+        return counts_nothing(forward) or (is_zero and not float(find_loss(forward)))
+
+    def _run_isolated(self, loss: LossAccumulator | None) -> _AuditedMicrobatch:
         """Run the unsplit model on the micro-batch, and find out what state it changes."""
         rows = self._reference.find_rows(self.microbatch)
         batch = self._reference.take_batch(rows)
@@ -253,12 +281,14 @@ class Audit:
         """Find out whether micro-batches, rows, or the orders of losses depend on each other."""
         forward, changes, keeps_state = microbatch
         refusal = None
-        if changes and self._later_microbatch is not None:
-            self._compare_states(changes, self._later_microbatch)
-            if self._reference.reads_earlier_stages(self.microbatch, self._later_microbatch):
+        is_first = self.microbatch == self._first_microbatch
+        if changes and self._later_microbatches:
+            self._compare_states(changes)
+            other = self._later_microbatches[0] if is_first else self._first_microbatch
+            if self._reference.reads_earlier_stages(self.microbatch, other):
                 refusal = _KEPT_FOR_LOSS
         obstacle = None
-        if forward.changed_state and not self._is_first_everywhere:
+        if forward.changed_state and is_first and not self._is_first_everywhere:
             obstacle = (
                 "the forward changes buffers, and the stages take micro-batches in different orders"
             )
@@ -297,39 +327,60 @@ class Audit:
             return f"the forward goes by the number of its rows, as `if len(x) > 4` does: {problem}"
         return problem
 
-    def _compare_states(self, changes: Sequence[str], microbatch: int) -> None:
-        """Find out whether a later micro-batch computes with the state that this one changes.
+    def _compare_states(self, changes: Sequence[str]) -> None:
+        """Find out whether a later micro-batch computes with the state that the first one changes.
 
         The unsplit model computes every row with the state from before the batch. So some rows of
         the later micro-batch run with that state and with the changed one, and the results must
         agree.
         """
-        ranges = self._reference.find_rows(self.microbatch), self._reference.find_rows(microbatch)
+        is_first = self.microbatch == self._first_microbatch
+        for microbatch in self._later_microbatches if is_first else [self.microbatch]:
+            if self._compare_later_state(changes, microbatch):
+                return
+        self._shows_no_state = True
+
+    def _compare_later_state(self, changes: Sequence[str], microbatch: int) -> bool:
+        """Compare a later micro-batch. Return False if its loss counts nothing."""
+        ranges = (
+            self._reference.find_rows(self._first_microbatch),
+            self._reference.find_rows(microbatch),
+        )
         # A quarter of a micro-batch shows as much as all of it, if the model runs on so few rows.
         few = [(start, start + max(1, (stop - start) // 4)) for start, stop in ranges]
         # With 16 bits, rounding hides a small difference. Not every model computes with more.
         precisions = [torch.float32, None] if self._reference.has_low_precision else [None]
+        has_shown = False
         for dtype, (first, later) in itertools.product(precisions, (few, ranges)):
             try:
                 with nullcontext() if dtype is None else self._reference.in_precision(dtype):
                     is_ahead = self._find_state_difference(first, later, microbatch)
+            except ShowsNothingError:
+                has_shown = False
+                continue
             except Exception as error:  # the pipe shows whether it is an error of the model
                 close_failed_checkpoints(error)
+                has_shown = True
             else:
+                has_shown = True
                 if is_ahead is not None:
                     self._state_problem = _describe_state(changes, is_ahead)
                 break
         if self._state_problem is None:
-            self._compare_states_by_id(changes, few[1], microbatch)
+            for rows in (few[1], ranges[1]) if has_shown else ():
+                if self._compare_states_by_id(changes, rows, microbatch):
+                    break
+        return has_shown
 
-    def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> None:
+    def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> bool:
         """Find out whether rows with the same id, such as a user, compute with each other's state.
 
-        If no two micro-batches have an id in common, later batches may.
+        If no two micro-batches have an id in common, later batches may. Return False if the loss
+        counts nothing of these rows.
         """
         try:
             if self._find_state_difference(rows, rows, microbatch) is None:
-                return
+                return True
             shared = self._reference.find_shared_ids()
             for _, row, other in shared:
                 difference = self._find_state_difference(
@@ -337,17 +388,20 @@ class Audit:
                 )
                 if difference is not None:
                     self._state_problem = _describe_state(changes, difference)
-                    return
+                    return True
+        except ShowsNothingError:
+            return False
         except Exception as error:  # the model may not run on single rows
             close_failed_checkpoints(error)
-            return
+            return True
         self._auditor.note_state_by_id(self._kind, [index for index, *_ in shared])
+        return True
 
     def _find_state_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
         """Return None if the results of later rows are the same after others have run.
 
-        Otherwise return whether they are the same but for a counter that is far ahead. Raise if
-        they are not finite, so that they show nothing.
+        Otherwise return whether they are the same but for a counter that is far ahead. Raise a
+        `ShowsNothingError` if they are 0 or not finite, as without targets that count.
         """
         parameters = self._name_parameters()  # not the inputs, of which each run has a copy
         expected: dict[Any, Digest] = {}
@@ -363,8 +417,9 @@ class Audit:
                         return None
                 actual = self._digest_results(self._run_rows(later, microbatch))
             expected = expected or actual
-            if not all(math.isfinite(digest.product) for digest in expected.values()):
-                raise ArithmeticError("the results of these rows are not finite")
+            products = [digest.product for digest in expected.values()]
+            if not (any(products) and all(map(math.isfinite, products))):
+                raise ShowsNothingError
             largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
             zero = Digest(0.0, 0.0)
             if any(
@@ -560,6 +615,8 @@ class Audit:
         self._term_sizes = sizes
         if not self._has_reference():
             return
+        if self._state_problem is not None:
+            self._fail(self._state_problem)  # or the loss would differ by it
         loss = self._cell_io.loss
         assert isinstance(loss, LossAccumulator)
         losses = [self._digester.digest(item.loss) for item in loss.microbatch_losses]
@@ -616,7 +673,7 @@ class Audit:
             self._has_reference()
             return
         self._check_gradients(gradients, 1.0)
-        self._auditor.note_audited(self._kind, self._term_sizes)
+        self._note_audited()
 
     def _check_gradients(self, expected: Mapping[int, Digest], scale: float) -> None:
         actual, names = self._record.gradients, self._name_parameters()
@@ -671,10 +728,11 @@ class Audit:
         }
 
     def _check_state(self) -> None:
-        """Compare the buffers after the forward."""
+        """Compare the buffers after the forward, unless another micro-batch has changed them."""
         assert self._forward is not None
         names = self._placed.partition.names()
-        for (module, name), actual in self._record.buffers.items():
+        is_first = self.microbatch == self._first_microbatch
+        for (module, name), actual in self._record.buffers.items() if is_first else ():
             expected = self._forward.buffers.get((module, name))
             if expected is not None:
                 what = f"the buffer '{names.get(module, '')}.{name}'".replace("'.", "'")
@@ -775,7 +833,7 @@ class Audit:
     def note_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes
-        self._auditor.note_audited(self._kind, sizes)
+        self._note_audited()
 
     def check_whole_loss(self, comparison: TermComparison, losses: LossAccumulator) -> None:
         """Compare the loss of a step with that of all outputs together.
@@ -846,9 +904,19 @@ class Audit:
         problem = self._state_problem or self._split_problem
         if problem is not None:
             self._fail(problem)
-        self._auditor.note_audited(self._kind, self._term_sizes)
+        self._note_audited()
         if self._compares_row_counts:
             self._auditor.note_row_counts(self._kind, self._inputs.rows.counts)
+
+    def _note_audited(self) -> None:
+        """Remember that calls of this kind are right, if rows were compared that differ and count.
+
+        Otherwise, as with a first batch of zeros, the next call is audited.
+        """
+        if self._rows_check.shows_nothing or self._shows_no_state:
+            self._auditor.note_equal_rows(self._kind)
+        else:
+            self._auditor.note_audited(self._kind, self._term_sizes)
 
 
 def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.fingerprint import ModuleSnapshot
-from penstock.microbatch import find_shared_ids
+from penstock.microbatch import find_shared_ids, have_different_rows
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -90,6 +90,8 @@ class Auditor:
     _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
     # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
     _read_counts: dict[str, int] = field(default_factory=dict)
+    # Those in whose calls all rows were equal so far, which shows nothing of mixed rows.
+    _equal_row_kinds: set[Any] = field(default_factory=set)
     _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
@@ -122,8 +124,14 @@ class Auditor:
             self.forget(kind)
         audited_counts = self._row_counts.get(kind)
         has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
-        if kind in self._audited_kinds and not has_new_counts and not is_due:
+        is_known = kind in self._audited_kinds
+        if kind in self._equal_row_kinds:
+            is_known = not have_different_rows(
+                (request.inputs, dict(request.keyword_inputs)), inputs.rows
+            )
+        if is_known and not has_new_counts and not is_due:
             return None
+        self._equal_row_kinds.discard(kind)
         return AuditChoice(kind, compares_groups=is_due)
 
     def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
@@ -267,6 +275,13 @@ class Auditor:
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
+
+    def note_equal_rows(self, kind: Any) -> None:
+        """Remember that a call was audited whose rows are equal or count nothing.
+
+        The next call of this kind is audited if its rows differ.
+        """
+        self._equal_row_kinds.add(kind)
 
     def note_row_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
         """Remember that a call was audited whose forward goes by its number of rows.

@@ -105,7 +105,8 @@ def find_split_tolerance(
         rounding: The relative difference between two runs on the same rows.
         is_strict: Whether to return the difference from which on there may be one.
     """
-    if is_strict and dtype is torch.float32 and rounding <= _MAX_SINGLE_ROUNDING:
+    is_single = dtype is torch.float32 or (uses_float32 and dtype is torch.float64)
+    if is_strict and is_single and rounding <= _MAX_SINGLE_ROUNDING:
         return LEAST_DIFFERENCE
     inner = _ROUNDING[torch.float32] if uses_float32 else 0.0
     return max(_ROUNDING.get(dtype, _DOUBLE), inner, rounding)

@@ -205,6 +205,14 @@ class Reference:
             return None
         return (self.take_labels([target for (target,) in self._inputs.targets], ranges),)
 
+    def take_counted_targets(self, *ranges: tuple[int, int]) -> tuple[Any, ...]:
+        """Return the targets of some rows, by which their loss may be weighted."""
+        counted = self.get_counted_targets(*ranges)
+        if counted is not None:
+            return counted
+        target: tuple[Any, ...] = take_rows(self._request.target, self._rows, *ranges)
+        return target
+
     def take_labels(self, labels: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
         """Return some rows of the labels of the micro-batches. A row may have several labels.
 
@@ -257,6 +265,20 @@ class Reference:
             kwargs,
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
+
+    def have_different_inputs(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Return whether not all parts have the same inputs. Mixed rows would not show then."""
+        if len(ranges) < 2:
+            return False
+        inputs = self._request.inputs, dict(self._request.keyword_inputs)
+        size = min(stop - start for start, stop in ranges)
+        first, *others = (
+            list_tensors(take_rows(inputs, self._rows, (start, start + size)))
+            for start, _ in ranges
+        )
+        pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+        split = [(one, other) for one, other in pairs if one is not other]
+        return not split or any(_are_different(one, other) for one, other in split)
 
     def watch_state(self) -> StateWatch:
         """Return an object that finds what a forward changes, inside an isolation."""
@@ -842,6 +864,13 @@ class Reference:
         for (key, _), digest in parts.items():
             digests[key] = digest.plus(digests.get(key))
         return digests
+
+
+def _are_different(first: Tensor, second: Tensor) -> bool:
+    try:
+        return not torch.equal(first, second)
+    except (RuntimeError, NotImplementedError):  # of tensors without plain memory
+        return True
 
 
 def _list_entries(container: Any) -> list[Any]:

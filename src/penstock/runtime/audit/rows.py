@@ -74,8 +74,8 @@ _FLOATS = torch.float32, torch.float64
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
-class _NotFiniteError(Exception):
-    """Parts of a batch have results that are not finite, and together they have."""
+class ShowsNothingError(Exception):
+    """The results would be the same if rows were mixed: they are not finite, or count nothing."""
 
 
 class _RandomResultsError(Exception):
@@ -147,6 +147,13 @@ class RowsCheck:
     parameter_names: Mapping[int, str]
     # What forwards of other numbers of rows did, if the first one may have selected among rows.
     _watches: list[RowWatch] = field(default_factory=list)
+    # Whether each comparison without a problem has shown something.
+    _proofs: list[bool] = field(default_factory=list)
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether rows were compared, but never some that differ and count for the loss."""
+        return bool(self._proofs) and not any(self._proofs)
 
     def compare_rows(self, whole: ReferenceForward | None = None) -> str | None:
         """Return how the results of a few rows do not combine to those of all of them, or None.
@@ -161,6 +168,7 @@ class RowsCheck:
             and (whole.has_own_gradients or self.reference.has_hiding_weights)
         )
         choices = self._choose_rows(None if with_gradients else whole)
+        problem = None
         for ranges, together in choices:
             # The forward that has run has no gradients.
             problem = self._try_modes(ranges, None if with_gradients else together, with_gradients)
@@ -176,7 +184,14 @@ class RowsCheck:
                 problem = problem or self._compare_scales(ranges, whole)
             if problem is not None:
                 return problem
-        return None
+        # Others may differ, or have targets that the loss counts.
+        start, stop = self.reference.find_rows(self.microbatch)
+        middle = (start + stop) // 2
+        if self.shows_nothing and start < middle:
+            problem = self._try_modes([(start, middle), (middle, stop)], None, with_gradients)
+        if self.shows_nothing and problem is None:
+            problem = self.compare_all_microbatches()
+        return problem
 
     def _compare_scales(self, ranges: Sequence[Rows], whole: ReferenceForward) -> str | None:
         """Return whose gradient does not grow with that of the loss, if `loss_fn` returns weights.
@@ -194,7 +209,7 @@ class RowsCheck:
                 self._run_rows(
                     ranges,
                     True,
-                    _select_seeds(self._build_seeds(rows, [1.0]), 0, ranges, scale),
+                    _select_seeds(self._build_seeds(rows, [1.0], ranges), 0, ranges, scale),
                 ).gradients
                 for scale in (1.0, factor)
             )
@@ -339,9 +354,11 @@ class RowsCheck:
                 except _RandomResultsError:
                     is_random = True
                     break
+                except ShowsNothingError:
+                    self._proofs.append(False)
                 except Exception as error:
                     close_failed_checkpoints(error)
-        if is_random:
+        if is_random or self._proofs[-1:] == [False]:
             return None
         # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
         try:
@@ -367,7 +384,7 @@ class RowsCheck:
         """Return how the results of parts differ. In doubt, float64 tells it from rounding."""
         verdict = self._try_split(run)
         is_in_doubt = verdict.problem is not None or verdict.has_difference
-        if is_in_doubt and self.reference.has_single_precision:
+        if is_in_doubt and (self.reference.has_single_precision or verdict.uses_float32):
             try:
                 with self.reference.in_precision(torch.float64):
                     exact = self._try_split(replace(run, whole=None))
@@ -384,8 +401,12 @@ class RowsCheck:
         counts = tuple([stop - start for start, stop in ranges])
         part_rows = self.inputs.rows._replace(counts=counts)
         shares = self._find_shares(ranges, part_rows)
-        part_seeds = self._build_seeds(part_rows, shares) if run.with_gradients else None
-        whole_seeds = self._build_seeds(part_rows, [1.0]) if run.with_gradients else None
+        part_seeds = (
+            self._build_seeds(part_rows, shares, *[[r] for r in ranges])
+            if run.with_gradients
+            else None
+        )
+        whole_seeds = self._build_seeds(part_rows, [1.0], ranges) if run.with_gradients else None
         # In the mode of the forward that they are compared with: x.requires_grad depends on it.
         is_grad_enabled = run.with_gradients or (whole is not None and torch.is_grad_enabled())
         # Each forward begins with the same state. If there is none, they share an isolation.
@@ -421,16 +442,33 @@ class RowsCheck:
                 )
                 if problem is not None or part_seeds is None or whole_seeds is None:
                     return problem
+                if any(_find_weight(part) == 0 for part in forwards):
+                    raise ShowsNothingError  # the scale of gradients is another one
                 scale = whole_seeds.read_scale() / part_seeds.read_scale()
                 return self._compare_gradients(parts, together, scale, is_strict)
 
             problem = find_problem(is_strict=False)
             if problem is not None:
                 return _Verdict(problem)
+            counted = self._find_counted(ranges, forwards, shares)
+            self._proofs.append(self.reference.have_different_inputs(counted))
             has_difference = find_problem(is_strict=True) is not None or self._has_other_outputs(
                 forwards, together.forward
             )
             return _Verdict(None, has_difference, together.forward.uses_float32)
+
+    def _find_counted(
+        self, ranges: Sequence[Rows], parts: Sequence[ReferenceForward], shares: Sequence[float]
+    ) -> list[Rows]:
+        """Return the parts that the loss depends on. A loss of 0 may have counted no targets."""
+        if self.reduction is None:
+            shares = shares or [1.0] * len(ranges)
+            return [rows for rows, share in zip(ranges, shares, strict=True) if share]
+        return [
+            rows
+            for rows, part in zip(ranges, parts, strict=True)
+            if _find_weight(part) != 0 and float(find_loss(part)) != 0
+        ]
 
     def _run_rows(
         self, ranges: Sequence[Rows], in_training: bool, seeds: Seeds | None
@@ -474,7 +512,7 @@ class RowsCheck:
     ) -> str | None:
         """Return how the combined results of the parts differ from that of all together.
 
-        Raise a `_NotFiniteError` if the parts alone are not finite, so that they show nothing.
+        Raise a `ShowsNothingError` if the parts alone are not finite, so that they show nothing.
         """
         if self.reduction is None:
             outputs = [part.values[0] for part in parts]
@@ -545,7 +583,7 @@ class RowsCheck:
             )
             if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
                 if not torch.equal(leaf.isnan(), other.isnan()):
-                    raise _NotFiniteError
+                    raise ShowsNothingError
                 continue
             return (
                 f"the output{pytree.keystr(path)}, joined from {_count_parts(parts)} of the batch, "
@@ -579,17 +617,16 @@ class RowsCheck:
         losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
         total = self._combine_losses([whole], MicrobatchRows((1,)))
         combined = self._combine_losses(parts, rows)
+        # A part whose targets count nothing has a mean of nan, and a weight of 0.
+        counted = [x for x, part in zip(losses, parts, strict=True) if _find_weight(part) != 0]
+        if not all(map(math.isfinite, (total, combined, *counted))):
+            raise ShowsNothingError
         distance = abs(float(combined - total))
         size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
         tolerance = find_split_tolerance(
             total.dtype, whole.uses_float32, self.reference.rounding, is_strict
         )
-        are_finite = math.isfinite(distance) and all(math.isfinite(loss) for loss in losses)
-        if math.isfinite(total) and not are_finite:
-            # A part whose targets count nothing has a mean of nan. With label smoothing it adds to
-            # the loss of both all the same, so it shows nothing.
-            raise _NotFiniteError
-        if not math.isfinite(total) or distance <= tolerance * size:
+        if distance <= tolerance * size:
             return None
         *others, last = [f"{float(loss):.6g}" for loss in losses[:4]]
         combined_text, total_text = format_different(float(combined), float(total))
@@ -611,13 +648,14 @@ class RowsCheck:
     # ---- gradients -----------------------------------------------------------------------------
 
     def _build_seeds(
-        self, rows: MicrobatchRows, shares: Sequence[float]
+        self, rows: MicrobatchRows, shares: Sequence[float], *parts: Sequence[Rows]
     ) -> _LossSeeds | _OutputSeeds:
         """Return the gradients of parts. For one part, `shares` are those of the whole."""
         if self.reduction is None:
             return _OutputSeeds(shares or rows.fractions())
         fractions = [1.0] if len(shares) == 1 else rows.fractions()
-        return _LossSeeds(LossAccumulator(self.reduction, fractions, [()] * len(fractions)))
+        targets = [self.reference.take_counted_targets(*ranges) for ranges in parts]
+        return _LossSeeds(LossAccumulator(self.reduction, fractions, targets))
 
     def _compare_gradients(
         self, parts: Sequence[_RowsResult], whole: _RowsResult, scale: float, is_strict: bool
@@ -745,6 +783,23 @@ def _find_tables(parts: Sequence[Any], whole: Any) -> list[Any]:
             if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
                 tables.append(path)
     return tables
+
+
+def find_loss(forward: ReferenceForward) -> Tensor:
+    """Return the loss of a step."""
+    loss: Tensor = flatten_values(forward.values)[0][0]
+    return loss.detach()
+
+
+def _find_weight(forward: ReferenceForward) -> float | None:
+    """Return the weight of the loss of a step, if it has one."""
+    extras = (value for value in forward.values if isinstance(value, LossExtras))
+    return next((float(e.weight) for e in extras if e.weight is not None), None)
+
+
+def counts_nothing(forward: ReferenceForward) -> bool:
+    """Return whether the loss of a step has counted no targets, so that nothing shows in it."""
+    return _find_weight(forward) == 0 or not math.isfinite(find_loss(forward))
 
 
 def _find_step_output(forward: ReferenceForward) -> tuple[Any, ...]:
