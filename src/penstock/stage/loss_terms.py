@@ -32,11 +32,11 @@ from torch import Tensor
 
 from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
+from penstock.stage.loss_kinks import find_side, find_sides_below, find_slopes, has_kink
 from penstock.stage.recompute import multiply_by_fixed_vector
 from penstock.torch_compat import (
     get_input_numel,
     read_saved_number,
-    read_saved_tensor,
     without_dispatch_modes,
 )
 
@@ -54,7 +54,7 @@ _SUMS_OF_TERMS = frozenset(
     f"{name}Backward"
     for name in (
         *("Add", "Sub", "Neg", "Clone", "Alias", "ToCopy", "View", "UnsafeView", "ReshapeAlias"),
-        *("Squeeze", "Unsqueeze", "Expand", "Stack", "Where", "MaskedFill", "NanToNum"),
+        *("Squeeze", "Unsqueeze", "Expand", "Stack", "NanToNum"),
     )
 )
 
@@ -154,19 +154,27 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
                 divisors = *divisors, read_saved_number(node, "total_weight")
             elif name == "MeanBackward" or getattr(node, "_saved_reduction", 0) == _MEAN:
                 divisors = *divisors, get_input_numel(node)
-            terms += _find_kink_terms(inputs[0])
+            terms += map(_build_kink_term, find_sides_below(inputs[0]))
             # The losses of several heads: `torch.stack(losses).mean()`.
             if inputs[0] is not None and inputs[0].name() == "StackBackward0":
                 todo.append((inputs[0], factors, divisors))
             else:
                 terms.append(LossTerm(name, factors, divisors))
-        elif name in _SAVED_BY_KINK:
-            slope = _find_slope(node, name)
-            number = math.nan if slope is None or slope.numel() != 1 else slope.reshape(())
-            todo.append((inputs[0], (*factors, number), divisors))
+        elif has_kink(name):
+            side = find_side(node, name)
+            if side is not None:
+                terms.append(_build_kink_term(side))
+            slopes = find_slopes(side, name, len(inputs))
+            todo += [
+                (function, (*factors, slope), divisors)
+                for function, slope in zip(inputs, slopes, strict=True)
+                if function is not None
+            ]
         elif not inputs or name == _GRAPH_ENTRY:
             terms.append(LossTerm(_RECEIVED))
         else:
+            for function in inputs:
+                terms += map(_build_kink_term, find_sides_below(function))
             terms.append(LossTerm(name, factors, divisors, is_sum=False))
     return LossTerms(terms)
 
@@ -180,63 +188,12 @@ def find_added_terms(losses: Sequence[Tensor]) -> LossTerms | None:
     return LossTerms(terms) if terms else None
 
 
-# ---- kinks ---------------------------------------------------------------------------------------
-
-# A function that is linear on both sides of a kink is a mean over rows only if all micro-batches
-# are on the same side: free bits (`kl.mean(0).clamp(min=b).sum()`), flooding (`(l - b).abs()`).
-
-_MAX_DEPTH = 8  # operations between a sum and the mean over rows below it
 _KINK = "kink"
 
 
-_SAVED_BY_KINK = {
-    "AbsBackward": "self",
-    "ReluBackward": "result",
-    "ClampBackward": "self",
-    "ClampMinBackward": "self",
-    "ClampMaxBackward": "self",
-}
-
-
-def _find_slope(node: Any, name: str) -> Tensor | None:
-    """Return the slope of a function with a kink at the numbers it was given, if it is known."""
-    value = read_saved_tensor(node, _SAVED_BY_KINK[name])
-    if value is None or name == "AbsBackward":
-        return None if value is None else value.sign()
-    if name == "ReluBackward":
-        return (value > 0).to(value.dtype)
-    slope = torch.ones_like(value)
-    for limit, is_outside in (("min", torch.lt), ("max", torch.gt)):
-        number = getattr(node, f"_saved_{limit}", None)
-        if number is not None:
-            slope = slope.masked_fill(is_outside(value, number), 0.0)
-    return slope
-
-
-def _find_kink_terms(node: Any) -> list[LossTerm]:
-    """Return a term for each kink between a sum and a mean over rows below it.
-
-    Its coefficient depends on which entries are on which side.
-    """
-    kinks: list[tuple[Any, str]] = []
-    for _ in range(_MAX_DEPTH):
-        if node is None or not node.next_functions:
-            return []
-        name = node.name().rstrip("0123456789")
-        if name in ("MeanBackward", "SumBackward"):
-            dims = getattr(node, "_saved_dim", None)
-            if dims is None or 0 not in (dims if isinstance(dims, tuple) else (dims,)):
-                return []
-            break
-        if name in _SAVED_BY_KINK:
-            kinks.append((node, name))
-        node = node.next_functions[0][0]
-    else:
-        return []
-    slopes = [slope for kink in kinks if (slope := _find_slope(*kink)) is not None]
-    return [
-        LossTerm(_KINK, (multiply_by_fixed_vector(slope.reshape(-1).float()),)) for slope in slopes
-    ]
+def _build_kink_term(side: Tensor) -> LossTerm:
+    """Return a term whose coefficient depends on which numbers are on which side of a kink."""
+    return LossTerm(_KINK, (multiply_by_fixed_vector(side.reshape(-1).float()),))
 
 
 # ---- comparison ----------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""Functions with a kink, above the means of a loss.
+
+A function that is linear on both sides of a kink is a mean over rows only if all micro-batches are
+on the same side: free bits (`kl.mean(0).clamp(min=b).sum()`), flooding (`(l - b).abs()`), the
+larger one of two losses (`torch.maximum(l1, l2)`). The sides are read from the autograd graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.torch_compat import read_saved_tensor
+
+_MAX_DEPTH = 8  # operations between a term and the means over rows below it
+_MAX_NODES = 24
+# The names of nodes that take several paths to the means: each of them is followed.
+_FOLLOWED = frozenset(
+    f"{name}Backward" for name in ("Add", "Sub", "Stack", "Cat", "Maximum", "Minimum", "Where")
+)
+
+# Layers. What is below them has rows: a mean over dim 0 is one over time, say.
+_LAYERS = frozenset(
+    f"{name}Backward" for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution")
+)
+
+Side = Callable[[Any, Tensor], Tensor | None]
+
+
+def _is_positive(node: Any, value: Tensor) -> Tensor:
+    return (value > 0).to(value.dtype)
+
+
+def _is_within_limits(node: Any, value: Tensor) -> Tensor:
+    """Return 0 where a number is outside of the limits of a clamp, and else 1."""
+    side = torch.ones_like(value)
+    for limit_name, is_outside in (("min", torch.lt), ("max", torch.gt)):
+        for name in (limit_name, f"{limit_name}_val"):
+            limit = getattr(node, f"_saved_{name}", None)
+            if limit is not None:
+                side = side.masked_fill(is_outside(value, limit), 0.0)
+    return side
+
+
+def _is_above_threshold(node: Any, value: Tensor) -> Tensor:
+    threshold: float = node._saved_threshold
+    return (value > threshold).to(value.dtype)
+
+
+def _is_shrunk(node: Any, value: Tensor) -> Tensor:
+    threshold: float = node._saved_lambd
+    return (value.abs() > threshold) * value.sign()
+
+
+def _is_larger(node: Any, value: Tensor) -> Tensor | None:
+    """Return 1 where the first input is larger than the second one, and 0 where it is smaller."""
+    other = read_saved_tensor(node, "other")
+    return None if other is None else ((value - other).sign() + 1) / 2
+
+
+def _is_smaller(node: Any, value: Tensor) -> Tensor | None:
+    side = _is_larger(node, value)
+    return None if side is None else 1 - side
+
+
+def _is_result(node: Any, value: Tensor) -> Tensor | None:
+    """Return 1 for the entry that the maximum of all entries is."""
+    result = read_saved_tensor(node, "result")
+    if result is None or result.dim():
+        return None
+    return (value == result).to(value.dtype)
+
+
+# By the name of a node, the tensor that it has saved, and a function from it to the side of the
+# kink. For one number, and one input, that is the slope; the second input has the rest of it.
+_SIDES: dict[str, tuple[str, Side]] = {
+    "AbsBackward": ("self", lambda _, value: value.sign()),
+    "ReluBackward": ("result", _is_positive),
+    "ThresholdBackward": ("self", _is_above_threshold),
+    "ClampBackward": ("self", _is_within_limits),
+    "ClampMinBackward": ("self", _is_within_limits),
+    "ClampMaxBackward": ("self", _is_within_limits),
+    "HardtanhBackward": ("self", _is_within_limits),
+    "MaximumBackward": ("self", _is_larger),
+    "FmaxBackward": ("self", _is_larger),
+    "MinimumBackward": ("self", _is_smaller),
+    "FminBackward": ("self", _is_smaller),
+    "WhereBackward": ("condition", lambda _, value: value.float()),
+    "MaskedFillBackward": ("mask", lambda _, value: 1 - value.float()),
+}
+# The same, but the slope is another number.
+_OTHER_SIDES: dict[str, tuple[str, Side]] = {
+    "LeakyReluBackward": ("self", _is_positive),
+    "PreluKernelBackward": ("self", _is_positive),
+    "SoftshrinkBackward": ("self", _is_shrunk),
+    "HardshrinkBackward": ("self", _is_shrunk),
+    "MaxBackward": ("self", _is_result),
+    "MinBackward": ("self", _is_result),
+    "AmaxBackward": ("self", _is_result),
+    "AminBackward": ("self", _is_result),
+    "MedianBackward": ("self", _is_result),
+}
+# Those that select entries by their size, along a dim.
+_SELECTING = frozenset(
+    f"{name}Backward" for name in ("Max", "Min", "Median", "Kthvalue", "Sort", "Topk", "Cummax")
+)
+
+
+def has_kink(name: str) -> bool:
+    """Return whether a node, by its name without the number, is a function with a kink."""
+    return name in _SIDES or name in _OTHER_SIDES or name in _SELECTING
+
+
+def find_side(node: Any, name: str) -> Tensor | None:
+    """Return numbers that tell on which side of a kink a function was, or None."""
+    saved_name, compute = _SIDES.get(name) or _OTHER_SIDES.get(name, ("", _is_result))
+    value = read_saved_tensor(node, saved_name) if saved_name else None
+    if value is not None:
+        return compute(node, value)
+    indices = read_saved_tensor(node, "indices") if name in _SELECTING else None
+    return None if indices is None else indices.float()
+
+
+def find_slopes(side: Tensor | None, name: str, input_count: int) -> list[Tensor | float]:
+    """Return the slopes of a function in its inputs, at one number; nan if they are not known."""
+    if side is None and name in ("WhereBackward", "MaskedFillBackward"):
+        return [1.0] * input_count  # it selects some of the terms
+    if side is None or side.numel() != 1 or name not in _SIDES:
+        return [torch.nan] * input_count
+    slope = side.reshape(())
+    slopes: list[Tensor | float] = [slope, 1 - slope, *[torch.nan] * input_count]
+    return slopes[:input_count]
+
+
+def _takes_first_dim(node: Any) -> bool:
+    """Return whether a sum or a mean is one over dim 0. A negative dim is an unsigned number."""
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None:
+        return True
+    signed = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]
+    return 0 in signed or -len(node._saved_self_sym_sizes) in signed
+
+
+def find_sides_below(node: Any) -> list[Tensor]:
+    """Return the sides of each kink between a term of a loss and the means over rows below it."""
+    sides: list[Tensor] = []
+    node_count = 0
+
+    def is_total(node: Any, depth: int) -> bool | None:
+        """Return whether a node computes with means over rows only. None: with constants."""
+        nonlocal node_count
+        if node is None or not node.next_functions:
+            return None  # a parameter or a constant
+        node_count += 1
+        name = node.name().rstrip("0123456789")
+        if name in ("MeanBackward", "SumBackward"):
+            return _takes_first_dim(node)
+        if getattr(node, "_saved_reduction", 0):
+            return True
+        if name in _LAYERS or not depth or node_count > _MAX_NODES:
+            return False
+        answer = None
+        for function, _ in node.next_functions:
+            is_input_total = is_total(function, depth - 1)
+            if is_input_total is False:
+                answer = False
+                if name not in _FOLLOWED:
+                    break
+            elif is_input_total and answer is None:
+                answer = True
+        if answer and has_kink(name):
+            side = find_side(node, name)
+            if side is not None:
+                sides.append(side)
+        return answer
+
+    is_total(node, _MAX_DEPTH)
+    return sides

@@ -1,0 +1,176 @@
+"""Losses with a kink of means over rows: micro-batches on different sides of it, or on one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import AuditError, Pipe, RunError
+from tests.oracle import closely
+
+ROWS, WIDTH = 12, 4
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def per_column(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().mean(-2)
+
+
+LEVEL = 1.5  # the error of some micro-batches is below it, and that of others above
+
+KINKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "maximum": lambda x, y, level: torch.maximum(
+        functional.mse_loss(x, y), level * functional.l1_loss(x, y)
+    ),
+    "minimum": lambda x, y, level: torch.minimum(
+        functional.mse_loss(x, y), level * functional.l1_loss(x, y)
+    ),
+    "fmax": lambda x, y, level: torch.fmax(
+        functional.mse_loss(x, y), level * functional.l1_loss(x, y)
+    ),
+    "where": lambda x, y, level: torch.where(
+        functional.mse_loss(x, y) > level, functional.mse_loss(x, y), functional.l1_loss(x, y)
+    ),
+    "masked_fill": lambda x, y, level: functional.mse_loss(x, y).masked_fill(
+        functional.mse_loss(x, y) > level, 0.0
+    ),
+    "stack max": lambda x, y, level: torch.stack(
+        [functional.mse_loss(x, y), level * functional.l1_loss(x, y)]
+    ).max(),
+    "stack max over dim 0": lambda x, y, level: (
+        torch.stack([functional.mse_loss(x, y), level * functional.l1_loss(x, y)]).max(0).values
+    ),
+    "stack amin": lambda x, y, level: torch.stack(
+        [functional.mse_loss(x, y), level * functional.l1_loss(x, y)]
+    ).amin(),
+    "sorted": lambda x, y, level: (
+        torch.stack([functional.mse_loss(x, y), level * functional.l1_loss(x, y)]).sort().values
+        @ torch.tensor([0.3, 0.7])
+    ),
+    "topk": lambda x, y, level: (
+        torch.stack([functional.mse_loss(x, y), level * functional.l1_loss(x, y)])
+        .topk(1)
+        .values.sum()
+    ),
+    "relu in a sum": lambda x, y, level: (functional.mse_loss(x, y) - level).relu().sum(),
+    "relu in a mean": lambda x, y, level: ((x - y).square().mean() - level).relu()[None].mean(),
+    "leaky": lambda x, y, level: functional.leaky_relu(functional.mse_loss(x, y) - level),
+    "threshold": lambda x, y, level: functional.threshold(functional.mse_loss(x, y), level, level),
+    "hardtanh": lambda x, y, level: functional.hardtanh(functional.mse_loss(x, y), 0.0, level),
+    "softshrink": lambda x, y, level: functional.softshrink(functional.mse_loss(x, y), level),
+    "clamp by a tensor": lambda x, y, level: torch.clamp_min(
+        functional.mse_loss(x, y), torch.tensor(level)
+    ),
+    "columns": lambda x, y, level: torch.maximum(per_column(x, y), torch.tensor(level)).sum(),
+    "columns of both": lambda x, y, level: torch.maximum(
+        per_column(x, y), level * (x - y).abs().mean(0)
+    ).sum(),
+    "largest column": lambda x, y, level: per_column(x, y).clamp(min=level).max(),
+}
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its own loss."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor, float], Tensor], level: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.loss, self.level = loss, level
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = x + 0.1 * self.second(self.first(x).tanh())
+        return {"loss": self.loss(x, y, self.level), "output": x}
+
+
+def build_batch(sizes: list[float]) -> dict[str, Tensor]:
+    """Return a batch whose micro-batches of 3 rows have errors of these sizes."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    scale = torch.tensor(sizes).repeat_interleave(ROWS // len(sizes))[:, None]
+    return {"x": x, "y": x + scale * (1 + 0.1 * torch.rand(ROWS, WIDTH, generator=generator))}
+
+
+def build_pipe(model: nn.Module, batch: dict[str, Tensor]) -> Pipe:
+    return Pipe(
+        model,
+        chunks=4,
+        stages=2,
+        devices=["cpu"] * 2,
+        balance="parameters",
+        example=batch,
+        reduction="mean",
+    )
+
+
+def run(pipe: Any, door: str, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = pipe.step(**batch).loss if door == "step" else pipe(**batch)["loss"]
+    if door == "call":
+        loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("loss", KINKS.values(), ids=list(KINKS))
+def test_microbatches_on_different_sides_of_a_kink_are_refused(loss: Any, door: str) -> None:
+    """The first step is on one side. There it is a mean over rows."""
+    torch.manual_seed(0)
+    model = OwnLoss(loss, LEVEL)
+    if loss is KINKS["largest column"]:
+        model.level = 0.0
+    unsplit = copy.deepcopy(model)
+    batch = build_batch([3.0, 3.0, 3.0, 3.0])
+    pipe = build_pipe(model, batch)
+    if loss is not KINKS["largest column"]:
+        assert closely(run(pipe, door, batch), unsplit(**batch)["loss"])
+    with pytest.raises((RunError, AuditError), match=r"kink of a mean|not a mean over|depends on"):
+        run(pipe, door, build_batch([3.0, 0.3, 3.0, 0.3]))
+
+
+@pytest.mark.parametrize("size", [3.0, 0.3])
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("loss", [v for k, v in KINKS.items() if k != "largest column"])
+def test_microbatches_on_one_side_of_a_kink_are_equal(loss: Any, door: str, size: float) -> None:
+    torch.manual_seed(0)
+    model = OwnLoss(loss, LEVEL)
+    unsplit = copy.deepcopy(model)
+    batch = build_batch([size] * 4)
+    expected = unsplit(**batch)["loss"]
+    expected.backward()
+    assert closely(run(build_pipe(model, batch), door, batch), expected.detach())
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) or size == 0.3
+        if ours.grad is not None and theirs.grad is not None:
+            assert closely(ours.grad, theirs.grad)
+
+
+def test_activations_behind_a_mean_over_time_are_no_kinks() -> None:
+    """Rows are on dim 1, and dim 0 is that of time."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            x = self.first(x).transpose(0, 1).mean(0)
+            return {"loss": functional.l1_loss(self.second(torch.relu(x)), y), "output": x}
+
+    torch.manual_seed(0)
+    model = TimeFirst()
+    unsplit = copy.deepcopy(model)
+    batch = {"x": torch.randn(ROWS, 5, WIDTH), "y": torch.randn(ROWS, WIDTH)}
+    expected = unsplit(**batch)["loss"]
+    assert closely(run(build_pipe(model, batch), "step", batch), expected.detach())
