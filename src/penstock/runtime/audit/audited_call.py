@@ -266,6 +266,7 @@ class Audit:
             counted,
             records_state=True,
             keeps_output=rows[1] - rows[0] < SMALL_MICROBATCH,
+            operations=self._rows_check.record_operations(),
         )
         changes = watch.find_changes(forward.changed_buffers)
         keeps_state = bool(state) and state != self._reference.digest_loss_state()
@@ -320,6 +321,8 @@ class Audit:
         self._compares_row_counts = watch.compares_row_counts
         if self._rows_check.has_branches(forward):
             self._auditor.note_branches(self._kind)
+        elif not self._rows_check.computes_each_row():
+            self._auditor.note_possible_mixing(self._kind)
         elif not watch.goes_by_row_count:
             return None
         problem = self._rows_check.compare_all_microbatches()
@@ -816,6 +819,14 @@ class Audit:
                 "x.mean() > 0` does. The unsplit model decides for the whole batch, and here the "
                 f"micro-batches went different ways, or all another way than the batch: {problem}"
             )
+        self._finish()
+
+    def check_rows(self) -> None:
+        """Compare the whole batch, in a later call of layers that may mix rows."""
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None:
+            self._auditor.note_possible_mixing(self._kind)  # the next call is compared, too
+            self._split_problem = f"a layer mixes rows of the batch: {problem}"
         self._finish()
 
     def check_input_reads(self) -> None:

@@ -92,6 +92,8 @@ class Auditor:
     _read_counts: dict[str, int] = field(default_factory=dict)
     # Those in whose calls all rows were equal so far, which shows nothing of mixed rows.
     _equal_row_kinds: set[Any] = field(default_factory=set)
+    # By kind, how many calls there were of layers that are not known to compute each row by itself.
+    _mixing_counts: dict[Any, int] = field(default_factory=dict)
     _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
@@ -220,6 +222,24 @@ class Auditor:
         """Let the next call in which the batch reads other numbers be compared, after an error."""
         self._read_counts.clear()
 
+    def note_possible_mixing(self, kind: Any) -> None:
+        """Remember that the layers are not known to compute each row by itself.
+
+        Later batches may have rows that are mixed, such as two that are near each other.
+        """
+        self._mixing_counts[kind] = 1
+
+    def compares_rows_again(self) -> bool:
+        """Return whether to compare the whole batch, since the layers may mix rows.
+
+        The comparison takes the time of a step. So it is made each time that the number of these
+        calls has doubled.
+        """
+        if self._kind not in self._mixing_counts:
+            return False
+        count = self._mixing_counts[self._kind] = self._mixing_counts[self._kind] + 1
+        return not count & (count - 1)
+
     def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
         """Remember that a call whose graphs had these sizes was found right.
 
@@ -272,6 +292,8 @@ class Auditor:
             alias = *kind[:-1], self._settings.key
             self._audited_kinds.setdefault(alias, audited)
             self._graph_sizes[alias] = self._graph_sizes.setdefault(kind, set())
+            if kind in self._mixing_counts:
+                self._mixing_counts[alias] = self._mixing_counts[kind]
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
             audited[key] = max(size, audited.get(key, 0.0))
@@ -471,6 +493,7 @@ class CallAudits:
         self._check_branches()
         self._check_graph_sizes()
         self._check_input_reads()
+        self._check_rows()
         if comparison is not None and comparison.kept_outputs:
             self._check_whole_loss(comparison)
 
@@ -526,6 +549,13 @@ class CallAudits:
             audit = self._build_audit(self._identify())
             if audit is not None:
                 audit.check_input_reads()
+
+    def _check_rows(self) -> None:
+        """Compare the whole batch if the layers may mix rows, and it is time again."""
+        if self._audit is None and self._auditor.compares_rows_again():
+            audit = self._build_audit(self._identify())
+            if audit is not None:
+                audit.check_rows()
 
     def _check_whole_loss(self, comparison: TermComparison) -> None:
         """Compare the loss with that of the whole batch.

@@ -43,6 +43,7 @@ from penstock.runtime.audit.precision import (
     WideMode,
     widen,
 )
+from penstock.runtime.audit.row_operations import RowOperations
 from penstock.runtime.audit.state_watch import (
     UNNAMED_VARIABLE,
     AttributeKey,
@@ -105,6 +106,7 @@ class ReferenceForward(NamedTuple):
         uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
         output: In a step the output of the model, without its graph, if it was kept.
+        operations: What looked at the operations of the model, if anything did.
     """
 
     values: tuple[Any, ...]
@@ -121,6 +123,7 @@ class ReferenceForward(NamedTuple):
     uses_float32: bool
     changed_hooks: str | None
     output: Any = None
+    operations: RowOperations | None = None
 
     @property
     def changed_state(self) -> bool:
@@ -483,6 +486,7 @@ class Reference:
         fixes_draws: bool = False,
         records_state: bool = False,
         keeps_output: bool = False,
+        operations: RowOperations | None = None,
     ) -> ReferenceForward:
         """Run the model, and in a step the loss, on a batch that `take_batch` returned.
 
@@ -495,6 +499,7 @@ class Reference:
             records_state: Whether to find out what it changes, and whether it has gradients of its
                 own.
             keeps_output: Whether to keep the output of the model in a step.
+            operations: What looks at the operations of the model, if it should.
         """
         args, kwargs, target = batch
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
@@ -514,7 +519,9 @@ class Reference:
             cells.emulate(microbatch),
             self._widen_units(),
         ):
-            values, output = self._compute(args, kwargs, counted_targets or target, watch)
+            values, output = self._compute(
+                args, kwargs, counted_targets or target, watch, operations
+            )
         detach_output = StructureCopier(lambda tensor: tensor.detach())
         output = detach_output(output) if keeps_output else None
         if cells.draws_host_random and not self._separates_host_streams:
@@ -548,6 +555,7 @@ class Reference:
             uses_float32=self._uses_float32,
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
             output=output,
+            operations=operations,
         )
 
     def _build_watch(self, microbatch: int | None) -> _ForwardWatch:
@@ -627,15 +635,18 @@ class Reference:
         kwargs: Mapping[str, Any],
         targets: tuple[Any, ...],
         watch: _ForwardWatch,
+        operations: RowOperations | None = None,
     ) -> tuple[tuple[Any, ...], Any]:
         """Return what a step or a call returns, and the output of the model."""
         outputs = []
+        watched = nullcontext() if operations is None else operations.watch()
 
         def run_model(_: object) -> dict[int, tuple[Any, ...]]:
             # Not the loss function, which each step compares with the whole batch if it has to.
             watch.is_in_model = True
             try:
-                outputs.append(self._partition.run_unsplit(args, kwargs))
+                with watched:
+                    outputs.append(self._partition.run_unsplit(args, kwargs))
                 return {OUTSIDE: (outputs[-1],)}
             finally:
                 watch.is_in_model = False
@@ -771,6 +782,11 @@ class Reference:
     def uses_batch_norm(self) -> bool:
         """Return whether a BatchNorm computes with the statistics of its rows."""
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
+
+    @cached_property
+    def has_scripted_code(self) -> bool:
+        """Whether the model can reach a function that TorchScript has compiled."""
+        return bool(self._reached.find(torch.jit.ScriptFunction))
 
     @cached_property
     def has_hiding_weights(self) -> bool:

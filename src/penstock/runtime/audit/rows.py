@@ -15,9 +15,10 @@ combine to those of both together. Three tests have different powers:
     two groups       with `audit=N`, every N steps, always with gradients. Each group has half the
                      rows of a micro-batch.
     all              with the groups, and in the first step if the forward has branches, selects
-    micro-batches    among rows (branches.py) or goes by their number (row_counts.py). They show
-                     what needs more rows than a micro-batch has, such as a term for batches of
-                     more than four rows. No backward.
+    micro-batches    among rows (branches.py), goes by their number (row_counts.py), or has an
+                     operation that is not known to compute each row by itself (row_operations.py).
+                     They show what needs more rows than a micro-batch has, such as a term for
+                     batches of more than four rows. No backward.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
@@ -40,6 +41,7 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.digest import Digest
 from penstock.runtime.audit.precision import find_split_tolerance
 from penstock.runtime.audit.reference import Reference, ReferenceForward
+from penstock.runtime.audit.row_operations import RowOperations
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
 from penstock.stage.host_rng import HostRngState
@@ -106,6 +108,7 @@ class _RowsRun:
         in_training: Whether they run in training.
         with_gradients: Whether to compare the gradients.
         seed_factor: By what the gradients of the losses or outputs are multiplied.
+        follows_operations: Whether to find out if each row is computed by itself.
     """
 
     ranges: Sequence[Rows]
@@ -113,6 +116,12 @@ class _RowsRun:
     in_training: bool
     with_gradients: bool
     seed_factor: float = 1.0
+    follows_operations: bool = False
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its operations are followed. Those in eval mode may be others."""
+        return self.follows_operations and self.in_training
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class RowsCheck:
     _watches: list[RowWatch] = field(default_factory=list)
     # Whether each comparison without a problem has shown something.
     _proofs: list[bool] = field(default_factory=list)
+    # The operations of two numbers of rows, compared.
+    _operations: list[RowOperations] = field(default_factory=list)
 
     @property
     def shows_nothing(self) -> bool:
@@ -171,7 +182,12 @@ class RowsCheck:
         problem = None
         for ranges, together in choices:
             # The forward that has run has no gradients.
-            problem = self._try_modes(ranges, None if with_gradients else together, with_gradients)
+            problem = self._try_modes(
+                ranges,
+                None if with_gradients else together,
+                with_gradients,
+                follows_operations=not self._operations,
+            )
             if problem is not None:
                 return problem
             # A table with an entry for each row may hold equal numbers so far.
@@ -250,6 +266,22 @@ class RowsCheck:
         if not watch.may_select_rows:
             return False
         return not self._watches or not all(map(watch.selects_the_same, self._watches))
+
+    def computes_each_row(self) -> bool:
+        """Return whether the operations of a few rows are known to compute each row by itself."""
+        if self.reference.has_scripted_code:  # it may go by the number of its rows
+            return False
+        return any(operations.problem is None for operations in self._operations)
+
+    def record_operations(self) -> RowOperations | None:
+        """Return what is to record the operations of the micro-batch, if they are needed.
+
+        That is if parts of it are compared with it. Otherwise the forwards of a few rows suffice.
+        """
+        start, stop = self.reference.find_rows(self.microbatch)
+        if 2 <= stop - start < SMALL_MICROBATCH and self.reference.find_unlike_rows() is None:
+            return RowOperations(stop - start)
+        return None
 
     def has_branches(self, whole: ReferenceForward) -> bool:
         """Return whether the forward of the micro-batch did what may depend on the whole batch.
@@ -339,6 +371,7 @@ class RowsCheck:
         whole: ReferenceForward | None = None,
         with_gradients: bool = False,
         seed_factor: float = 1.0,
+        follows_operations: bool = False,
     ) -> str | None:
         """Compare parts in training, or else in eval mode, or else other parts."""
         # Not every model runs on so few rows, and a row by itself has no deviation, say. The
@@ -348,7 +381,9 @@ class RowsCheck:
         for in_training in (True, False):
             is_random = False
             for parts, together in attempts:
-                run = _RowsRun(parts, together, in_training, with_gradients, seed_factor)
+                run = _RowsRun(
+                    parts, together, in_training, with_gradients, seed_factor, follows_operations
+                )
                 try:
                     return self._try_precisions(run)
                 except _RandomResultsError:
@@ -416,21 +451,24 @@ class RowsCheck:
             self.reference.isolate() if is_shared else nullcontext(),
         ):
             host_state = HostRngState()
-            parts = [
-                self._run_rows(
-                    [rows],
-                    run.in_training,
-                    _select_seeds(part_seeds, index, [rows], run.seed_factor),
-                )
-                for index, rows in enumerate(ranges)
-            ]
-            together = (
-                _RowsResult(whole, {})
-                if whole is not None
-                else self._run_rows(
-                    ranges, run.in_training, _select_seeds(whole_seeds, 0, ranges, run.seed_factor)
-                )
-            )
+            recorded = [] if whole is None or whole.operations is None else [whole.operations]
+
+            def run_rows(rows: Sequence[Rows], seeds: Seeds | None) -> _RowsResult:
+                count = sum(stop - start for start, stop in rows)
+                operations = self._build_operations(count, recorded) if run.is_followed else None
+                return self._run_rows(rows, run.in_training, seeds, operations)
+
+            parts = []
+            for index, rows in enumerate(ranges):
+                seeds = _select_seeds(part_seeds, index, [rows], run.seed_factor)
+                parts.append(run_rows([rows], seeds))
+            if whole is not None:
+                together = _RowsResult(whole, {})
+            else:
+                seeds = _select_seeds(whole_seeds, 0, ranges, run.seed_factor)
+                together = run_rows(ranges, seeds)
+            if run.is_followed:
+                self._compare_three_rows(recorded)
             results = *parts, together
             if any(result.forward.has_drawn for result in results) or host_state.find_used():
                 raise _RandomResultsError
@@ -470,8 +508,40 @@ class RowsCheck:
             if _find_weight(part) != 0 and float(find_loss(part)) != 0
         ]
 
+    def _build_operations(
+        self, row_count: int, recorded: list[RowOperations]
+    ) -> RowOperations | None:
+        """Return what compares the operations of a forward with recorded ones, or records them.
+
+        None: the operations of other rows have been compared.
+        """
+        if self._operations or any(o.row_count == row_count for o in recorded):
+            return None
+        operations = RowOperations(row_count, recorded[0] if recorded else None)
+        recorded.append(operations)
+        return operations
+
+    def _compare_three_rows(self, recorded: Sequence[RowOperations]) -> None:
+        """Compare the operations of two rows with those of three, if those of one row are others.
+
+        Some models run other operations for a single row: they need not expand positions to it.
+        """
+        pair = next((operations for operations in recorded if operations.row_count == 2), None)
+        is_known = any(o.is_comparison and o.problem is None for o in recorded)
+        if pair is None or is_known or sum(self.inputs.rows.counts) < 3:
+            return
+        rows = [(row, row + 1) for row in range(3)]
+        try:
+            self._run_rows(rows, True, None, RowOperations(3, pair))
+        except Exception as error:  # not every model runs on any rows
+            close_failed_checkpoints(error)
+
     def _run_rows(
-        self, ranges: Sequence[Rows], in_training: bool, seeds: Seeds | None
+        self,
+        ranges: Sequence[Rows],
+        in_training: bool,
+        seeds: Seeds | None,
+        operations: RowOperations | None = None,
     ) -> _RowsResult:
         modules = self.reference.modules
         switched = [m for m in modules if not in_training or isinstance(m, BatchNormBase)]
@@ -479,8 +549,16 @@ class RowsCheck:
             batch = self.reference.take_batch(*ranges)
             counted = self.reference.get_counted_targets(*ranges)
             forward = self.reference.run_forward(
-                batch, self.microbatch, counted, fixes_draws=in_training, keeps_output=True
+                batch,
+                self.microbatch,
+                counted,
+                fixes_draws=in_training,
+                keeps_output=True,
+                operations=operations,
             )
+            if operations is not None and operations.is_comparison:
+                operations.finish()
+                self._operations.append(operations)
             if self.reference.watches_rows:
                 count = sum(stop - start for start, stop in ranges)
                 if count != self.inputs.rows.counts[self.microbatch]:

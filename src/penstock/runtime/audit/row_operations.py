@@ -1,0 +1,430 @@
+"""Whether the operations of a forward compute every row by itself.
+
+A few rows that run together and apart show no mixing that needs more rows or other numbers: pairs
+that are nearer than a limit, an expert that is full, a maximum over rows behind a threshold. The
+operations show it. The forward runs with two numbers of rows anyway, so the dims that have other
+sizes are those of the rows:
+
+    one row           two rows          rows are on
+    mm (1, 8) (8, 4)  mm (2, 8) (8, 4)  dim 0, and the product adds up dim 1: row by row
+    mm (1, 8) (8, 1)  mm (2, 8) (8, 2)  two dims of the result: a table of pairs
+    cumsum(0) (1, 8)  cumsum(0) (2, 8)  the dim along which it adds up
+
+An operation is known to compute row by row only if a rule here says so. Otherwise nothing is
+wrong: the whole batch is compared (rows.py). So an unknown operation costs time, and no rule has to
+be complete. Code that PyTorch's function modes do not see, such as `torch.jit.script`, has the same
+operations.
+
+A sum over rows, as in a loss, has no rows any more. It is a total, and what follows must be linear.
+A total must not meet rows again: `x - x.mean(0)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.torch_compat import (
+    CompileFriendlyDispatchMode,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
+
+Shape = tuple[int, ...]
+
+
+def _split_names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# The names of operations by their rules, without the underscores around them. Those that PyTorch
+# marks as pointwise are not listed.
+_FREE = _split_names(
+    """
+    to_copy copy copy_ clone detach alias lift_fresh view unsafe_view reshape_alias expand permute
+    transpose t unsqueeze squeeze repeat zeros_like ones_like full_like empty_like rand_like
+    randn_like fill fill_ zero zero_ rsub conj conj_physical real imag view_as_real view_as_complex
+    polar complex angle prelu prelu_kernel native_dropout fused_dropout bernoulli bernoulli_
+    rrelu_with_noise uniform_ normal_ exponential_ geometric_ random_ new_zeros new_ones new_full
+    new_empty stack view_dtype thnn_fused_lstm_cell thnn_fused_gru_cell isnan frexp
+    """
+)
+_REDUCTIONS = _split_names(
+    """
+    sum nansum mean nanmean prod std var std_mean var_mean max min amax amin aminmax any all
+    argmax argmin median nanmedian norm linalg_vector_norm logsumexp count_nonzero dot vdot
+    """
+)
+_LOSSES = re.compile("loss|binary_cross_entropy")
+# Each entry of their first dim is computed by itself.
+_BATCHED = re.compile("conv|pool|upsample|grid_sampler|scaled_dot_product|group_norm|multinomial")
+_PADS = re.compile("_pad|pixel_(un)?shuffle|im2col|col2im")
+# The positions of the factors of products, and the dims of each that are not summed.
+_PRODUCTS: dict[str, tuple[int, frozenset[int], frozenset[int]]] = {
+    "mm": (0, frozenset({0}), frozenset({1})),
+    "addmm": (1, frozenset({0}), frozenset({1})),
+    "mv": (0, frozenset({0}), frozenset()),
+    "addmv": (1, frozenset({0}), frozenset()),
+    "bmm": (0, frozenset({0, 1}), frozenset({0, 2})),
+    "baddbmm": (1, frozenset({0, 1}), frozenset({0, 2})),
+}
+# Operations that are linear in totals. A product or a quotient has one total.
+_LINEAR = _split_names(
+    """
+    add sub rsub neg sum mean stack cat clone detach alias to_copy view unsafe_view expand squeeze
+    unsqueeze reshape_alias select slice permute transpose t unbind split lift_fresh
+    """
+)
+_DIM_NAMES = frozenset(("dim", "dims", "dimension", "dim0"))
+
+
+class _Operation(NamedTuple):
+    """A call of an operation, with the dims of its tensors on which rows are.
+
+    Attributes:
+        name: Its name, without the underscores around it.
+        arguments: Its arguments by name.
+        inputs: Its tensors.
+        results: The tensors that it has returned.
+        row_dims: By id of a tensor, the dims that have other sizes for other numbers of rows.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    inputs: Sequence[Tensor]
+    results: Sequence[Tensor]
+    row_dims: Mapping[int, frozenset[int]]
+
+    def find_rows(self, value: Any) -> frozenset[int]:
+        """Return the dims of a tensor on which rows are. Of other values, none."""
+        return self.row_dims.get(id(value), frozenset())
+
+    def list_values(self) -> list[Any]:
+        """Return the arguments in order."""
+        return list(self.arguments.values())
+
+    def list_dims(self) -> set[int] | None:
+        """Return the dims along which it computes. All if it does not say; None: it has no dims."""
+        named = [name for name in self.arguments if name in _DIM_NAMES]
+        tensor = next(iter(self.inputs), None)
+        if tensor is None:
+            return None
+        if not named:
+            return None
+        dims: set[int] = set()
+        for name in named:
+            value = self.arguments[name]
+            values = value if isinstance(value, list | tuple) else [value]
+            if value is None or not values:
+                return set(range(tensor.dim()))
+            dims |= {int(dim) % max(tensor.dim(), 1) for dim in values}
+        return dims
+
+
+class _Call(NamedTuple):
+    func: Any
+    shapes: list[Shape]  # of its tensors and of its results
+
+
+class RowOperations(CompileFriendlyDispatchMode):
+    """Records the operations of a forward, or compares them with those for other rows.
+
+    Args:
+        row_count: The number of rows of this forward.
+        other: A record of a forward of another number of rows. None: to record only.
+
+    Attributes:
+        problem: Why it is not known that each row is computed by itself, or None.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, row_count: int, other: RowOperations | None = None) -> None:
+        super().__init__()
+        self.row_count, self._other = row_count, other
+        self._calls: list[_Call] = []
+        self._totals: dict[int, Tensor] = {}  # by id
+        self.problem: str | None = None
+
+    @property
+    def is_comparison(self) -> bool:
+        """Return whether it compares the operations with others."""
+        return self._other is not None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at the operations of this thread."""
+        push_dispatch_mode(self)
+        try:
+            yield
+        finally:
+            pop_dispatch_mode()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and note the sizes of its tensors."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        try:
+            self._note(func, args, kwargs, result)
+        except Exception as error:  # an operation with arguments that no rule expects
+            self.problem = f"{func} cannot be followed: {type(error).__name__}: {error}"
+        return result
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        inputs, results = _list_tensors((args, kwargs)), _list_tensors(result)
+        if func is torch.ops.aten.clone.default:
+            # A single row is contiguous in more layouts, so that `reshape` need not copy it.
+            if id(inputs[0]) in self._totals:
+                self._totals[id(results[0])] = results[0]
+            return
+        if func is torch.ops.aten._unsafe_view.default:  # the other half of such a `reshape`
+            func = torch.ops.aten.view.default
+        shapes = [tuple(tensor.shape) for tensor in (*inputs, *results)]
+        self._calls.append(_Call(func, shapes))
+        if self._other is None or self.problem is not None:
+            return
+        calls = self._other._calls
+        index = len(self._calls) - 1
+        if index >= len(calls) or calls[index].func is not func:
+            self.problem = f"other operations run for another number of rows, at {func}"
+            return
+        others = calls[index].shapes
+        if shapes == others and not self._totals:
+            return  # no rows
+        if [len(shape) for shape in shapes] != [len(shape) for shape in others]:
+            self.problem = f"{func} has other dims for another number of rows"
+            return
+        row_dims = {}
+        for tensor, shape, other in zip((*inputs, *results), shapes, others, strict=True):
+            dims = frozenset([i for i, size in enumerate(shape) if size != other[i]])
+            if len(dims) > 1:
+                self.problem = f"{func} has rows on two dims, as a table of pairs"
+                return
+            for dim in dims:
+                if shape[dim] * self._other.row_count != other[dim] * self.row_count:
+                    self.problem = f"{func} has a dim that does not grow with the rows"
+                    return
+            if dims:
+                row_dims[id(tensor)] = dims
+        schema = getattr(func, "_schema", None)
+        if schema is None:
+            if row_dims or self._has_totals(inputs):
+                self.problem = f"nothing is known of {func}"
+            return
+        defaults = {a.name: a.default_value for a in schema.arguments}
+        operation = _Operation(
+            schema.name.partition("::")[2].strip("_") + ("_" if schema.is_mutable else ""),
+            {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs},
+            inputs,
+            results,
+            row_dims,
+        )
+        self._follow(func, operation)
+
+    def finish(self) -> None:
+        """Note if the other forward has run more operations."""
+        if self._other is not None and len(self._other._calls) != len(self._calls):
+            self.problem = self.problem or "fewer operations run for another number of rows"
+
+    def _has_totals(self, tensors: Sequence[Tensor]) -> bool:
+        return any(id(tensor) in self._totals for tensor in tensors)
+
+    def _follow(self, func: Any, operation: _Operation) -> None:
+        has_rows = any(id(tensor) in operation.row_dims for tensor in operation.inputs)
+        has_total = self._has_totals(operation.inputs)
+        if has_rows and has_total:
+            self.problem = f"{func} takes a total of rows and rows"
+        elif has_rows:
+            if not _is_row_by_row(func, operation):
+                self.problem = f"{func} may mix rows"
+            for tensor in operation.results:
+                if id(tensor) not in operation.row_dims:
+                    self._totals[id(tensor)] = tensor
+        elif has_total:
+            self._follow_total(func, operation)
+
+    def _follow_total(self, func: Any, operation: _Operation) -> None:
+        name = operation.name
+        is_number = any(tensor.is_floating_point() for tensor in operation.results)
+        if is_number and name.strip("_") not in _LINEAR:
+            values = operation.list_values()
+            totals = [id(value) in self._totals for value in values]
+            is_scaled = name == "mul" or (name == "div" and totals[0])
+            if not is_scaled or sum(totals) > 1:
+                self.problem = f"{func} of a total of rows is not linear"
+        if name.endswith("_"):
+            self.problem = self.problem or f"{func} writes a total of rows"
+        self._totals.update({id(tensor): tensor for tensor in operation.results})
+
+
+def _list_tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list | dict):
+            tensors += _list_tensors(value)
+    return tensors
+
+
+def _is_row_by_row(func: Any, operation: _Operation) -> bool:
+    """Return whether an operation on rows is known to compute each row, or a total, by itself."""
+    name = operation.name
+    base = name.strip("_")
+    if name in _FREE or base in _FREE or _is_pointwise(func):
+        return True
+    rule = _RULES.get(base)
+    if rule is not None:
+        return rule(operation)
+    if base in _PRODUCTS:
+        return _is_product_by_row(operation, *_PRODUCTS[base])
+    if base in _REDUCTIONS:
+        return _is_reduction_by_row(operation)
+    if _LOSSES.search(base):
+        return True
+    if _BATCHED.search(base) or "batch_norm" in base:
+        # The parts of an instance norm are rows on dim 1.
+        allowed = {0, 1} if "batch_norm" in base else {0}
+        return all(operation.find_rows(tensor) <= allowed for tensor in operation.inputs)
+    if _PADS.search(base):
+        (tensor,), (result,) = operation.inputs, operation.results
+        return operation.find_rows(tensor) == operation.find_rows(result) == {0}
+    if base.startswith("linalg_"):
+        return all(max(operation.find_rows(t), default=-1) < t.dim() - 2 for t in operation.inputs)
+    dims = operation.list_dims()
+    if dims is None:
+        return False
+    rows = [operation.find_rows(tensor) for tensor in operation.inputs]
+    return bool(rows[0]) and all(dims.isdisjoint(own) and own <= rows[0] for own in rows)
+
+
+def _is_pointwise(func: Any) -> bool:
+    """Return whether PyTorch marks an operation, or what an operation in place does, so."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    if not func._schema.name.endswith("_"):
+        return False
+    packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2][:-1], None)
+    overload = getattr(packet, func._overloadname, None)
+    return bool(torch.Tag.pointwise in getattr(overload, "tags", ()))
+
+
+def _is_product_by_row(
+    operation: _Operation, position: int, left: frozenset[int], right: frozenset[int]
+) -> bool:
+    values = operation.list_values()
+    return operation.find_rows(values[position]) <= left and (
+        operation.find_rows(values[position + 1]) <= right
+    )
+
+
+def _is_reduction_by_row(operation: _Operation) -> bool:
+    """Return whether a sum or maximum is one of each row, or of all rows, which is a total."""
+    dims, rows = operation.list_dims(), operation.find_rows(operation.inputs[0])
+    return dims is None or dims.isdisjoint(rows) or not operation.find_rows(operation.results[0])
+
+
+def _is_lookup_by_row(operation: _Operation) -> bool:
+    """Return whether an index takes something of each row, or looks rows up in a table."""
+    tensor, indices = operation.list_values()[:2]
+    for dim in operation.find_rows(tensor):
+        index = indices[dim] if dim < len(indices) else None
+        if index is None:
+            continue
+        if not operation.find_rows(index) or index.dtype is torch.bool:
+            return False
+        numbers = torch.arange(tensor.shape[dim], device=index.device)
+        if not torch.equal(index.flatten(), numbers):
+            return False
+    return True
+
+
+def _is_written_by_row(operation: _Operation) -> bool:
+    """Return whether an index writes to each row what is that row's, or one number by a mask."""
+    tensor, indices, values = operation.list_values()[:3]
+    rows = operation.find_rows(tensor)
+    if len(indices) == 1 and indices[0].dtype is torch.bool and values.numel() == 1:
+        return operation.find_rows(indices[0]) == rows
+    return bool(rows) and _is_lookup_by_row(operation)
+
+
+def _is_joined_by_row(operation: _Operation) -> bool:
+    """Return whether tensors are joined along another dim than that of the rows."""
+    (result,) = operation.results
+    rows = operation.find_rows(result)
+    dim = int(operation.arguments["dim"]) % result.dim()
+    return bool(rows) and dim not in rows
+
+
+def _is_table_lookup(operation: _Operation) -> bool:
+    """Return whether rows look something up in a table, which itself has no rows."""
+    return not operation.find_rows(operation.list_values()[0])
+
+
+def _is_bucket_lookup(operation: _Operation) -> bool:
+    return not operation.find_rows(operation.list_values()[1])
+
+
+def _is_layer_norm_by_row(operation: _Operation) -> bool:
+    tensor, sizes = operation.list_values()[:2]
+    return bool(max(operation.find_rows(tensor), default=-1) < tensor.dim() - len(sizes))
+
+
+def _is_slice_by_row(operation: _Operation) -> bool:
+    """Return whether a slice takes the same part of each row, or all rows."""
+    dims = operation.list_dims()
+    (tensor, *_), (result, *_) = operation.inputs, operation.results
+    rows = operation.find_rows(tensor)
+    return dims is None or dims.isdisjoint(rows) or result.shape == tensor.shape
+
+
+def _is_triangle_by_row(operation: _Operation) -> bool:
+    tensor = operation.inputs[0]
+    return max(operation.find_rows(tensor), default=-1) < tensor.dim() - 2
+
+
+def _is_rnn_by_row(operation: _Operation) -> bool:
+    is_batch_first = bool(operation.arguments.get("batch_first"))
+    return operation.find_rows(operation.inputs[0]) == ({0} if is_batch_first else {1})
+
+
+def _never(operation: _Operation) -> bool:
+    return False
+
+
+_RULES: dict[str, Callable[[_Operation], bool]] = {
+    "cat": _is_joined_by_row,
+    "index": _is_lookup_by_row,
+    "unsafe_index": _is_lookup_by_row,
+    "index_put": _is_written_by_row,
+    "embedding": _is_table_lookup,
+    "searchsorted": _is_table_lookup,
+    "bucketize": _is_bucket_lookup,
+    "isin": _is_bucket_lookup,
+    "native_layer_norm": _is_layer_norm_by_row,
+    "fused_rms_norm": _is_layer_norm_by_row,
+    "slice": _is_slice_by_row,
+    "tril": _is_triangle_by_row,
+    "triu": _is_triangle_by_row,
+    "mkldnn_rnn_layer": _is_rnn_by_row,
+    "cudnn_rnn": _is_rnn_by_row,
+    # Their dims are the ones that are kept, or they look at entries in all others.
+    "renorm": _never,
+    "unique_dim": _never,
+    "unique_consecutive": _never,
+}
