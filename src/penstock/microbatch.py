@@ -281,23 +281,42 @@ def take_rows(values: Any, rows: MicrobatchRows, *ranges: tuple[int, int]) -> An
     return pytree.tree_map(take_from, values)
 
 
+def find_constant_inputs(
+    values: Any, rows: MicrobatchRows, indices: Collection[int] | None = None
+) -> list[int]:
+    """Return the inputs that are split and whose rows are all equal, by their numbers.
+
+    Args:
+        values: The inputs of a batch.
+        rows: How it is split.
+        indices: The inputs to look at, if not at all of them.
+
+    >>> find_constant_inputs((torch.ones(3), "same", torch.arange(3)), MicrobatchRows((2, 1)))
+    [0]
+    """
+    leaves = pytree.tree_leaves(values)
+    chosen = range(len(leaves)) if indices is None else [i for i in indices if i < len(leaves)]
+    return [index for index in chosen if _is_constant(leaves[index], sum(rows.counts))]
+
+
+def _is_constant(leaf: Any, row_count: int) -> bool:
+    dim, tensor = _row_dim(leaf), unwrap_chunk(leaf)
+    if dim is None or not row_count or tensor.is_meta or not tensor.numel():
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    table = tensor.detach().movedim(dim, 0).reshape(row_count, -1)
+    return bool((table == table[:1]).all())
+
+
 def have_different_rows(values: Any, rows: MicrobatchRows) -> bool:
     """Return whether not all rows of a batch are equal.
 
     >>> have_different_rows((torch.ones(5), "same"), MicrobatchRows((2, 2, 1)))
     False
     """
-    total = sum(rows.counts)
-    for leaf in pytree.tree_leaves(values):
-        dim, tensor = _row_dim(leaf), unwrap_chunk(leaf)
-        if dim is None or not total or not tensor.numel():
-            continue
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return True
-        table = tensor.detach().movedim(dim, 0).reshape(total, -1)
-        if bool((table != table[:1]).any()):
-            return True
-    return False
+    split = [i for i, leaf in enumerate(pytree.tree_leaves(values)) if _row_dim(leaf) is not None]
+    return len(find_constant_inputs(values, rows, split)) < len(split)
 
 
 def find_unlike_rows(values: Any, row_count: int) -> tuple[int, int] | None:

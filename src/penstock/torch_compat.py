@@ -547,6 +547,15 @@ def get_input_numel(node: Any) -> float:
     return math.nan if metadata is None else float(math.prod(metadata[index].shape))
 
 
+def is_number(function: Any, index: int) -> bool:
+    """Return whether an input of an autograd node has no dims.
+
+    `function` and `index` are one of its `next_functions`. As above, the metadata knows.
+    """
+    metadata = getattr(function, "_input_metadata", None)
+    return metadata is not None and len(metadata[index].shape) == 0
+
+
 # ---- operators -----------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.torch_compat import read_saved_tensor
+from penstock.torch_compat import is_number, read_saved_tensor
 
 _MAX_DEPTH = 8  # operations between a term and the means over rows below it
 _MAX_NODES = 24
@@ -163,8 +163,10 @@ def find_sides_below(node: Any) -> list[Tensor]:
         if name in _LAYERS or not depth or node_count > _MAX_NODES:
             return False
         answer = None
-        for function, _ in node.next_functions:
+        for function, index in node.next_functions:
             is_input_total = is_total(function, depth - 1)
+            if not is_input_total and is_number(function, index):
+                is_input_total = True
             if is_input_total is False:
                 answer = False
                 if name not in _FOLLOWED:

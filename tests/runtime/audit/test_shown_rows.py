@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import AuditError, Pipe, Weighted
+from penstock import AuditError, Pipe, PipeSequential, Weighted
 from penstock.runtime.audit.reference import Reference
 from tests.oracle import closely
 from tests.runtime.audit.test_rows import ROWS, WIDTH, Layer, layers, made, rows, run_on
@@ -249,3 +249,77 @@ def test_float32_inside_a_float64_model_hides_no_mixed_rows() -> None:
     pipe = made(layers(Layer(mix_a_little)), loss_fn=nn.MSELoss())
     with pytest.raises(AuditError, match="parts of the batch"):
         pipe.step(rows(), target=rows(9))
+
+
+# ---- inputs that are equal in all rows so far --------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A layer with a gate for each feature, and with a mask for each pair of positions."""
+
+    def __init__(self, uses_mask: bool) -> None:
+        super().__init__()
+        self.linear, self.uses_mask = nn.Linear(WIDTH, WIDTH), uses_mask
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        if self.uses_mask:
+            return torch.softmax(x @ x.mT + table, -1) @ x
+        result: Tensor = self.linear(x * table)
+        return result
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize(("uses_mask", "size"), [(False, WIDTH), (True, WIDTH), (True, 2)])
+def test_table_with_as_many_entries_as_the_batch_has_rows(
+    uses_mask: bool, size: int, door: str
+) -> None:
+    """It is split with the batch, and each row gets an entry. While all are equal, none differ."""
+    torch.manual_seed(0)
+    shape = (size, size, WIDTH) if uses_mask else (size, WIDTH)
+    entries = (size, size) if uses_mask else (size,)
+    model = PipeSequential(Gated(uses_mask), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pipe = made(model, chunks=size, loss_fn=nn.MSELoss())
+    generator = torch.Generator().manual_seed(1)
+
+    def run_step(table: Tensor) -> None:
+        x = torch.randn(shape, generator=generator)
+        if door == "step":
+            pipe.step(x, table=table, target=torch.ones(shape))
+        else:
+            pipe(x, table=table).square().mean().backward()
+
+    run_step(torch.ones(entries))
+    run_step(torch.ones(entries))
+    with pytest.raises(AuditError, match=r"of the batch|two micro-batches together"):
+        run_step(torch.randn(entries, generator=generator))
+
+
+def test_mask_of_ones_is_audited_again_when_rows_are_padded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    counts = count_references(monkeypatch)
+    model = PipeSequential(nn.Linear(WIDTH, WIDTH), Masked(), nn.Linear(WIDTH, WIDTH))
+    pipe = made(model, loss_fn=nn.MSELoss())
+    ones, padded = torch.ones(ROWS, WIDTH), torch.tril(torch.ones(ROWS, WIDTH))
+    audited = []
+    for seed, mask in enumerate((ones, ones, padded, ones, padded)):
+        counts.clear()
+        pipe.step(rows(seed), mask=mask, target=rows(9))
+        audited.append(bool(counts))
+    assert audited == [True, False, True, False, False]
+
+
+def test_layer_that_mixes_the_rows_of_its_mask_is_found_when_they_differ() -> None:
+    class MaskedMean(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x + mask.roll(1, 0)[:, None]
+
+    model = PipeSequential(nn.Linear(WIDTH, WIDTH), MaskedMean(), nn.Linear(WIDTH, WIDTH))
+    pipe = made(model, loss_fn=nn.MSELoss())
+    pipe.step(rows(), mask=torch.ones(ROWS), target=rows(9))
+    with pytest.raises(AuditError, match="parts of the batch"):
+        pipe.step(rows(2), mask=torch.arange(ROWS) % 3.0, target=rows(9))

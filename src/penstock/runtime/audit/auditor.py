@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
 from penstock.fingerprint import ModuleSnapshot
-from penstock.microbatch import find_shared_ids, have_different_rows
+from penstock.microbatch import find_constant_inputs, find_shared_ids, have_different_rows
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
@@ -94,6 +94,9 @@ class Auditor:
     _equal_row_kinds: set[Any] = field(default_factory=set)
     # By kind, how many calls there were of layers that are not known to compute each row by itself.
     _mixing_counts: dict[Any, int] = field(default_factory=dict)
+    # By kind, the inputs whose rows were all equal so far, as those of a mask of ones are. They may
+    # be no rows at all: a table with as many entries as the batch has rows.
+    _constant_inputs: dict[Any, list[int]] = field(default_factory=dict)
     _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
     _size_count: int = 0  # of calls with graphs of other sizes
     _kind: Any = None  # of the call that runs, if it may be audited
@@ -122,7 +125,11 @@ class Auditor:
         if repeat is not None and self._call_count >= repeat:
             self._repeats[kind] = None
             self.forget(kind)
-        if self._has_other_numbers or self._has_new_ids(kind, request, inputs):
+        if (
+            self._has_other_numbers
+            or self._has_new_ids(kind, request, inputs)
+            or self._has_other_rows(kind, request, inputs)
+        ):
             self.forget(kind)
         audited_counts = self._row_counts.get(kind)
         has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
@@ -135,6 +142,16 @@ class Auditor:
             return None
         self._equal_row_kinds.discard(kind)
         return AuditChoice(kind, compares_groups=is_due)
+
+    def _has_other_rows(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
+        """Return whether an input has rows that differ for the first time. Remember which have."""
+        known = self._constant_inputs.get(kind)
+        if known == []:
+            return False
+        batch = request.inputs, dict(request.keyword_inputs)
+        constant = find_constant_inputs(batch, inputs.rows, known)
+        self._constant_inputs[kind] = constant
+        return known is not None and constant != known
 
     def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
         """Return whether micro-batches have ids in common for the first time, if that matters."""
