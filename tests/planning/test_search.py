@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.planning import DeviceProfile, PerRows, Profile, UnitSeconds, search, search_plan
+from penstock.planning import (
+    DeviceProfile,
+    PerRows,
+    Profile,
+    UnitSeconds,
+    search,
+    search_plan,
+)
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.search import choose_chunks
 from penstock.planning.stage_costs import CostTable
@@ -221,6 +228,25 @@ def test_plan_leaves_out_starts_that_do_not_fit_or_are_not_in_the_space() -> Non
     assert other.chunks == 1
     even = even_profile()
     assert search_plan(even, start=[free], solver_seconds=0).profile is even
+
+
+@pytest.mark.parametrize(("head", "chunks", "most"), [(6, 8, 380), (4, 16, 260)])
+def test_uneven_models_with_too_many_cuts_to_try_each(head: int, chunks: int, most: float) -> None:
+    """These plans took 402 and 302 seconds.
+
+    For the first, `fit` tried the best cut with a named schedule only. A cut with a low bound is
+    better. For the second, with 12 stages, units moved by three stages at most.
+    """
+    profile = even_profile(units=26, ranks=6, rows=16)
+    *units, last = profile.units
+
+    def seconds(factor: float) -> dict[str, UnitSeconds]:
+        return {"cpu": UnitSeconds(*(PerRows(0.0, factor * n) for n in (1.0, 1.5, 0.5)))}
+
+    units = [replace(unit, seconds=seconds(1)) for unit in units]
+    profile = replace(profile, units=(*units, replace(last, seconds=seconds(head))))
+    plan = search_plan(profile, chunks=[chunks], stages_per_rank=[2], solver_seconds=0)
+    assert plan.seconds < most
 
 
 def test_fit_alone_finds_plans_for_models_with_too_many_cuts_to_try_each() -> None:

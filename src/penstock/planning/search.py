@@ -52,7 +52,7 @@ _FITTED_GROUP = 400  # actions of a schedule up to which `fit` is tried for ever
 _ACTIONS_PER_CUT = 3_000  # what it costs to look at a cut at all
 _STEPS_PER_CUT = 100  # how many dead ends per cut are searched
 # How many schedules `fit` may try for one cut of an exhausted group; how many actions it may place
-# for the best cuts of the other groups together, and for the winner.
+# for the best cuts of the other groups together, for those with low bounds, and for the winner.
 _FIT_ATTEMPTS = 40
 _FIT_EFFORT = 60_000
 _POLISH_EFFORT = 80_000
@@ -64,6 +64,7 @@ _HUGE_ACTIONS = 100_000
 _HUGE_SCHEDULES = frozenset({"zb-h1", "dualpipe-v", "interleaved"})
 _MAX_CELLS = 250_000  # ranks x micro-batches that are tried by default
 _CLIMBED = 2  # how many of the best even cuts of a placement are improved by moving units
+_BOUNDED_STAGES = 10_000  # how many stages are looked at to find a cut of a group with a low bound
 _MOVED_ACTIONS = 20_000_000  # how many may be timed, a fifth of a microsecond each, to do that
 _FLAG_SETS = 256  # how many sets of recomputed stages of one schedule and cut are timed
 _SOLVED_STAGES = 64  # above, the solver takes too long to raise a bound
@@ -568,19 +569,31 @@ def _try_every_cut(group: Group, best: _Best, budget: int) -> int:
 
 
 def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: Progress) -> None:
-    """Let `fit` make schedules: for every cut of exhausted groups, for the best cut of others."""
+    """Let `fit` make schedules: for every cut of exhausted groups, for two cuts of others.
+
+    One of these two is the best with a named schedule. The other has a low bound: what is good for
+    a named schedule is often not good for one that is made for the cut.
+    """
     candidates: list[tuple[float, int, Group, tuple[int, ...], tuple[bool, ...]]] = []
+    low_cuts: set[tuple[Group, tuple[int, ...]]] = set()
     for group in groups:
         if group.bound >= best.seconds:
             break
         if group.is_huge:
             continue
-        cuts = [point.cut for point in best.of_group(group)[:1]]
+        points = best.of_group(group)[:1]
+        cuts = [point.cut for point in points]
         if not group.names:  # no named schedule was timed
             cuts = list({_even_cut(group, with_memory) for with_memory in (False, True)})
         if group.is_exhausted:
             # There were not too many before, and now there are fewer.
             cuts = group.find_cuts(best.seconds, _TIMED_ACTIONS) or []
+        elif not space.cut:
+            flags = points[0].recomputed if points else (False,) * group.stages
+            starts = dict.fromkeys([*cuts, _even_cut(group, with_memory=False)])
+            lower = dict.fromkeys(_lower_bound(group, cut, flags) for cut in starts)
+            low_cuts.update((group, cut) for cut in lower if cut not in cuts)
+            cuts = list(dict.fromkeys([*cuts, *lower]))
         for cut in cuts:
             costs = group.table.stage_costs(cut, group.placement)
             free = costs.free_bytes(space.memory)
@@ -591,7 +604,8 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
                 if bound < best.seconds:
                     candidates.append((bound, len(candidates), group, cut, flags))
     candidates.sort(key=lambda candidate: candidate[:2])
-    all_budget, best_budget = _FITTED_ACTIONS, _FIT_EFFORT
+    all_budget = _FITTED_ACTIONS
+    budgets = dict.fromkeys((False, True), _FIT_EFFORT)
     for index, (bound, _, group, cut, flags) in enumerate(candidates):
         if bound >= best.seconds:
             break
@@ -603,10 +617,10 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
             # The candidates are in the order of their bounds: those left have none below this one.
             group.bound = max(group.bound, bound) if group.is_exhausted else group.bound
             group.is_exhausted = False
-            effort = min(effort, _FIT_EFFORT // 3)
-            if best_budget < effort:
+            effort, is_low = min(effort, _FIT_EFFORT // 3), (group, cut) in low_cuts
+            if budgets[is_low] < effort:
                 continue
-            best_budget -= effort
+            budgets[is_low] -= effort
         point = group.fit(cut, flags, effort)
         if point:
             best.consider([point])
@@ -750,20 +764,13 @@ def _even_cut(group: Group, with_memory: bool) -> tuple[int, ...]:
 
 
 def _move_units(point: Point) -> Iterator[Point]:
-    """Yield ever faster points: units move between neighbouring stages as long as that helps.
+    """Yield ever faster points: units move between stages as long as that helps.
 
-    A unit may move over several stages: each of them passes one on. With many stages, it moves to
-    one of the next three only.
+    A unit may move over several stages: each of them passes one on.
     """
     group, improving = point.group, not point.group.space.cut
-    furthest = group.stages if group.stages <= 8 else 3
     budget = _MOVED_ACTIONS // group.actions
-    pairs = [
-        (src, src + distance)
-        for src in range(group.stages)
-        for distance in range(-furthest, furthest + 1)
-        if distance and 0 <= src + distance < group.stages
-    ]
+    pairs = _list_moves(group.stages)
     while improving:
         improving = False
         for src, dst in pairs:
@@ -783,6 +790,47 @@ def _move_units(point: Point) -> Iterator[Point]:
             if timed and timed.seconds < point.seconds * (1 - 1e-9):
                 point, improving = timed, True
                 yield timed
+
+
+def _lower_bound(
+    group: Group, cut: tuple[int, ...], recomputed: tuple[bool, ...]
+) -> tuple[int, ...]:
+    """Return a cut with a lower bound: units move as long as that lowers it."""
+
+    def bound_of(cut: tuple[int, ...]) -> float:
+        costs = group.table.stage_costs(cut, group.placement)
+        free = costs.free_bytes(group.space.memory)
+        return schedule_bound(
+            costs, group.placement, group.chunks, recomputed, free, group.space.objective
+        )
+
+    budget, lowest, improving = _BOUNDED_STAGES // group.stages, bound_of(cut), True
+    while improving:
+        improving = False
+        for src, dst in _list_moves(group.stages):
+            if cut[src] == 1:
+                continue
+            budget -= 1
+            if budget < 0:
+                return cut
+            counts = list(cut)
+            counts[src] -= 1
+            counts[dst] += 1
+            bound = bound_of(tuple(counts))
+            if bound < lowest * (1 - 1e-9):
+                lowest, cut, improving = bound, tuple(counts), True
+    return cut
+
+
+def _list_moves(stages: int) -> list[tuple[int, int]]:
+    """Return the pairs of stages between which a unit may move: with many stages, near ones."""
+    furthest = stages if stages <= 16 else 3
+    return [
+        (src, src + distance)
+        for src in range(stages)
+        for distance in range(-furthest, furthest + 1)
+        if distance and 0 <= src + distance < stages
+    ]
 
 
 def fit_with_recomputation(
