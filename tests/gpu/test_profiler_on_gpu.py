@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from time import sleep as sleep_on_host
+from typing import Any
 
 import pytest
 import torch
@@ -68,22 +70,47 @@ def test_profile_inside_a_virtual_gpu_is_that_of_its_multiprocessors() -> None:
 # ---- devices that share the GPU ------------------------------------------------------------------
 
 
+def measure_slowdowns(layer: nn.Module, x: Tensor, devices: Sequence[Gpu]) -> Any:
+    shared = SharedDevice.find(devices[0], devices)
+    assert shared is not None
+    with devices[0].activate():
+        (unit,) = measure_unit_layers([layer], (x,), GPU, False, shared=shared)
+    return unit.slowdowns
+
+
 def test_ranks_on_a_whole_gpu_slow_each_other_down() -> None:
     layer = nn.Linear(4096, 4096).to("cuda", torch.bfloat16)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    streams = [Gpu(GPU) for _ in range(3)]
-    slowdown = SharedDevice(streams[0], tuple(streams[1:])).measure_slowdown(lambda: layer(x))
-    assert slowdown is not None
-    assert slowdown > 2  # three of them share all multiprocessors
+    always, with_pauses = measure_slowdowns(layer, x, [Gpu(GPU) for _ in range(3)])
+    assert always > 2  # three of them share all multiprocessors
+    assert with_pauses < always
+
+
+class ReadsNumbers(nn.Module):
+    """A layer that waits for the device, and cannot be captured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.sum().item())
 
 
 def test_slowdown_of_work_that_reads_numbers_is_unknown_and_harms_nothing() -> None:
-    first, *others = virtual_gpus(4)
-    shared = SharedDevice(first, tuple(others))
-    x = torch.ones(512, 512, device="cuda")
-    assert shared.measure_slowdown(lambda: (x @ x).sum().item()) is None
+    devices = virtual_gpus(4)
+    x = torch.ones(512, 512, device="cuda", requires_grad=True)
+    assert measure_slowdowns(ReadsNumbers(), x, devices) is None
     assert torch.equal(torch.rand(3, device="cuda"), torch.rand(3, device="cuda")) is False
-    assert shared.measure_slowdown(lambda: x @ x) is not None
+    assert measure_slowdowns(nn.Linear(512, 512).cuda(), x, devices) is not None
+
+
+def test_slowdown_leaves_the_layer_as_it_was() -> None:
+    layer = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Dropout(0.5)).cuda()
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(512, 256, device="cuda")
+    random_state = torch.cuda.get_rng_state()
+    assert measure_slowdowns(layer, x, virtual_gpus(4)) is not None
+    after = layer.state_dict()
+    assert all(torch.equal(values, after[name]) for name, values in before.items())
+    assert all(p.grad is None for p in layer.parameters())
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
 
 
 def test_workspace_on_a_gpu_has_what_lives_during_an_action_only() -> None:

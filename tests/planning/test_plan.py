@@ -120,6 +120,13 @@ def test_plan_for_another_model_is_refused(simple: Plan) -> None:
         simple.check_model(["h", *(f"layer.{index}" for index in range(1, 8))])
 
 
+def test_gap_is_how_far_a_plan_may_be_from_the_best(plan: Plan, simple: Plan) -> None:
+    assert plan.certificate is not None
+    assert plan.gap == pytest.approx(plan.seconds / plan.certificate.bound - 1)
+    assert simple.gap is None
+    assert f"this one is within {plan.gap:.1%}" in str(plan)
+
+
 def test_plan_as_text_says_choice_forecast_and_certificate(plan: Plan) -> None:
     text = str(plan)
     assert text.startswith("plan for even: ")

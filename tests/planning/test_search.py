@@ -9,6 +9,7 @@ from penstock.errors import ArgumentError
 from penstock.planning import (
     DeviceProfile,
     PerRows,
+    Plan,
     Profile,
     UnitSeconds,
     search,
@@ -247,6 +248,36 @@ def test_uneven_models_with_too_many_cuts_to_try_each(head: int, chunks: int, mo
     profile = replace(profile, units=(*units, replace(last, seconds=seconds(head))))
     plan = search_plan(profile, chunks=[chunks], stages_per_rank=[2], solver_seconds=0)
     assert plan.seconds < most
+
+
+def test_plan_counts_the_speed_that_idle_ranks_leave_to_others() -> None:
+    profile = even_profile(units=40, ranks=4, rows=8)
+    options: dict[str, Any] = {"schedules": ["1f1b", "zb-h1"], "chunks": [4], "solver_seconds": 0}
+    before = search_plan(profile, **options)
+    idle = sum(before.forecast.bubble.values())
+    assert idle > 0.1
+    assert before.gap
+    assert before.alternatives
+    gaining = replace(profile, devices=(DeviceProfile("cpu", idle_gain=0.5),) * 4)
+    plan = search_plan(gaining, **options)
+    assert plan.seconds == pytest.approx(before.seconds / (1 + 0.5 * idle))
+    assert plan.forecast.bubble == pytest.approx(before.forecast.bubble)
+    assert plan.timeline.makespan == pytest.approx(plan.seconds)
+    # The certificate, and the next best choices, are for the same speed.
+    assert plan.gap == pytest.approx(before.gap)
+    assert [a.choice for a in plan.alternatives] == [a.choice for a in before.alternatives]
+    assert all(
+        a.seconds < b.seconds for a, b in zip(plan.alternatives, before.alternatives, strict=True)
+    )
+    assert Plan.from_json(plan.to_json()).forecast == plan.forecast
+
+
+def test_unequal_devices_gain_by_themselves() -> None:
+    devices = DeviceProfile("cpu", idle_gain=1.0), DeviceProfile("cpu")
+    profile = replace(even_profile(units=4, ranks=2), devices=devices)
+    plan = search_plan(profile, cut=[2, 2], schedules=["1f1b"], chunks=[4], solver_seconds=0)
+    first, second = plan.costs.cost.F
+    assert first < second == 4.0
 
 
 def test_fit_alone_finds_plans_for_models_with_too_many_cuts_to_try_each() -> None:

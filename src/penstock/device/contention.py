@@ -1,39 +1,61 @@
-"""Measure how much devices that share an accelerator slow each other down.
+"""Measure how fast devices that share an accelerator are while all of them are busy.
 
 Virtual GPUs have multiprocessors of their own, and share the memory, the power and the clock of one
-GPU. So work is timed twice: alone, and while each neighbour does the same work, over and over. A
-GPU lowers its clock only after it has drawn too much power for a while, so the work is timed after
-all devices have been busy for as long as some steps of training take:
+GPU. So each unit of a model is timed while the neighbours do what they do in a step of training.
+There they run other units, on parameters and gradients of their own:
 
-    alone             [ work ]
-    the device        [ work ][ work ] ... [ work ]start[ work ][ work ]end
-    a neighbour       [ work ][ work ] ... [ work ]     [ work ][ work ]   [ work ]
-    a larger one      [work][work][work]...[work][work][work][work][work][work][work]
+    the device        [ b ][ c ] ... [ d ]start[ a ][ a ][ a ]end ... start[ b ][ b ][ b ]end
+    a neighbour       [ c ][ d ] ... [ a ][ b ][ c ][ d ][ a ] ...    [ b ][ c ][ d ][ a ]
+    a larger one      [d][a][b]  ...  [c][d][a][b][c][d][a][b] ...  [c][d][a][b][c][d][a][b]
 
-The clock takes as long to rise again, so the device rests before anything else is measured.
-The work is captured as a CUDA graph for each device. Launching a graph takes the host microseconds,
+Each of these matters. Units differ in how much memory they read, and what one of them leaves can be
+used by the others. The parameters and gradients of all stages do not fit into a cache that one
+stage might fit into. A GPU lowers its clock when it has drawn too much power for a while, so
+nothing is timed before all devices have been busy for as long as some steps take. And numbers draw
+less power if they are all the same, so gradients are random.
+
+In a step, ranks are idle now and then, which leaves more to the others. So all is timed twice: with
+neighbours that are always busy, and with neighbours that are idle for some of the time.
+
+The work is captured as CUDA graphs for each device. Launching a graph takes the host microseconds,
 so that it slows nothing down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
-from statistics import median
-from time import sleep
+from statistics import fmean
+from time import perf_counter, sleep
+from typing import Any
 
-from penstock.device.accelerator import synchronize
+from penstock.device.accelerator import get_free_memory, synchronize
 from penstock.device.device import Device, Gpu
 from penstock.device.recorded_graph import GraphMemoryPools, RecordedCudaGraph
+from penstock.torch_compat import sleep_on_device
 
-_RUNS = 3
+IDLE_SHARE = 0.25  # of the time of neighbours that are idle now and then
+
 # On an H200, the clock falls for 90 ms and rises again for 100 ms.
 _BUSY_SECONDS = 0.12
-_TIMED_SECONDS = 0.03
-_REST_SECONDS = 0.1
-_MOST_REPLAYS = 400  # tiny work does not get a GPU to lower its clock
-_MARGIN = 1.2  # neighbours work so many times longer than is timed
+# The clock swings by a tenth while the power is at its limit. So all units are timed in turns, a
+# few milliseconds each, for a while.
+_TIMED_SECONDS = 0.3
+_TURN_SECONDS = 4e-3
+_LEAST_ROUNDS = 3
+_REST_SECONDS = 0.1  # The clock takes as long to rise again, before anything else is measured.
+_AHEAD_SECONDS = 5e-3  # of work that is launched before it is needed
+_GRAPH_SECONDS = 5e-4  # Shorter work is repeated in its graph, or the host could not keep up.
+_MOST_TURNS = 16
+_MEMORY_SHARE = 0.5  # of the free memory, for the tensors of all devices
+_SLEEP_CYCLES = 1_000_000  # of a kernel that is timed to find out how long a cycle is
+
+# Yields a function that launches the work on tensors of its own, and what has to be kept alive.
+PreparedWork = AbstractContextManager[tuple[Callable[[], object], object]]
 
 
 @dataclass(frozen=True)
@@ -51,90 +73,198 @@ class SharedDevice:
             for other in devices
             if other is not device and other.device == device.device and isinstance(other, Gpu)
         }
-        if not isinstance(device, Gpu) or not neighbours:
+        if not isinstance(device, Gpu) or not neighbours or not device.has_graphs:
             return None
         return SharedDevice(device, tuple(neighbours.values()))
 
-    def measure_slowdown(self, work: Callable[[], object]) -> float | None:
-        """Return how many times longer work takes while all neighbours do the same.
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The device, then its neighbours."""
+        return self.device, *self.neighbours
+
+
+@dataclass
+class _CapturedWork:
+    """The work of one unit, as a graph for each device."""
+
+    turns: int  # how often the unit runs in the graph
+    seconds: float  # of a replay on the device alone, roughly
+    graphs: dict[Gpu, RecordedCudaGraph] = field(default_factory=dict)
+    kept_values: list[object] = field(default_factory=list)
+
+
+class ContentionMeter:
+    """The units of a model, captured for a device and for its neighbours, to be timed together."""
+
+    def __init__(self, shared: SharedDevice) -> None:
+        self._shared = shared
+        # A device replays one of its graphs at a time, so they share their memory.
+        self._pools = [GraphMemoryPools() for _ in shared.gpus]
+        self._works: dict[Hashable, _CapturedWork] = {}
+        free = get_free_memory(shared.device.device)
+        self._bytes_left = _MEMORY_SHARE * free[0] if free else 0.0
+
+    def add(
+        self, key: Hashable, prepare: Callable[[], PreparedWork], seconds: float, size: float
+    ) -> None:
+        """Capture the work of a unit for each device, if there is memory for it.
 
         Args:
-            work: A function that launches kernels on the current stream. It may run on several
-                streams at the same time.
-
-        Returns:
-            1.0 or more. None if it cannot be measured: the work cannot be captured, for example
-            because it waits for the device, or all devices together have no memory for it.
+            key: The name of the unit.
+            prepare: A function that returns the work. It is called once for each device.
+            seconds: How long the work takes, roughly.
+            size: The bytes that it needs on each device, roughly.
         """
-        if not self.device.has_graphs:
-            return None
+        self._bytes_left -= size * len(self._shared.gpus)
+        if self._bytes_left < 0:
+            return
+        turns = max(1, min(_MOST_TURNS, ceil(_GRAPH_SECONDS / max(seconds, 1e-9))))
+        work = _CapturedWork(turns, turns * seconds)
         try:
-            graphs = [_capture(gpu, work) for gpu in (self.device, *self.neighbours)]
-            alone = median(self._time(graphs[:1], 1, _RUNS) for _ in range(_RUNS))
-            counts = [
-                min(_MOST_REPLAYS, max(_RUNS, ceil(seconds / max(alone, 1e-9))))
-                for seconds in (_BUSY_SECONDS, _TIMED_SECONDS)
-            ]
-            together = self._time(graphs, *counts)
-            sleep(_REST_SECONDS)
-        except RuntimeError:  # of a capture that failed, or for lack of memory
-            return None
+            for gpu, pools in zip(self._shared.gpus, self._pools, strict=True):
+                with prepare() as (run, values):
+                    work.kept_values.append(values)
+                    synchronize(gpu.device)  # They were made on another stream.
+                    work.graphs[gpu] = _capture(gpu, pools, run, turns)
+        except RuntimeError:  # It waits for the device, say, or there is no memory for it.
+            return
         finally:
-            synchronize(self.device.device)
-        return max(1.0, together / alone) if alone else None
+            synchronize(self._shared.device.device)
+        self._works[key] = work
 
-    def _time(
-        self, graphs: Sequence[RecordedCudaGraph], busy_replays: int, timed_replays: int
-    ) -> float:
-        """Return the seconds of a replay on the device, after some that are not timed.
+    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, tuple[float, float]]:
+        """Return the seconds of each unit while all neighbours run all of them.
+
+        The first number is for neighbours that are always busy, the second for neighbours that are
+        idle for `IDLE_SHARE` of the time. Units that could not be captured are left out.
 
         Args:
-            graphs: The graph of the device, and those of the neighbours that are busy meanwhile.
-            busy_replays: How often the device replays its graph before it is timed.
-            timed_replays: How often it does while it is timed.
+            counts: How often each unit is in the model.
         """
-        start, end = (self.device.module.Event(enable_timing=True) for _ in range(2))
-        events = {busy_replays: start, busy_replays + timed_replays: end}
-        size = _get_size(self.device)
-        # A neighbour with more multiprocessors works faster, and must not end first.
-        ratios = [_get_size(gpu) / size for gpu in self.neighbours[: len(graphs) - 1]]
-        launched = [0] * len(ratios)
-        synchronize(self.device.device)
-        for turn in range(ceil((busy_replays + timed_replays) * (_MARGIN if ratios else 1)) + 1):
-            if turn in events:
-                events[turn].record(self.device.compute_stream)
-            if turn < busy_replays + timed_replays:
-                _replay(self.device, graphs[0])
-            for index, ratio in enumerate(ratios):
-                while launched[index] < (turn + 1) * ratio:
-                    _replay(self.neighbours[index], graphs[1 + index])
-                    launched[index] += 1
-        synchronize(self.device.device)
-        return float(start.elapsed_time(end)) / 1e3 / timed_replays
+        works = list(self._works.values())
+        if not works:
+            return {}
+        device, *neighbours = (
+            _Lane(gpu, works, [counts[key] for key in self._works], index / len(self._shared.gpus))
+            for index, gpu in enumerate(self._shared.gpus)
+        )
+        busy = device.time_units(neighbours)
+        cycles_per_second = _SLEEP_CYCLES / max(device.time_sleep(neighbours), 1e-9)
+        for lane in (device, *neighbours):
+            lane.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), busy)
+        now_and_then = device.time_units(neighbours)
+        synchronize(self._shared.device.device)
+        sleep(_REST_SECONDS)
+        return {
+            key: (first / work.turns, second / work.turns)
+            for (key, work), first, second in zip(
+                self._works.items(), busy, now_and_then, strict=True
+            )
+        }
 
 
-def _capture(gpu: Gpu, work: Callable[[], object]) -> RecordedCudaGraph:
-    """Return the work as a graph that runs on a device."""
+class _Lane:
+    """A device that runs the units of the model in turn, each as often as the model has it.
+
+    Args:
+        gpu: The device.
+        works: The work of all units.
+        counts: How often each unit is in the model.
+        phase: Where in the model it begins, as a fraction.
+    """
+
+    def __init__(
+        self, gpu: Gpu, works: Sequence[_CapturedWork], counts: Sequence[int], phase: float
+    ) -> None:
+        self._gpu, self._works, self._counts = gpu, works, counts
+        # How often the model would have been run, by unit. The one that is behind comes next.
+        self._progress = [(index / len(works) - phase) % 1.0 for index in range(len(works))]
+        self._sleeps = [0] * len(works)  # cycles after each unit
+        self._launched: deque[tuple[Any, float]] = deque()  # an event after it, and its seconds
+
+    def add_sleep(self, cycles_per_second: float, seconds: Sequence[float]) -> None:
+        """Sleep after each unit from now on, in proportion to the seconds that it takes."""
+        self._sleeps = [int(cycles_per_second * unit_seconds) for unit_seconds in seconds]
+
+    def keep_busy(self) -> None:
+        """Launch work until there is enough for a while."""
+        while self._launched and self._launched[0][0].query():
+            self._launched.popleft()
+        seconds = sum(seconds for _, seconds in self._launched)
+        while len(self._launched) < 2 or seconds < _AHEAD_SECONDS:
+            index = min(range(len(self._works)), key=self._progress.__getitem__)
+            self._progress[index] += self._works[index].turns / self._counts[index]
+            self._replay(index)
+            if self._sleeps[index]:
+                self._sleep(self._sleeps[index])
+            self._launched.append((self._record(), self._works[index].seconds))
+            seconds += self._works[index].seconds
+
+    def time_units(self, neighbours: Sequence[_Lane]) -> list[float]:
+        """Return the seconds of a replay of each unit, after all lanes have worked for a while."""
+        begin = perf_counter()
+        while perf_counter() < begin + _BUSY_SECONDS:
+            for lane in (self, *neighbours):
+                lane.keep_busy()
+        rounds: list[list[float]] = []
+        begin = perf_counter()
+        while len(rounds) < _LEAST_ROUNDS or perf_counter() < begin + _TIMED_SECONDS:
+            rounds.append(
+                [
+                    self._time(
+                        partial(self._replay, index),
+                        ceil(_TURN_SECONDS / max(work.seconds, 1e-9)),
+                        neighbours,
+                    )
+                    for index, work in enumerate(self._works)
+                ]
+            )
+        return [fmean(seconds) for seconds in zip(*rounds, strict=True)]
+
+    def time_sleep(self, neighbours: Sequence[_Lane]) -> float:
+        """Return the seconds of a sleep, whose cycles are longer while the clock is lower."""
+        return self._time(partial(self._sleep, _SLEEP_CYCLES), _LEAST_ROUNDS, neighbours)
+
+    def _time(self, launch: Callable[[], object], count: int, neighbours: Sequence[_Lane]) -> float:
+        """Return the seconds of a launch on the device while the neighbours are busy."""
+        start = self._record(timed=True)
+        for _ in range(count):
+            launch()
+        end = self._record(timed=True)
+        while not end.query():
+            for neighbour in neighbours:
+                neighbour.keep_busy()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
+    def _replay(self, index: int) -> None:
+        with self._gpu.activate():
+            self._works[index].graphs[self._gpu].replay()
+
+    def _sleep(self, cycles: int) -> None:
+        with self._gpu.activate():
+            sleep_on_device(cycles)
+
+    def _record(self, timed: bool = False) -> Any:
+        event = self._gpu.module.Event(enable_timing=timed)
+        event.record(self._gpu.compute_stream)
+        return event
+
+
+def _capture(
+    gpu: Gpu, pools: GraphMemoryPools, work: Callable[[], object], turns: int
+) -> RecordedCudaGraph:
+    """Return the work, some times in a row, as a graph that runs on a device."""
     with gpu.activate():
         work()  # the first run on a stream allocates what libraries keep for it
-    graph = RecordedCudaGraph([gpu.device], GraphMemoryPools())
+    graph = RecordedCudaGraph([gpu.device], pools)
 
     def run_on_device() -> None:
         origin = gpu.module.current_stream(gpu.device)
         gpu.compute_stream.wait_stream(origin)
         with gpu.activate():
-            work()
+            for _ in range(turns):
+                work()
         origin.wait_stream(gpu.compute_stream)
 
     graph.capture(run_on_device, frees_memory=False)
     return graph
-
-
-def _replay(gpu: Gpu, graph: RecordedCudaGraph) -> None:
-    with gpu.activate():
-        graph.replay()
-
-
-def _get_size(gpu: Gpu) -> int:
-    """Return the multiprocessors of a virtual GPU. Ranks on a whole GPU are equal: 1."""
-    return int(getattr(gpu, "sms", 1))

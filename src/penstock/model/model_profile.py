@@ -7,8 +7,9 @@
 A planner tries many numbers of micro-batches, and so many sizes of them. Costs hardly bend in
 between, so two sizes are measured: as large as with one micro-batch per rank, and a quarter of it.
 
-Each unit is measured alone. Ranks that share one GPU slow each other down, which is measured, too,
-and becomes the speed of their devices.
+Each unit is measured alone. Ranks that share one GPU slow each other down, which is measured, too:
+the mean becomes the speed of their devices, and what is above the mean counts as the unit's
+seconds. Ranks that are idle leave more to the others, which becomes the `idle_gain` of the devices.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from penstock.device.accelerator import is_accelerator
-from penstock.device.contention import SharedDevice
+from penstock.device.contention import IDLE_SHARE, SharedDevice
 from penstock.device.device import Device
 from penstock.display import Progress
 from penstock.errors import ArgumentError
@@ -159,6 +160,7 @@ def profile_model(
         microbatch_loss = None if loss is None else loss(chunks)
         samples.append(measure(count, kinds, shared, microbatch_loss, report))
     speeds = {kind: _find_speed(kind, samples) for kind in kinds}
+    gains = {kind: _find_idle_gain(kind, samples) for kind in kinds}
     return Profile(
         model=type(model).__name__,
         rows=rows,
@@ -167,7 +169,9 @@ def profile_model(
             for index, (name, module) in enumerate(zip(names, modules, strict=True))
         ),
         values=tuple(_build_values(samples)),
-        devices=tuple(replace(p, speed=speeds[p.kind]) for p in device_profiles),
+        devices=tuple(
+            replace(p, speed=speeds[p.kind], idle_gain=gains[p.kind]) for p in device_profiles
+        ),
         link=_describe_link(devices),
         optimizer_factor=optimizer_factor,
         runtimes=_list_runtimes(devices),
@@ -275,19 +279,33 @@ def _measure_traced(
 # ---- from measurements to a profile --------------------------------------------------------------
 
 
-def _find_speed(kind: str, samples: Sequence[_Sample]) -> float:
+def _find_speed(kind: str, samples: Sequence[_Sample], with_pauses: bool = False) -> float:
     """Return the speed of devices of a kind while all ranks that share an accelerator are busy.
 
     It is relative to a device that is busy alone. The units' slowdowns count by their seconds.
+
+    Args:
+        kind: The kind of devices.
+        samples: The measurements.
+        with_pauses: Whether the other ranks are idle for some of the time.
     """
     measured = [
-        (unit.seconds, unit.seconds * unit.slowdown)
+        (unit.seconds, unit.seconds * unit.slowdowns[with_pauses])
         for sample in samples
         for unit in sample.by_kind[kind]
-        if unit.slowdown is not None
+        if unit.slowdowns is not None
     ]
     alone, together = map(sum, zip(*measured, strict=True)) if measured else (0.0, 0.0)
     return alone / together if together else 1.0
+
+
+def _find_idle_gain(kind: str, samples: Sequence[_Sample]) -> float:
+    """Return how much faster devices of a kind are if all ranks are idle, as a fraction.
+
+    What was measured with neighbours that are idle for a part of the time goes on in a line.
+    """
+    gain = _find_speed(kind, samples, with_pauses=True) / _find_speed(kind, samples) - 1
+    return min(1.0, max(0.0, gain / IDLE_SHARE))
 
 
 def _build_unit(
@@ -301,11 +319,16 @@ def _build_unit(
         return _fit_line([(s.rows, read(s.by_kind[kind][index])) for s in samples])
 
     def seconds_line(kind: str, read: Callable[[UnitMeasurement], float]) -> PerRows:
-        # Small micro-batches use more memory for their work, and slow each other down more. What is
-        # above the mean of both sizes counts as seconds, as the seconds are divided by the mean.
-        ratios = [speeds[kind] / _find_speed(kind, [sample]) for sample in samples]
-        points = [(s.rows, read(s.by_kind[kind][index])) for s in samples]
-        return _fit_line([(rows, n * r) for (rows, n), r in zip(points, ratios, strict=True)])
+        # Units differ in how much the neighbours slow them down, and so do sizes of micro-batches.
+        # The seconds are divided by the mean, so what is above the mean counts as seconds.
+        points = []
+        for sample in samples:
+            unit = sample.by_kind[kind][index]
+            slowdown = 1 / _find_speed(kind, [sample])
+            if unit.slowdowns is not None:
+                slowdown, _ = unit.slowdowns
+            points.append((sample.rows, read(unit) * slowdown * speeds[kind]))
+        return _fit_line(points)
 
     kinds = list(samples[0].by_kind)
     tensors = list(iter_module_tensors(module))

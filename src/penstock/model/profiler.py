@@ -23,9 +23,11 @@ Blocks of a model are mostly equal, so calls of units with equal cost keys are m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -37,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.device.accelerator import TimedWork, is_accelerator, time_work
-from penstock.device.contention import SharedDevice
+from penstock.device.contention import ContentionMeter, SharedDevice
 from penstock.device.storage_probe import StorageProbe
 from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
@@ -177,9 +179,9 @@ class UnitMeasurement(NamedTuple):
     # and the gradient of its outputs. 0 on the CPU, where these are not counted.
     workspace_bytes: int = 0
     has_loss: bool = False
-    # How many times longer it takes while other ranks on the same accelerator do the same. None if
-    # there are none, or if that cannot be measured.
-    slowdown: float | None = None
+    # How many times longer it takes while other ranks on the same accelerator are busy, always or
+    # with pauses. None if there are none, or if that cannot be measured.
+    slowdowns: tuple[float, float] | None = None
 
     @property
     def seconds(self) -> float:
@@ -188,10 +190,14 @@ class UnitMeasurement(NamedTuple):
 
     def with_loss(self, loss: UnitMeasurement) -> UnitMeasurement:
         """Return the measurement of the last unit together with the loss of its output."""
-        slowdown = self.slowdown
-        if slowdown is not None and loss.slowdown is not None:
-            together = self.seconds * slowdown + loss.seconds * loss.slowdown
-            slowdown = together / (self.seconds + loss.seconds)
+        slowdowns = self.slowdowns
+        if slowdowns is not None and loss.slowdowns is not None:
+            seconds = self.seconds + loss.seconds
+            always, with_pauses = (
+                (self.seconds * mine + loss.seconds * other) / seconds
+                for mine, other in zip(slowdowns, loss.slowdowns, strict=True)
+            )
+            slowdowns = always, with_pauses
         kept_output = self.output_bytes if self.saves_outputs or loss.saves_inputs else 0
         return self._replace(
             forward=self.forward + loss.forward,
@@ -199,7 +205,7 @@ class UnitMeasurement(NamedTuple):
             inner_bytes=self.inner_bytes + loss.inner_bytes + kept_output,
             workspace_bytes=max(self.workspace_bytes, loss.workspace_bytes),
             has_loss=True,
-            slowdown=slowdown,
+            slowdowns=slowdowns,
         )
 
 
@@ -211,18 +217,18 @@ def measure_unit_calls(
     shared: SharedDevice | None = None,
 ) -> list[UnitMeasurement]:
     """Measure calls of units of a traced model; equal ones are measured once."""
-    by_key: dict[Hashable, UnitMeasurement] = {}
-    measurements = []
+    units = _UnitMeasurements(runs, timeout, shared)
     for module, args, kwargs in calls:
         key = build_cost_key(module, args, kwargs)
-        if key not in by_key:
+        if not units.has(key):
             with preserve_rng(device), enable_backward():
                 arguments = StructureCopier(build_tensor_copier(device))((tuple(args), {**kwargs}))
                 name = f"a {type(module).__name__}"
                 with _profiled_call(name, module, arguments, device) as call:
-                    by_key[key] = call.measure_unit(runs, timeout, shared)
-        measurements.append(by_key[key])
-    return measurements
+                    units.measure(key, call)
+        units.append(key)
+    with preserve_rng(device):
+        return units.finish()
 
 
 def measure_unit_layers(
@@ -239,21 +245,57 @@ def measure_unit_layers(
 
     Equal layers with equal inputs are measured once.
     """
-    by_key: dict[Hashable, UnitMeasurement] = {}
+    units = _UnitMeasurements(runs, timeout, shared)
 
-    def measure(call: _CallProfiler) -> UnitMeasurement:
+    def measure(call: _CallProfiler) -> None:
         key = call.cost_key
-        if key in by_key:
+        if units.has(key):
             call.run_first()  # the next layer needs its output
         else:
-            by_key[key] = call.measure_unit(runs, timeout, shared)
-        return by_key[key]
+            units.measure(key, call)
+        units.append(key)
 
-    measured = _measure_layers(layers, microbatch, unpack, device, measure, loss)
+    with preserve_rng(device):
+        _measure_layers(layers, microbatch, unpack, device, measure, loss)
+        measured = units.finish()
     if loss is not None:
         *measured, last, of_loss = measured
         measured.append(last.with_loss(of_loss))
     return measured
+
+
+class _UnitMeasurements:
+    """The measurements of the units of a model, in order; equal units are measured once."""
+
+    def __init__(self, runs: int, timeout: float, shared: SharedDevice | None) -> None:
+        self._runs, self._timeout = runs, timeout
+        self._meter = None if shared is None else ContentionMeter(shared)
+        self._by_key: dict[Hashable, UnitMeasurement] = {}
+        self._keys: list[Hashable] = []
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether such a unit was measured."""
+        return key in self._by_key
+
+    def measure(self, key: Hashable, call: _CallProfiler) -> None:
+        """Measure a unit alone, and capture it for later if devices share an accelerator."""
+        unit = call.measure_unit(self._runs, self._timeout)
+        self._by_key[key] = unit
+        if self._meter is not None:
+            self._meter.add(key, call.run_on_copies, unit.seconds, call.count_bytes(unit))
+
+    def append(self, key: Hashable) -> None:
+        """Count one more unit like this."""
+        self._keys.append(key)
+
+    def finish(self) -> list[UnitMeasurement]:
+        """Return the measurements of all units, with their slowdowns."""
+        if self._meter is not None:
+            for key, (always, with_pauses) in self._meter.measure(Counter(self._keys)).items():
+                unit = self._by_key[key]
+                slowdowns = always / unit.seconds, with_pauses / unit.seconds
+                self._by_key[key] = unit._replace(slowdowns=slowdowns)
+        return [self._by_key[key] for key in self._keys]
 
 
 # ---- layers of a Sequential ----------------------------------------------------------------------
@@ -424,13 +466,18 @@ def _profiled_call(
         with isolated(parts, map_tensor=copy_tensor):
             if isinstance(module, torch.jit.ScriptModule):
                 module = StructureCopier(copy_tensor)(module).to(device)
-            for part in parts:
-                if isinstance(part, nn.RNNBase):
-                    part.flatten_parameters()  # cuDNN needs the copied weights in one block, too
+            _flatten_weights(parts)
             yield _CallProfiler(module, arguments, copy_tensor, skips, counted)
     except Exception as error:
         error.add_note(f"This happened while Penstock measured {name} on the example.")
         raise
+
+
+def _flatten_weights(modules: Iterable[nn.Module]) -> None:
+    """Let the copied weights of recurrent layers be one block, which cuDNN needs."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 class _CallProfiler(Skips):
@@ -461,6 +508,8 @@ class _CallProfiler(Skips):
         self._stashed: list[Any] = []
         self.output: Any = None  # of the first run, detached
         self._saved_parts = (0, False, False, 0)
+        self._gradients: list[Tensor] = []  # of the outputs
+        self._shares_inputs = False
         self._first_graphs: list[_BackwardGraph] = []  # of the first run, until its backward
         self._deferral: WeightGradDeferral | None = WeightGradDeferral(list(module.modules()))
         tensors = (*_collect_tensors(arguments), *iter_module_tensors(module))
@@ -488,24 +537,15 @@ class _CallProfiler(Skips):
         """A key that is equal for two calls only if one measurement holds for both."""
         return build_cost_key(self._module, *self._arguments)
 
-    def measure_unit(
-        self, runs: int, timeout: float, shared: SharedDevice | None = None
-    ) -> UnitMeasurement:
-        """Return the seconds and bytes of the call, and its slowdown on a shared device."""
+    def measure_unit(self, runs: int, timeout: float) -> UnitMeasurement:
+        """Return the seconds and bytes of the call."""
         forward, input_grad, weight_grad = self.measure(runs, timeout)[1]
-        slowdown = None
-        if shared is not None:
-            # It keeps nodes that accumulate gradients alive. They run on the stream on which they
-            # were made, so the backwards of the other devices would wait for this one.
-            self._deferral = None
-            slowdown = shared.measure_slowdown(self._run)
         return UnitMeasurement(
             forward,
             input_grad,
             weight_grad,
             *self._saved_parts,
             workspace_bytes=self.measure_workspace(self._accelerator) if self._accelerator else 0,
-            slowdown=slowdown,
         )
 
     def run_first(self) -> None:
@@ -612,12 +652,67 @@ class _CallProfiler(Skips):
             self._deferral = None
             return self._time_run()
 
-    def _run(self) -> None:
+    def count_bytes(self, unit: UnitMeasurement) -> int:
+        """Return the bytes that a run on copies needs, roughly."""
+        inputs = sum(map(_count_bytes, _collect_tensors((self._arguments, self._popped))))
+        values = inputs + unit.inner_bytes + unit.output_bytes + unit.workspace_bytes
+        return count_training_bytes(self._module, 0) + values
+
+    @contextmanager
+    def run_on_copies(self) -> Iterator[tuple[Callable[[], None], object]]:
+        """Yield a function that runs the module on new copies of its tensors, and what it needs.
+
+        It adds to gradients that are there, as after the first micro-batch of a step.
+        """
+        # It keeps nodes that accumulate gradients alive. They run on the stream on which they were
+        # made, so the backwards of other devices would wait for that one.
+        self._deferral = None
+        parts, inputs = list(self._module.modules()), (self._arguments, self._popped)
+        with isolated(parts, map_tensor=self._copy_tensor):
+            _flatten_weights(parts)
+            weights = [weight for weight in self._module.parameters() if weight.requires_grad]
+            self._gradients = []
+            try:
+                self._arguments, self._popped = StructureCopier(self._copy_tensor)(inputs)
+                with preserve_gradients(weights):
+                    for weight in weights:
+                        weight.grad = torch.zeros_like(weight)
+                    self._share_inputs(weights)
+                    tables = [
+                        dict(table)
+                        for part in parts
+                        for table in (vars(part), part._parameters, part._buffers)
+                    ]
+                    sums = [weight.grad for weight in weights]
+                    values = tables, sums, self._arguments, self._popped, self._gradients
+                    yield partial(self._run, weights), values
+            finally:
+                self._arguments, self._popped = inputs
+                self._shares_inputs = False
+
+    def _share_inputs(self, weights: Sequence[Tensor]) -> None:
+        """Let runs use the inputs themselves, if a run leaves them as they are.
+
+        In a step nothing copies the inputs of a stage, and a copy may take as long as a layer.
+        """
+        before = StructureCopier(self._copy_tensor)((self._arguments, self._popped))
+        self._shares_inputs = True
+        self._run(weights)
+        after = _collect_tensors((self._arguments, self._popped))
+        if not all(
+            old.layout is torch.strided and torch.equal(old, new)
+            for old, new in zip(_collect_tensors(before), after, strict=True)
+        ):
+            self._shares_inputs = False
+            self._arguments, self._popped = before
+
+    def _run(self, weights: Sequence[Tensor]) -> None:
         """Run the forward and the whole backward. The host waits for nothing."""
         args, kwargs = self._start_graph(self._arguments)
-        graph, ones = self._build_graph(self._run_module(args, kwargs))
-        with preserve_gradients(graph.find_leaves()):
-            graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
+        graph, gradients = self._build_graph(self._run_module(args, kwargs))
+        mine = set(map(id, weights))
+        with preserve_gradients([leaf for leaf in graph.find_leaves() if id(leaf) not in mine]):
+            graph.backward_accumulate({OUTSIDE: Payload(gradients)}, False)
 
     def _time_backward(
         self, graph: _BackwardGraph, pending_weight_grads: list[PendingWeightGrad]
@@ -675,9 +770,8 @@ class _CallProfiler(Skips):
         The copies of the first run share memory with the values, so that a tensor which two layers
         keep is one storage.
         """
-        copies = (
-            _detach(values) if self._is_first_run else StructureCopier(self._copy_tensor)(values)
-        )
+        shares_memory = self._is_first_run or self._shares_inputs
+        copies = _detach(values) if shares_memory else StructureCopier(self._copy_tensor)(values)
         outer = [tensor for tensor in _collect_tensors(copies) if tensor.requires_grad]
         if outer:
             inner = dict(zip(map(id, outer), enter_graph(outer)[0], strict=True))
@@ -686,12 +780,31 @@ class _CallProfiler(Skips):
         return copies
 
     def _build_graph(self, output: Any) -> _BackwardGraph:
-        """Return the graph of a run, and a gradient of ones for each of its ends."""
+        """Return the graph of a run, and a gradient for each of its ends."""
         tensors = _collect_tensors((output, self._stashed))
         self._stashed.clear()
         ends = [tensor for tensor in tensors if tensor.requires_grad]
         roots = {OUTSIDE: tuple(map(find_gradient_edge, ends))}
-        return CellGraph(roots, {}), tuple(map(torch.ones_like, ends))
+        if [g.shape for g in self._gradients] != [tensor.shape for tensor in ends]:
+            self._gradients[:] = map(_make_gradient, ends)
+        return CellGraph(roots, {}), tuple(self._gradients)
+
+
+def _make_gradient(tensor: Tensor) -> Tensor:
+    """Return random numbers, with which a GPU draws as much power as in training."""
+    if tensor.layout is not torch.strided or tensor.dtype not in _RANDOM_DTYPES:
+        return torch.ones_like(tensor)
+    return torch.randn_like(tensor)
+
+
+_RANDOM_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+}
 
 
 def _find_median(runs: Sequence[TimedWork]) -> float:

@@ -104,11 +104,20 @@ class ValueProfile:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The device of a rank. The units' seconds on its kind are divided by its speed."""
+    """The device of a rank.
+
+    Attributes:
+        kind: The units' seconds on this kind of device ...
+        memory: Its bytes.
+        speed: ... are divided by this while all ranks are busy.
+        idle_gain: How much faster it is, as a fraction, the more the ranks are idle: in a step in
+            which they are idle for a tenth of the time, a tenth of this. 0 if ranks share nothing.
+    """
 
     kind: str
     memory: float = inf
     speed: float = 1.0
+    idle_gain: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -479,6 +488,8 @@ def _find_invalid_numbers(profile: Profile) -> Iterable[str]:
     for rank, device in enumerate(profile.devices):
         if not 0 < device.speed < inf or not device.memory > 0:
             yield f"rank {rank} has speed {device.speed} and memory {device.memory}"
+        if not 0 <= device.idle_gain <= 1:
+            yield f"rank {rank} has an idle gain of {device.idle_gain}, which is not from 0 to 1"
     for link in (profile.link, *profile.links.values()):
         if not link.bandwidth > 0:
             yield f"a link has a bandwidth of {link.bandwidth}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, combinations
 from math import inf
 from typing import NamedTuple
 
+from penstock.planning.profile import DeviceProfile
 from penstock.planning.stage_costs import StageCosts
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
@@ -221,6 +223,26 @@ class ScheduleTimer:
         total = ranks * makespan
         bubble = {cause: value / total if total else 0.0 for cause, value in seconds.items()}
         return makespan, self._period(durations, ends), bubble
+
+    def speed_up(
+        self, costs: StageCosts, recomputed: Sequence[bool], devices: Sequence[DeviceProfile]
+    ) -> StageCosts:
+        """Return the costs in this schedule, in which ranks are idle now and then.
+
+        The costs that a search compares are those while all ranks are busy. An idle rank leaves
+        more of what they share to the others: see `DeviceProfile.idle_gain`.
+        """
+        if not any(device.idle_gain for device in devices):
+            return costs
+        idle = sum(self.forecast(costs, recomputed)[2].values())
+        factors = [1 / (1 + idle * devices[rank].idle_gain) for rank in self.schedule.placement]
+        cost = costs.cost
+
+        def scale(seconds: Sequence[float]) -> tuple[float, ...]:
+            return tuple(a * b for a, b in zip(seconds, factors, strict=True)) if seconds else ()
+
+        faster = replace(cost, F=scale(cost.F), I=scale(cost.I), W=scale(cost.W), R=scale(cost.R))
+        return replace(costs, cost=faster)
 
     def peak(self, rank: int, costs: StageCosts, recomputed: Sequence[bool]) -> float:
         """Return the most bytes of activations that are alive on a rank."""

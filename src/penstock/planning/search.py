@@ -365,9 +365,12 @@ def search_plan(
             best = polished
     best, schedule_limit, method = _solve_exactly(best, solver_seconds, report)
     _raise_bounds(best, groups, solver_seconds, report)
+    # The bounds, too, are for the speed that devices have in this plan.
+    gain = _time_step(best) / best.seconds if best.seconds else 1.0
+    limit = min(best.seconds, *(group.bound for group in groups if not group.is_exhausted), inf)
     certificate = Certificate(
-        bound=min(best.seconds, *(group.bound for group in groups if not group.is_exhausted), inf),
-        schedule_bound=min(best.seconds, schedule_limit),
+        bound=gain * limit,
+        schedule_bound=gain * min(best.seconds, schedule_limit),
         space=_describe_space(groups),
         method=method,
     )
@@ -906,8 +909,19 @@ def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alt
         choice = describe_choice(
             point.name, group.placement, group.chunks, point.recomputed, space.runtime
         )
-        rows.append(Alternative(choice, point.seconds, max(peaks)))
+        rows.append(Alternative(choice, _time_step(point), max(peaks)))
     return tuple(rows)
+
+
+def _time_step(point: Point) -> float:
+    """Return the seconds of a point at the speed that devices have while ranks are idle in it."""
+    group, devices = point.group, point.group.space.profile.devices
+    if not any(device.idle_gain for device in devices):
+        return point.seconds
+    costs = group.table.stage_costs(point.cut, group.placement)
+    timer = ScheduleTimer(point.name, point.schedule, costs.graph)
+    faster = timer.speed_up(costs, point.recomputed, devices)
+    return timer.seconds(faster, point.recomputed, group.space.objective)
 
 
 def _explain_no_fit(space: Space, groups: Sequence[Group]) -> str:
