@@ -60,3 +60,16 @@ def test_no_cut_beats_the_bound_of_the_solver(placement: tuple[int, ...]) -> Non
         table = CostTable(profile, chunks, "threads")
         bound = solve_space_bound(table, placement, plan.memory, "makespan", plan.seconds, 10.0)
         assert 0.5 * plan.seconds < bound <= plan.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("chunks", "least"), [(2, 26.5), (3, 32.5), (4, 40.5)])
+def test_bound_of_the_solver_counts_the_way_to_the_first_gradient(
+    chunks: int, least: float
+) -> None:
+    """Before it, a rank can do forwards only. With few micro-batches that is much of a step."""
+    profile = even_profile(units=12, ranks=4, rows=chunks)
+    plan = search_plan(profile, placement=vee(4), chunks=[chunks], solver_seconds=0)
+    table = CostTable(profile, chunks, "threads")
+    slow = 2 * plan.seconds
+    bound = solve_space_bound(table, vee(4), plan.memory, "makespan", slow, 10.0)
+    assert least < bound <= plan.seconds * (1 + 1e-3)

@@ -264,6 +264,11 @@ def solve_space_bound(
         back = look_up("back", -1, before["I"], mine[0]) if is_step else 0
         model.add(longest >= way + chunks * sum(between("FIW", rank, s) for s in mine))
         model.add(longest >= way + back + chunks * sum(between("FI", rank, s) for s in mine))
+        if is_step:
+            # Before its first input gradient, a rank can do nothing but forwards.
+            later = floor(before["I"][-1] / tick) - look_up("back", -1, before["I"], mine[-1] + 1)
+            first = floor(before["F"][-1] / tick) + later - 2
+            model.add(longest >= first + chunks * sum(between("IW", rank, s) for s in mine))
         for s in mine[1:] if is_step else ():
             there = look_up("way", -1, before["F"], s) + look_up("back", -1, before["I"], s)
             model.add(longest >= there + chunks * between("FI", rank, s))
