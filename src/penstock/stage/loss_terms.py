@@ -162,11 +162,10 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
                 terms.append(LossTerm(name, factors, divisors))
         elif has_kink(name):
             side = find_side(node, name)
-            if side is not None and side.numel() == 1:
-                sides = [side]
+            if side is None or side.numel() != 1:
+                terms += map(_build_kink_term, find_sides_below(node))
             else:
-                sides = find_sides_below(node)
-            terms += map(_build_kink_term, sides)
+                terms.append(_build_kink_term(side))
             slopes = find_slopes(side, name, len(inputs))
             todo += [
                 (function, (*factors, slope), divisors)
