@@ -494,6 +494,36 @@ def is_functorch_active() -> bool:
     return peek_functorch_stack() is not None
 
 
+# What a transform of `torch.func` hands to its function: a tensor for one row of many, say. It must
+# not be used after the transform has ended. There is no public way to look inside.
+_is_transformed, _is_batched, _get_batch_dim, _get_transform_level, _get_unwrapped = (
+    _probe_together(
+        [
+            f"torch._C._functorch.{name}"
+            for name in (
+                *("is_functorch_wrapped_tensor", "is_batchedtensor", "maybe_get_bdim"),
+                *("maybe_get_level", "get_unwrapped"),
+            )
+        ],
+        "A layer that uses torch.func",
+    )
+)
+
+
+def unwrap_transformed(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return the tensor that the transforms of `torch.func` have begun with.
+
+    Returns:
+        The tensor, and for each `vmap` its level and the dim that it takes apart.
+    """
+    batch_dims = []
+    while _is_transformed(tensor):
+        if _is_batched(tensor):
+            batch_dims.append((_get_transform_level(tensor), _get_batch_dim(tensor)))
+        tensor = _get_unwrapped(tensor)
+    return tensor, batch_dims
+
+
 # From the autograd node of a convolution to its settings, in the order in which
 # `convolution_backward` takes them. There is no public way to read what a node has saved.
 _CONVOLUTION_SETTINGS = "stride", "padding", "dilation", "transposed", "output_padding", "groups"

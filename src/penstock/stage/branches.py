@@ -38,7 +38,7 @@ from penstock.stage.recompute import is_recomputing
 from penstock.stage.row_counts import RowCounts, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
-from penstock.torch_compat import without_dispatch_modes
+from penstock.torch_compat import unwrap_transformed, without_dispatch_modes
 
 # The names of functions that return a number of a tensor to Python.
 _READS = frozenset(
@@ -389,8 +389,9 @@ class RowWatch(TorchFunctionMode):
     def _has_positions(self, constant: Tensor) -> bool:
         """Return whether the entries of a constant differ, or may for more: `arange(n) > 5`."""
         if id(constant) not in self._positions:  # it is kept, so its id is not used again
+            numbers, _ = unwrap_transformed(constant)
             with without_dispatch_modes():  # they look at the operations of the forward
-                differ = bool((constant[1:] != constant[:1]).any())
+                differ = bool((numbers[1:] != numbers[:1]).any())
             self._positions[id(constant)] = differ or any(
                 map(self._has_positions, self._sources.get(id(constant), ()))
             )
@@ -418,6 +419,9 @@ def _takes_each_row(name: str, args: tuple[Any, ...], positions: Tensor) -> bool
         return False
     index = args[1][0] if isinstance(args[1], tuple) else None
     if index is not positions or len(args[0]) != len(positions):
+        return False
+    positions, batch_dims = unwrap_transformed(positions)
+    if batch_dims:
         return False
     with without_dispatch_modes():
         numbers = torch.arange(len(positions), device=positions.device)

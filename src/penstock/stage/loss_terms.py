@@ -162,10 +162,8 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
                 terms.append(LossTerm(name, factors, divisors))
         elif has_kink(name):
             side = find_side(node, name)
-            if side is None or side.numel() != 1:
-                terms += map(_build_kink_term, find_sides_below(node))
-            else:
-                terms.append(_build_kink_term(side))
+            sides = find_sides_below(node) if side is None or side.numel() != 1 else [side]
+            terms += map(_build_kink_term, sides)
             slopes = find_slopes(side, name, len(inputs))
             todo += [
                 (function, (*factors, slope), divisors)

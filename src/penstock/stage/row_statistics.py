@@ -18,6 +18,7 @@ the whole batch is compared. (Where it never is the same, few rows show it.)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from penstock.nested_values import iter_tensors, map_tensors
 from penstock.state_copy import SCALAR_TYPES
+from penstock.torch_compat import is_functorch_active, unwrap_transformed
 
 # The names of functions that reduce the dims of their argument `dim`, with its position.
 _DIM_POSITIONS = {
@@ -78,6 +80,14 @@ class _CannotJoinError(Exception):
     """The rows of the micro-batches cannot be joined."""
 
 
+def _cannot_join() -> None:
+    raise _CannotJoinError
+
+
+_UNKNOWN = _Operation(_cannot_join, (), {}, None, is_between=False)
+_unknown_count = itertools.count()
+
+
 class StatisticRead(NamedTuple):
     """A number of several rows that Python has read.
 
@@ -106,12 +116,18 @@ class RowStatistics:
         self._constants: dict[int, Tensor] = {}  # computed from parameters alone, by id
         self.reads: list[StatisticRead] = []
         self.meets_rows = False
+        self._column_levels: set[int] = set()  # of each `vmap` that does not take rows apart
 
     def follow(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Note an operation that has returned numbers of several rows."""
         tensors = _list_operands(args, kwargs)
+        if is_functorch_active() and self._is_vmapped(tensors):
+            if self._column_levels and _reduces_rows(name, args, kwargs, out):
+                self.meets_rows = True
+                self.reads.append(StatisticRead(None, _UNKNOWN, ()))
+            return
         if tensors and all(map(self._is_constant, tensors)):
             self._constants.update((id(tensor), tensor) for tensor in iter_tensors(out))
             return
@@ -131,7 +147,9 @@ class RowStatistics:
         else:
             return
         # Not detached here: another watch may look for calls of `detach` in the forward.
-        new_args, new_kwargs = map_tensors((args, dict(kwargs)), lambda t: self._find(t) or t)
+        new_args, new_kwargs = map_tensors(
+            (args, dict(kwargs)), lambda t: self._find(t) or unwrap_transformed(t)[0]
+        )
         for index, tensor in enumerate([out] if isinstance(out, Tensor) else iter_tensors(out)):
             self._operations[id(tensor)] = (
                 tensor,
@@ -160,7 +178,18 @@ class RowStatistics:
 
     def _add_read(self, outcome: Any, operation: _Operation) -> None:
         versions = tuple([_get_version(leaf) for leaf in _list_leaves(operation)])
+        if isinstance(outcome, Tensor):
+            outcome, _ = unwrap_transformed(outcome)
         self.reads.append(StatisticRead(outcome, operation, versions))
+
+    def _is_vmapped(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether `torch.func.vmap` has taken one of these tensors apart, mostly by rows.
+
+        What it computes for each row by itself does not mix them. Of columns, each has all rows.
+        """
+        batch_dims = [pair for tensor in tensors for pair in unwrap_transformed(tensor)[1]]
+        self._column_levels.update(level for level, dim in batch_dims if dim)
+        return bool(batch_dims)
 
     def _is_constant(self, tensor: Tensor) -> bool:
         # PyTorch asks Python whether a tensor is a parameter, which takes longer than its type.
@@ -252,7 +281,7 @@ def find_whole_outcomes(reads: Sequence[Sequence[StatisticRead]]) -> tuple[Any, 
             with _preserve_generators(column):
                 whole = _read_whole(column)
         except Exception:  # a function may not take so many rows
-            return ("unknown",)
+            return "unknown", next(_unknown_count)  # which was not compared before
         if isinstance(whole, Tensor):
             outcomes.append(whole.tolist())
             are_same &= all(torch.equal(value, whole) for value in values)
