@@ -161,6 +161,13 @@ class RowsCheck:
     # The operations of two numbers of rows, compared.
     _operations: list[RowOperations] = field(default_factory=list)
 
+    # The dims of the outputs that the rows are on.
+    _row_dims: _RowDims = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with what is known of the outputs."""
+        object.__setattr__(self, "_row_dims", _RowDims(self.inputs.rows))
+
     @property
     def shows_nothing(self) -> bool:
         """Whether rows were compared, but never some that differ and count for the loss."""
@@ -173,6 +180,8 @@ class RowsCheck:
         """
         if not self._has_parts():
             return None
+        if whole is not None:
+            self._row_dims.shapes = [tensor.shape for tensor in flatten_values(whole.values)[0]]
         with_gradients = (
             whole is not None
             and torch.is_grad_enabled()
@@ -730,7 +739,7 @@ class RowsCheck:
     ) -> _LossSeeds | _OutputSeeds:
         """Return the gradients of parts. For one part, `shares` are those of the whole."""
         if self.reduction is None:
-            return _OutputSeeds(shares or rows.fractions())
+            return _OutputSeeds(shares or rows.fractions(), self._row_dims)
         fractions = [1.0] if len(shares) == 1 else rows.fractions()
         targets = [self.reference.take_counted_targets(*ranges) for ranges in parts]
         return _LossSeeds(LossAccumulator(self.reduction, fractions, targets))
@@ -809,11 +818,35 @@ class _LossSeeds:
         return 1.0 if factor is None else float(factor)
 
 
+class _RowDims:
+    """The dims of the outputs that the rows are on: dim 0, or that of the inputs.
+
+    Of few rows, an output may have as many entries on both.
+    """
+
+    def __init__(self, rows: MicrobatchRows) -> None:
+        self._input_dim, self._dims = rows.dim, dict(rows.output_dims)
+        self.shapes: Sequence[torch.Size] = ()  # of the outputs of another number of rows, if known
+
+    def find(self, index: int, output: Tensor, row_count: int) -> int:
+        """Return the dim of an output, given its index, for so many rows."""
+        if not self._input_dim:
+            return 0
+        if index not in self._dims and index < len(self.shapes):
+            pairs = zip(self.shapes[index], output.shape, strict=False)
+            others = [dim for dim, (size, other) in enumerate(pairs) if size != other]
+            if len(others) == 1:
+                self._dims[index] = others[0]
+        dims = [self._dims[index]] if index in self._dims else [self._input_dim, 0]
+        return next((d for d in dims if d < output.dim() and not output.size(d) % row_count), 0)
+
+
 @dataclass(frozen=True)
 class _OutputSeeds:
     """Gradients for the outputs of `pipe(x)`: each row has one of its own, a loss its share."""
 
     shares: Sequence[float]
+    row_dims: _RowDims
 
     def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
         """Return the seeds of one part, which has these rows."""
@@ -821,11 +854,12 @@ class _OutputSeeds:
         def list_pairs(values: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
             row_numbers = [row for start, stop in ranges for row in range(start, stop)]
             pairs = []
-            for tensor in flatten_values(values)[0]:
+            for leaf_index, tensor in enumerate(flatten_values(values)[0]):
                 if not tensor.requires_grad:
                     continue
                 if tensor.dim():
-                    pairs.append((tensor, _vary_by_row(tensor, row_numbers)))
+                    dim = self.row_dims.find(leaf_index, tensor, len(row_numbers))
+                    pairs.append((tensor, _vary_by_row(tensor, row_numbers, dim)))
                 else:
                     pairs.append((tensor, torch.full_like(tensor, self.shares[index])))
             return pairs
@@ -837,15 +871,19 @@ class _OutputSeeds:
         return 1.0
 
 
-def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int]) -> Tensor:
-    """Return a gradient for a tensor with these rows of the batch, whatever rows are beside."""
-    times = max(len(tensor) // len(row_numbers), 1)
+def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int], dim: int) -> Tensor:
+    """Return a gradient for a tensor with these rows of the batch, whatever rows are beside.
+
+    Its rows are on `dim`.
+    """
+    rows = tensor.detach().movedim(dim, 0)
+    times = max(len(rows) // len(row_numbers), 1)
     numbers = torch.tensor(row_numbers, device=tensor.device).repeat_interleave(times)
-    if len(numbers) != len(tensor):  # it has no rows
-        numbers = torch.zeros(len(tensor), device=tensor.device)
-    columns = torch.arange(tensor[:1].numel(), device=tensor.device)
+    if len(numbers) != len(rows):  # it has none
+        numbers = torch.zeros(len(rows), device=tensor.device)
+    columns = torch.arange(rows[:1].numel(), device=tensor.device)
     angles = 0.7 * columns + numbers[:, None]
-    return angles.cos().add(0.1).to(tensor.dtype).view_as(tensor)
+    return angles.cos().add(0.1).to(tensor.dtype).view(rows.shape).movedim(0, dim)
 
 
 def _find_tables(parts: Sequence[Any], whole: Any) -> list[Any]:
