@@ -320,3 +320,60 @@ def test_the_layers_of_transformers_are_known(name: str, monkeypatch: pytest.Mon
 def test_numpy_is_not_an_operation() -> None:
     # What a forward does outside of PyTorch is a number that it reads: see branches.py.
     assert follow(lambda x: x * float(numpy.median(x.detach().numpy()) > 9)) is None
+
+
+class Interpolation(nn.Module):
+    """Mixes rows by a weight that lets them be as they are at first."""
+
+    def __init__(self, mix: Function) -> None:
+        super().__init__()
+        self.weight, self.mix = nn.Parameter(torch.ones(())), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + (1 - self.weight) * self.mix(x)
+
+
+class Centred(nn.Module):
+    """Subtracts a mean over rows that cancels in the results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        with torch.no_grad():
+            same_mean = x.mean(0)
+        return x - (mean - same_mean)
+
+
+@pytest.mark.parametrize(
+    "layer", [Interpolation(lambda x: x.roll(1, 0)), Interpolation(lambda x: x.flip(0)), Centred()]
+)
+def test_rows_that_are_mixed_in_gradients_alone_are_refused(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipe(model.double(), 2, stages=2, devices=["cpu"] * 2, audit="first")
+    x, y = batch(1)
+    with pytest.raises(AuditError, match="the gradient of"):
+        pipe.step(x, target=y, loss_fn=nn.MSELoss())
+
+
+@pytest.mark.parametrize("distance", [2, 4, 8])
+def test_rows_that_move_by_the_rows_that_are_tried_are_refused(distance: int) -> None:
+    pipe = make(lambda x: x + 0.5 * x.roll(distance, 0))
+    x, y = batch(1)
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(x, target=y, loss_fn=nn.MSELoss())
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_mixed_rows_beside_random_numbers_of_python_are_refused(draw: Callable[[], float]) -> None:
+    pipe = make(lambda x: (x + x.roll(1, 0)) * (1 + draw()))
+    x, y = batch(1)
+    with pytest.raises(AuditError, match=r"an operation may mix rows .*roll"):
+        pipe.step(x, target=y, loss_fn=nn.MSELoss())
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_random_numbers_of_python_are_accepted_where_rows_are_not_mixed(
+    draw: Callable[[], float],
+) -> None:
+    pipe = make(lambda x: x * (1 + draw()))
+    x, y = batch(1)
+    pipe.step(x, target=y, loss_fn=nn.MSELoss())

@@ -319,13 +319,16 @@ class Audit:
         """Compare the whole batch if its forward may go another way than that of micro-batches."""
         watch = forward.row_watch
         self._compares_row_counts = watch.compares_row_counts
-        if self._rows_check.has_branches(forward):
+        has_branches = self._rows_check.has_branches(forward)
+        if has_branches:
             self._auditor.note_branches(self._kind)
-        elif not self._rows_check.computes_each_row():
+        if not self._rows_check.computes_each_row():
             self._auditor.note_possible_mixing(self._kind)
-        elif not watch.goes_by_row_count:
+            problem = self._rows_check.compare_mixed_rows()
+        elif has_branches or watch.goes_by_row_count:
+            problem = self._rows_check.compare_all_microbatches()
+        else:
             return None
-        problem = self._rows_check.compare_all_microbatches()
         if problem is not None and watch.goes_by_row_count:
             return f"the forward goes by the number of its rows, as `if len(x) > 4` does: {problem}"
         return problem
@@ -823,7 +826,7 @@ class Audit:
 
     def check_rows(self) -> None:
         """Compare the whole batch, in a later call of layers that may mix rows."""
-        problem = self._rows_check.compare_all_microbatches()
+        problem = self._rows_check.compare_mixed_rows()
         if problem is not None:
             self._auditor.note_possible_mixing(self._kind)  # the next call is compared, too
             self._split_problem = f"a layer mixes rows of the batch: {problem}"

@@ -160,6 +160,8 @@ class RowsCheck:
     _proofs: list[bool] = field(default_factory=list)
     # The operations of two numbers of rows, compared.
     _operations: list[RowOperations] = field(default_factory=list)
+    # The parts that could not be compared, as their results depend on random numbers.
+    _random_parts: list[Sequence[Rows]] = field(default_factory=list)
 
     # The dims of the outputs that the rows are on.
     _row_dims: _RowDims = field(init=False)
@@ -282,6 +284,22 @@ class RowsCheck:
             return False
         return any(operations.problem is None for operations in self._operations)
 
+    def compare_mixed_rows(self) -> str | None:
+        """Return how rows depend on each other if an operation may mix them, or None.
+
+        What is mixed may cancel in the results, and not in the gradients: `x + (a - 1) * mix(x)`
+        where a is 1 at first. So the gradients of a few rows are compared, and the whole batch.
+        """
+        problem = self.compare_groups() or self.compare_all_microbatches()
+        if problem is None and self._random_parts and self._operations:
+            return (
+                f"an operation may mix rows ({self._operations[-1].problem}), and random numbers "
+                "keep the rows from being compared: those of random, numpy.random or a "
+                "distribution that is not known here. Draw them with torch.rand or torch.randn, or "
+                "outside of the model, and pass them as an input."
+            )
+        return problem
+
     def record_operations(self) -> RowOperations | None:
         """Return what is to record the operations of the micro-batch, if they are needed.
 
@@ -402,6 +420,8 @@ class RowsCheck:
                     self._proofs.append(False)
                 except Exception as error:
                     close_failed_checkpoints(error)
+        if is_random:
+            self._random_parts.append(ranges)
         if is_random or self._proofs[-1:] == [False]:
             return None
         # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
