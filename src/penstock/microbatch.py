@@ -332,9 +332,10 @@ def find_unlike_rows(values: Any, row_count: int) -> tuple[int, int] | None:
         if tensor.dim() and len(tensor) == row_count and tensor.numel():
             has_order = not (tensor.is_floating_point() or tensor.is_complex())
             is_empty = tensor <= 0 if has_order else tensor == 0
-            counts = is_empty.reshape(row_count, -1).sum(1, dtype=torch.float64)
-            spread = float(counts.max() - counts.min()) / is_empty.numel()
-            pairs.append((spread, int(counts.argmin()), int(counts.argmax())))
+            counts = is_empty.reshape(row_count, -1).sum(1).tolist()
+            least, most = min(counts), max(counts)
+            spread = (most - least) / is_empty.numel()
+            pairs.append((spread, counts.index(least), counts.index(most)))
     spread, *row_pair = max(pairs, default=(0.0, 0, 0))
     return (row_pair[0], row_pair[1]) if spread else None
 

@@ -267,6 +267,11 @@ class RowWatch(TorchFunctionMode):
         return self._row_counts is not None and self._row_counts.is_decisive
 
     @property
+    def runs_same_operations(self) -> bool:
+        """Return whether it runs the same operations for other rows, and other numbers of them."""
+        return not (self.reads or self.compares_row_counts)
+
+    @property
     def meets_rows(self) -> bool:
         """Return whether numbers of several rows were taken together with rows."""
         return self._statistics is not None and self._statistics.meets_rows

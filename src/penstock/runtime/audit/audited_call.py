@@ -625,9 +625,9 @@ class Audit:
             self._fail(self._state_problem)  # or the loss would differ by it
         loss = self._cell_io.loss
         assert isinstance(loss, LossAccumulator)
-        losses = [self._digester.digest(item.loss) for item in loss.microbatch_losses]
+        computed_loss = self._digester.digest(loss.microbatch_losses[self.microbatch].loss)
         assert self._reference_loss is not None
-        self._compare("the loss", losses[self.microbatch], self._reference_loss, is_forward=True)
+        self._compare("the loss", computed_loss, self._reference_loss, is_forward=True)
         self._check_state()
         last_cell = len(self._placed.partition.stages) - 1, self.microbatch
         seed = self._cell_io.output_gradients[last_cell].tensors[0]
@@ -728,7 +728,7 @@ class Audit:
     def _name_parameters(self) -> dict[int, str]:
         return {
             id(parameter): f"{prefix}.{name}".lstrip(".")
-            for module, prefix in self._placed.partition.names().items()
+            for module, prefix in self._reference.names.items()
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
@@ -736,7 +736,7 @@ class Audit:
     def _check_state(self) -> None:
         """Compare the buffers after the forward, unless another micro-batch has changed them."""
         assert self._forward is not None
-        names = self._placed.partition.names()
+        names = self._reference.names
         is_first = self.microbatch == self._first_microbatch
         for (module, name), actual in self._record.buffers.items() if is_first else ():
             expected = self._forward.buffers.get((module, name))

@@ -52,7 +52,7 @@ from penstock.runtime.audit.state_watch import (
     collect_buffers,
     read_plain_attributes,
 )
-from penstock.runtime.audit.write_log import WriteLog
+from penstock.runtime.audit.write_log import WriteLog, is_equal
 from penstock.runtime.request import Request
 from penstock.stage.aux_loss import CollectedLosses, carry_losses, thread_state
 from penstock.stage.branches import LastNumberRead, RowWatch
@@ -148,6 +148,9 @@ class ComputedLoss(NamedTuple):
 class Reference:
     """The unsplit model of one call of a pipe.
 
+    Attributes:
+        names: The modules of the model, with their names.
+
     Args:
         partition: The model, cut.
         devices: The devices of the stages.
@@ -182,6 +185,8 @@ class Reference:
         self._separates_host_streams = False
         self._uses_float32: bool | None = None  # not known before a forward
         self._has_own_gradients: bool | None = None  # not known before a forward
+        # Whether the model runs the same operations on any rows, and none writes to a parameter.
+        self._writes_nothing = False
         self.replaces_sizes = True  # whether forwards get sizes that know of other numbers of rows
         self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
@@ -190,9 +195,11 @@ class Reference:
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         # Stages of a traced model have copies of the modules around its units. The unsplit forward
         # does not run those, so their buffers are not compared.
-        self._model_modules = list(partition.names())
+        self.names = partition.names()
+        self._model_modules = list(self.names)
         self.modules = list(dict.fromkeys([*self._model_modules, *stage_modules]))
         self._aliases: dict[Tensor, nn.Parameter] = {}  # the parameters that stood in for others
+        self._buffers = collect_buffers(self._model_modules)
         self._dtypes = frozenset([*autocast_dtypes, *self._list_dtypes()])
         self._wide_dtype: torch.dtype | None = None  # see `in_precision`
 
@@ -286,8 +293,7 @@ class Reference:
     def watch_state(self) -> StateWatch:
         """Return an object that finds what a forward changes, inside an isolation."""
         reached, other_modules, containers = self._outside_state
-        names = self._partition.names()
-        names.update({module: type(module).__name__ for module in other_modules})
+        names = {**self.names, **{module: type(module).__name__ for module in other_modules}}
         own_tables = {
             id(table) for m in self.modules for table in map(vars(m).get, MODULE_INTERNALS)
         }
@@ -302,7 +308,7 @@ class Reference:
         reached, _, containers = self._outside_state
         own_tables = {id(value) for module in self.modules for value in vars(module).values()}
         others = [c for c in containers if id(c) not in own_tables]
-        return find_kept_places(self._partition.names(), reached.variables, others)
+        return find_kept_places(self.names, reached.variables, others)
 
     def take_snapshot(self) -> StateSnapshot:
         """Return a record of the modules as they are, in which a backward can run later."""
@@ -505,8 +511,7 @@ class Reference:
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         cells = self._build_cells(fixes_draws)
-        before = self._digest_buffers() if records_state else {}
-        attributes = read_plain_attributes(self._model_modules if records_state else ()).items()
+        attributes = read_plain_attributes(self._model_modules) if records_state else {}
         watch = self._build_watch(microbatch if records_state else None)
         generators = set(self._write_log.generators)
         hooks = self._list_hooks() if records_state else {}
@@ -519,8 +524,9 @@ class Reference:
             cells.emulate(microbatch),
             self._widen_units(),
         ):
+            is_logged = not (fixes_draws and self.is_stateless and self._writes_nothing)
             values, output = self._compute(
-                args, kwargs, counted_targets or target, watch, operations
+                args, kwargs, counted_targets or target, watch, operations, is_logged
             )
         detach_output = StructureCopier(lambda tensor: tensor.detach())
         output = detach_output(output) if keeps_output else None
@@ -536,8 +542,12 @@ class Reference:
         if records_state:
             self._has_own_gradients = has_own_gradients
             self.watches_rows = watch.may_select_rows
+            self._writes_nothing = (
+                self._write_log.is_clean
+                and watch.runs_same_operations
+                and not (has_own_backward or self._separates_host_streams)
+            )
         buffers = self._digest_buffers() if records_state else {}
-        now = read_plain_attributes(self._model_modules) if records_state else {}
         return ReferenceForward(
             values,
             has_drawn=cells.has_drawn
@@ -545,8 +555,10 @@ class Reference:
             or not generators.issuperset(self._write_log.generators),
             uses_own_generator=cells.uses_own_generator,
             buffers=buffers,
-            changed_buffers=frozenset([k for k, d in buffers.items() if before.get(k) != d]),
-            changed_attributes=frozenset([k for k, old in attributes if now.get(k) != old]),
+            changed_buffers=frozenset(filter(self._has_changed, buffers)),
+            changed_attributes=frozenset(
+                [key for key, old in attributes.items() if vars(key[0]).get(key[1]) != old]
+            ),
             adds_losses=self._adds_losses,
             has_own_gradients=has_own_gradients,
             has_own_backward=has_own_backward,
@@ -621,9 +633,8 @@ class Reference:
         assert self._stage_map is not None  # a forward has run
         units = [unit for unit, _ in self._stage_map[0]]
         children = {child for unit in units for child in unit.modules() if child is not unit}
-        names = self._partition.names()
         problems = (
-            f"{names[module]}.{parameter}".strip(".")
+            f"{self.names[module]}.{parameter}".strip(".")
             for module, parameter in changed
             if parameter or module not in children
         )
@@ -636,8 +647,12 @@ class Reference:
         targets: tuple[Any, ...],
         watch: _ForwardWatch,
         operations: RowOperations | None = None,
+        is_logged: bool = True,
     ) -> tuple[tuple[Any, ...], Any]:
-        """Return what a step or a call returns, and the output of the model."""
+        """Return what a step or a call returns, and the output of the model.
+
+        Unless `is_logged`, the model is known to write to no parameter.
+        """
         outputs = []
         watched = nullcontext() if operations is None else operations.watch()
 
@@ -645,7 +660,7 @@ class Reference:
             # Not the loss function, which each step compares with the whole batch if it has to.
             watch.is_in_model = True
             try:
-                with watched:
+                with watched, nullcontext() if is_logged else self._write_log.suspend():
                     outputs.append(self._partition.run_unsplit(args, kwargs))
                 return {OUTSIDE: (outputs[-1],)}
             finally:
@@ -747,6 +762,11 @@ class Reference:
         with self._write_log.suspend():
             return self._digester.digest_all(collect_buffers(self._model_modules))
 
+    def _has_changed(self, key: BufferKey) -> bool:
+        """Return whether a forward has changed a buffer. Inside an isolation, it is a copy."""
+        before, (module, name) = self._buffers.get(key), key
+        return before is None or not is_equal(module._buffers[name], before)
+
     def digest_loss_state(self) -> dict[Any, Digest]:
         """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
 
@@ -803,22 +823,22 @@ class Reference:
             if type(parameter) is nn.Parameter and parameter.requires_grad and name != "bias"
         ]
         limits = {torch.float64: HIDING_SIZE_IN_DOUBLE}
-        by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
+        groups: dict[Any, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.layout is torch.strided and parameter.numel():
-                item = parameter.detach(), limits.get(parameter.dtype, HIDING_SIZE)
-                by_device.setdefault(parameter.device, []).append(item)
+                kind = parameter.device, parameter.dtype, min(parameter.numel(), 8)
+                groups.setdefault(kind, []).append(parameter.detach())
         # The first numbers of most are large, so that the rest is not read.
-        suspects = [
-            (tensor, limit)
-            for items in by_device.values()
-            for (tensor, limit), size in zip(
-                items,
-                torch.stack([t.reshape(-1)[:8].abs().amax().float() for t, _ in items]).tolist(),
-                strict=True,
-            )
-            if size <= limit
-        ]
+        suspects = []
+        for (_, dtype, count), tensors in groups.items():
+            limit = limits.get(dtype, HIDING_SIZE)
+            first = torch.stack([tensor.reshape(-1)[:count] for tensor in tensors])
+            sizes = first.abs().amax(1).tolist()
+            suspects += [
+                (tensor, limit)
+                for tensor, size in zip(tensors, sizes, strict=True)
+                if size <= limit
+            ]
         return any(float(tensor.abs().amax()) <= limit for tensor, limit in suspects)
 
     def has_hooked_leaves(self) -> bool:

@@ -98,6 +98,22 @@ class _Verdict(NamedTuple):
     uses_float32: bool = False
 
 
+class _Losses(NamedTuple):
+    """The losses of parts, and of all together.
+
+    Attributes:
+        parts: The losses of the parts.
+        combined: What they combine to.
+        whole: The loss of all together.
+        dtype: Its dtype.
+    """
+
+    parts: Sequence[float]
+    combined: float
+    whole: float
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class _RowsRun:
     """Parts of a batch to run, together and apart, and how.
@@ -502,10 +518,11 @@ class RowsCheck:
             if any(result.forward.has_drawn for result in results) or host_state.find_used():
                 raise _RandomResultsError
             forwards = [part.forward for part in parts]
+            losses = self._measure_losses(forwards, together.forward, part_rows)
 
             def find_problem(is_strict: bool) -> str | None:
                 problem = self._find_problem(
-                    forwards, together.forward, part_rows, shares, is_strict
+                    forwards, together.forward, losses, part_rows, shares, is_strict
                 )
                 if problem is not None or part_seeds is None or whole_seeds is None:
                     return problem
@@ -613,6 +630,7 @@ class RowsCheck:
         self,
         parts: Sequence[ReferenceForward],
         whole: ReferenceForward,
+        losses: _Losses | None,
         rows: MicrobatchRows,
         shares: Sequence[float],
         is_strict: bool,
@@ -627,7 +645,9 @@ class RowsCheck:
             return self._compare_outputs(
                 outputs, whole.values[0], merged, whole.uses_float32, is_strict
             )
-        problem = self._compare_losses(parts, whole, rows, is_strict)
+        problem = None
+        if losses is not None:
+            problem = self._compare_losses(losses, whole.uses_float32, is_strict)
         outputs = [_find_step_output(part) for part in (*parts, whole)]
         if problem is not None or not all(outputs):
             return problem
@@ -710,36 +730,37 @@ class RowsCheck:
         """Return whether `pipe(x)` adds the losses of micro-batches."""
         return all(share == 1 for share in self.inputs.loss_shares)
 
-    def _compare_losses(
-        self,
-        parts: Sequence[ReferenceForward],
-        whole: ReferenceForward,
-        rows: MicrobatchRows,
-        is_strict: bool,
-    ) -> str | None:
+    def _measure_losses(
+        self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
+    ) -> _Losses | None:
+        """Return the losses of a step for parts and for all together, or None."""
+        if self.reduction is None:
+            return None
         if whole.adds_losses and any(
             isinstance(v, LossExtras) and v.weight is not None for v in whole.values
         ):
             return None  # auxiliary losses share the weight of the loss, and not the rows
-        losses = [self._combine_losses([part], MicrobatchRows((1,))) for part in parts]
+        losses = [float(self._combine_losses([part], MicrobatchRows((1,)))) for part in parts]
         total = self._combine_losses([whole], MicrobatchRows((1,)))
-        combined = self._combine_losses(parts, rows)
+        combined = float(self._combine_losses(parts, rows))
         # A part whose targets count nothing has a mean of nan, and a weight of 0.
         counted = [x for x, part in zip(losses, parts, strict=True) if _find_weight(part) != 0]
         if not all(map(math.isfinite, (total, combined, *counted))):
             raise ShowsNothingError
-        distance = abs(float(combined - total))
-        size = max(abs(float(x)) for x in (*losses, total) if math.isfinite(x))
-        tolerance = find_split_tolerance(
-            total.dtype, whole.uses_float32, self.reference.rounding, is_strict
-        )
+        return _Losses(losses, combined, float(total), total.dtype)
+
+    def _compare_losses(self, measured: _Losses, uses_float32: bool, is_strict: bool) -> str | None:
+        losses, combined, total, dtype = measured
+        distance = abs(combined - total)
+        size = max(abs(x) for x in (*losses, total) if math.isfinite(x))
+        tolerance = find_split_tolerance(dtype, uses_float32, self.reference.rounding, is_strict)
         if distance <= tolerance * size:
             return None
-        *others, last = [f"{float(loss):.6g}" for loss in losses[:4]]
-        combined_text, total_text = format_different(float(combined), float(total))
+        *others, last = [f"{loss:.6g}" for loss in losses[:4]]
+        combined_text, total_text = format_different(combined, total)
         more = " and others" if len(losses) > 4 else ""
         return (
-            f"the losses of {_count_parts(parts)} of the batch, "
+            f"the losses of {_count_parts(losses)} of the batch, "
             f"{', '.join(others)}{', ' if more else ' and '}{last}{more}, combine to "
             f"{combined_text}, but the loss of the same rows together is {total_text}. {SPLIT_CURE}"
         )

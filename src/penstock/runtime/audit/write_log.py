@@ -72,6 +72,11 @@ class WriteLog(CompileFriendlyDispatchMode):
         with without_innermost_dispatch_mode() if is_innermost else nullcontext():
             yield
 
+    @property
+    def is_clean(self) -> bool:
+        """Return whether it has looked at each operation, and none could write to a parameter."""
+        return not (self._copies_before or self._copies)
+
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Look at each operation, also if the parameters have been copied before.
@@ -100,7 +105,7 @@ class WriteLog(CompileFriendlyDispatchMode):
         return {
             address
             for address, copy in self._copies.items()
-            if not _is_equal(self._by_storage[address], copy)
+            if not is_equal(self._by_storage[address], copy)
         }
 
     # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
@@ -125,14 +130,15 @@ class WriteLog(CompileFriendlyDispatchMode):
                 self._by_storage[address].copy_(self._copies[address])
 
 
-def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+def is_equal(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same numbers. A nan equals a nan."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    if tensor.layout is not torch.strided:
+        tensor, other = tensor.to_dense(), other.to_dense()
     if torch.equal(tensor, other):
         return True
-    is_same_shape = tensor.shape == other.shape and tensor.dtype == other.dtype
-    return is_same_shape and bool(
-        ((tensor == other) | ((tensor != tensor) & (other != other))).all()
-    )
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
 def _is_plain_on_cpu(tensor: Tensor) -> bool:
