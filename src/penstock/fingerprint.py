@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
@@ -479,13 +479,22 @@ def _list_entries(tables: Sequence[Mapping[Any, Any]]) -> list[Any]:
     return [*chain.from_iterable(pairs)]
 
 
+# The types of most attributes, none of which is a tensor.
+_MEMBER_TYPES = frozenset((*_PLAIN_TYPES, dict, OrderedDict, list, tuple, set))
+
+
 def _collect_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return parameters, buffers and tensors that are plain attributes, without duplicates."""
     tensors: dict[int, Tensor] = {}
     for module in modules:
         attributes = vars(module)
         for table in (attributes["_parameters"], attributes["_buffers"], attributes):
-            tensors.update((id(v), v) for v in table.values() if isinstance(v, Tensor))
+            # PyTorch asks Python whether something is a tensor, which takes time.
+            tensors.update(
+                (id(v), v)
+                for v in table.values()
+                if type(v) not in _MEMBER_TYPES and isinstance(v, Tensor)
+            )
     return list(tensors.values())
 
 

@@ -116,6 +116,7 @@ def iter_module_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 _IMMUTABLE_TYPES = frozenset((bool, int, float, str, type(None)))
 _TABLE_TYPES = frozenset((dict, OrderedDict))
+_UNRECORDED_TYPES = (nn.Module, torch.Size)
 
 
 class StateSnapshot:
@@ -165,17 +166,23 @@ class StateSnapshot:
 
     def record(self, value: Any) -> None:
         """Record a value and everything in it, except for modules and functions."""
-        if type(value) in _IMMUTABLE_TYPES or id(value) in self._recorded:
+        kind = type(value)
+        if kind in _IMMUTABLE_TYPES or id(value) in self._recorded:
             return
-        if isinstance(value, nn.Module | torch.Size):
+        if kind in _TABLE_TYPES:  # first: most values are parameters, buffers and their tables
+            self._recorded[id(value)] = value
+            if value:
+                self._record_container(value)
+            else:
+                self._empty_tables.append(value)
             return
-        if type(value) is tuple and _IMMUTABLE_TYPES.issuperset(map(type, value)):
+        is_tensor = kind is Tensor or kind is nn.Parameter
+        if not is_tensor and isinstance(value, _UNRECORDED_TYPES):
+            return
+        if kind is tuple and _IMMUTABLE_TYPES.issuperset(map(type, value)):
             return  # such as the stride of a convolution
         self._recorded[id(value)] = value
-        if type(value) in _TABLE_TYPES and not value:
-            self._empty_tables.append(value)
-            return
-        if isinstance(value, Tensor):
+        if is_tensor or isinstance(value, Tensor):
             self._record_tensor(value)
         elif isinstance(value, dict | list):  # first: other questions take more time
             self._record_container(value)

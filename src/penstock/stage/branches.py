@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.recompute import is_recomputing
-from penstock.stage.row_counts import RowCounts, unwrap_numbers
+from penstock.stage.row_counts import RowCounts, may_have_numbers, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
 from penstock.torch_compat import unwrap_transformed, without_dispatch_modes
@@ -300,9 +300,11 @@ class RowWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.replaces_sizes:
-            if self._row_counts is not None:
-                self._row_counts.note_operands(name, args)
-            args, kwargs = unwrap_numbers(args), unwrap_numbers(kwargs)
+            if may_have_numbers(args):
+                if self._row_counts is not None:
+                    self._row_counts.note_operands(name, args)
+                args = unwrap_numbers(args)
+            kwargs = unwrap_numbers(kwargs) if kwargs else kwargs
         result = func(*args, **kwargs)
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)

@@ -101,7 +101,7 @@ class RowCounts:
     def note_operands(self, name: str, args: tuple[Any, ...]) -> None:
         """Note the numbers that a function of PyTorch computes with."""
         for value in args:
-            if isinstance(value, _RowNumber):
+            if type(value) is RowCount or type(value) is RowFraction:
                 self._note_operand(value, name)
 
     def _note_operand(self, number: _RowNumber, name: str) -> None:
@@ -226,6 +226,11 @@ class RowSizes(tuple[Any, ...]):
 
     def __reduce__(self) -> Any:
         return torch.Size, (tuple(map(_to_plain, self)),)
+
+
+def may_have_numbers(args: tuple[Any, ...]) -> bool:
+    """Return whether a number of rows may be among arguments, or in them. Most have none."""
+    return not _HOLDERS.isdisjoint(map(type, args))
 
 
 def unwrap_numbers(values: Any) -> Any:

@@ -231,14 +231,17 @@ class CodeVariables:
         self.cells, self._cell_names = dict[int, CellType](), dict[int, str]()
         self._visited, self.code_names = set[CodeType](), set[str]()
         self._methods: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+        kinds: set[type] = set()
         for module in modules:
-            for kind in iter_classes(module):
+            is_new = type(module) not in kinds
+            kinds.add(type(module))
+            for kind in iter_classes(module) if is_new else ():
                 for name, member in vars(kind).items():
                     if isinstance(member, FunctionType | staticmethod | classmethod):
                         self._methods[id(kind), name] = vars(kind), name
                     elif not name.startswith("__") and not callable(member):
                         self._slots[id(kind), name] = vars(kind), name
-            for function in _iter_methods(module):
+            for function in _iter_methods(module) if is_new else _iter_own_functions(module):
                 self._visit(function)
 
     @property
@@ -307,7 +310,11 @@ def _iter_methods(module: nn.Module) -> Iterator[FunctionType]:
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, FunctionType):
                 yield function
-    yield from (value for value in vars(module).values() if isinstance(value, FunctionType))
+    yield from _iter_own_functions(module)
+
+
+def _iter_own_functions(module: nn.Module) -> Iterator[FunctionType]:
+    return (value for value in vars(module).values() if isinstance(value, FunctionType))
 
 
 def _find_names(code: CodeType) -> set[str]:

@@ -26,7 +26,7 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.audited_call import Audit
 from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import SettingsWatch
-from penstock.runtime.audit.reference import running
+from penstock.runtime.audit.reference import list_parameters, running
 from penstock.runtime.audit.state_watch import AttributeKey
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
@@ -399,7 +399,7 @@ def find_obstacle(placed: PlacedPartition, has_replicas: bool, reached: ReachedS
     if has_replicas:
         return "its stages are in DistributedDataParallel or fully_shard"
     modules = placed.partition.modules()
-    if any(is_dtensor(p) for module in modules for p in module.parameters(recurse=False)):
+    if any(map(is_dtensor, list_parameters(modules))):
         return "its parameters are sharded"
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         return "a layer is a ScriptModule, which cannot be run without a trace"
@@ -597,7 +597,7 @@ class CallAudits:
             return None
         placed, request = self._pipe.placed_partition, self._call.request
         modules = placed.partition.modules()
-        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        parameters = list_parameters(modules)
         # The first step creates lazy parameters, and the second one is audited. Tensors on `meta`
         # have no numbers to compare.
         if any(map(is_lazy, parameters)) or any(parameter.is_meta for parameter in parameters):

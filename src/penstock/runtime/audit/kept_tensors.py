@@ -51,8 +51,8 @@ def find_kept_places(
     places = []
     for module, path in module_names.items():
         for name, value in vars(module).items():
-            full_name = f"'{path}.{name}'".replace("'.", "'")
             if name not in MODULE_INTERNALS and any(map(_has_graph, _list_entries(value))):
+                full_name = f"'{path}.{name}'".replace("'.", "'")
                 places.append(KeptPlace(module, name, full_name))
     for variable in variables:
         value = variable.read()

@@ -200,7 +200,9 @@ def _list_constant_tensors(
             tables.append(module._buffers)
         for table in tables:
             for name, value in table.items():
-                if name not in MODULE_INTERNALS and (module, name) not in left_out:
+                if type(value) in _PLAIN_TYPES or name in MODULE_INTERNALS:
+                    continue
+                if (module, name) not in left_out:
                     values = [value, *value] if isinstance(value, list | tuple) else [value]
                     tensors.update({id(t): t for t in values if isinstance(t, Tensor)})
     return [tensor for tensor in tensors.values() if not tensor.requires_grad]

@@ -294,21 +294,14 @@ class Reference:
         """Return an object that finds what a forward changes, inside an isolation."""
         reached, other_modules, containers = self._outside_state
         names = {**self.names, **{module: type(module).__name__ for module in other_modules}}
-        own_tables = {
-            id(table) for m in self.modules for table in map(vars(m).get, MODULE_INTERNALS)
-        }
-        others = [
-            Variable(None, UNNAMED_VARIABLE, c) for c in containers if id(c) not in own_tables
-        ]
+        others = [Variable(None, UNNAMED_VARIABLE, container) for container in containers]
         outside = [*reached.variables, *others]
         return StateWatch(names, set(other_modules), outside, self._write_log)
 
     def find_kept_places(self) -> list[KeptPlace]:
         """Return where a forward has left tensors with a graph, inside an isolation."""
         reached, _, containers = self._outside_state
-        own_tables = {id(value) for module in self.modules for value in vars(module).values()}
-        others = [c for c in containers if id(c) not in own_tables]
-        return find_kept_places(self.names, reached.variables, others)
+        return find_kept_places(self.names, reached.variables, containers)
 
     def take_snapshot(self) -> StateSnapshot:
         """Return a record of the modules as they are, in which a backward can run later."""
@@ -324,7 +317,9 @@ class Reference:
         reached = find_reachable(self.modules, self._reached)
         own_modules = set(self.modules)
         other_modules = [m for m in reached.find(nn.Module) if m not in own_modules]
-        return reached, other_modules, reached.list_containers()
+        tables = {id(t) for m in self.modules for t in map(vars(m).get, MODULE_INTERNALS)}
+        containers = [c for c in reached.list_containers() if id(c) not in tables]
+        return reached, other_modules, containers
 
     @contextmanager
     def isolate(self, state: StateSnapshot | None = None) -> Iterator[None]:
@@ -764,8 +759,8 @@ class Reference:
 
     def _has_changed(self, key: BufferKey) -> bool:
         """Return whether a forward has changed a buffer. Inside an isolation, it is a copy."""
-        before, (module, name) = self._buffers.get(key), key
-        return before is None or not is_equal(module._buffers[name], before)
+        before, buffer = self._buffers.get(key), key[0]._buffers[key[1]]
+        return before is None or buffer is None or not is_equal(buffer, before)
 
     def digest_loss_state(self) -> dict[Any, Digest]:
         """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
@@ -843,7 +838,7 @@ class Reference:
 
     def has_hooked_leaves(self) -> bool:
         """Return whether the code uses a leaf with a hook that is not a parameter of the model."""
-        own_ids = {id(p) for module in self.modules for p in module.parameters(False)}
+        own_ids = set(map(id, list_parameters(self.modules)))
         own_ids |= {id(original) for original in self._aliases.values()}
         return any(
             tensor.is_leaf and tensor.requires_grad and tensor._backward_hooks
