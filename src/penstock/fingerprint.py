@@ -56,6 +56,8 @@ _MAX_ENTRIES = 256
 _MAX_PLAIN_ENTRIES = 4096
 _MAX_ARRAY_BYTES = 4096
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+_CONSTANT_VALUE_TYPES = (*_VALUE_TYPES, float)
+_CONSTANT_TYPES = frozenset((*_PLAIN_TYPES, Tensor, nn.Parameter))  # of most members of modules
 _MAX_DEPTH = 5
 
 
@@ -213,7 +215,7 @@ def _has_constant_fingerprint(value: Any) -> bool:
     """
     if isinstance(value, tuple | frozenset):
         return len(value) > _MAX_ENTRIES or all(map(_has_constant_fingerprint, value))
-    if isinstance(value, (*_VALUE_TYPES, float)):
+    if isinstance(value, _CONSTANT_VALUE_TYPES):
         return True
     return not isinstance(value, _INSPECTED_TYPES) and _is_opaque(value)
 
@@ -345,7 +347,9 @@ class ModuleSnapshot:
         self._mutable_values = [
             value
             for value in (*self._table_entries, *user_values)
-            if not isinstance(value, Tensor) and not _has_constant_fingerprint(value)
+            if type(value) not in _CONSTANT_TYPES
+            and not isinstance(value, Tensor)
+            and not _has_constant_fingerprint(value)
         ]
         self._contents = _Contents(self._mutable_values)
         self._tensor_state = fingerprint_tensors_by_column(self._tensors)

@@ -36,6 +36,7 @@ from penstock.model.traced.settings import CodeVariables
 from penstock.state_copy import (
     LIBRARY_PACKAGES,
     MODULE_INTERNALS,
+    SCALAR_TYPES,
     get_attributes,
     get_package,
     is_of_numpy,
@@ -43,6 +44,10 @@ from penstock.state_copy import (
 from penstock.torch_compat import NormBase
 
 _PLAIN_TYPES = frozenset((bool, str, type(None)))
+# Not unions, which Python would build for each of the many values that it looks at.
+_FUNCTION_TYPES = (FunctionType, MethodType, partial)
+_OPAQUE_TYPES = (Tensor, nn.Module, type)
+_SEQUENCE_TYPES = (list, tuple, set, frozenset, deque)
 _MAX_DEPTH, _MAX_ENTRIES = 5, 64
 # So many other settings are audited one by one. If there are more, something in the attributes is
 # another one in every step, and every doubling is.
@@ -143,11 +148,11 @@ class _Description:
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind, value == 0
-        if isinstance(value, FunctionType | MethodType | partial):
+        if isinstance(value, _FUNCTION_TYPES):
             return _find_code(value)
-        if not depth or isinstance(value, Tensor | nn.Module | type):
+        if not depth or isinstance(value, _OPAQUE_TYPES):
             return kind
-        if isinstance(value, list | tuple | set | frozenset | deque):
+        if isinstance(value, _SEQUENCE_TYPES):
             if len(value) > _MAX_ENTRIES:
                 return kind, self._describe_many(value)
             return kind, tuple([self.describe(item, depth - 1) for item in value])
@@ -195,16 +200,20 @@ def _list_constant_tensors(
     """Return the tensors of modules that neither an optimizer nor a forward changes."""
     tensors: dict[int, Tensor] = {}
     for module in modules:
-        tables: list[Mapping[str, Any]] = [module._parameters, vars(module)]
+        members = list(module._parameters.items())
         if not isinstance(module, NormBase):  # they write their running statistics
-            tables.append(module._buffers)
-        for table in tables:
-            for name, value in table.items():
-                if type(value) in _PLAIN_TYPES or name in MODULE_INTERNALS:
-                    continue
-                if (module, name) not in left_out:
-                    values = [value, *value] if isinstance(value, list | tuple) else [value]
-                    tensors.update({id(t): t for t in values if isinstance(t, Tensor)})
+            members += module._buffers.items()
+        constants = [(name, t) for name, t in members if t is not None and not t.requires_grad]
+        others = (
+            (name, value)
+            for name, value in vars(module).items()
+            if type(value) not in SCALAR_TYPES and name not in MODULE_INTERNALS
+        )
+        for name, value in (*constants, *others):
+            if (module, name) not in left_out:
+                items = [value, *value] if isinstance(value, (list, tuple)) else [value]
+                possible = (item for item in items if type(item) not in SCALAR_TYPES)
+                tensors.update({id(t): t for t in possible if isinstance(t, Tensor)})
     return [tensor for tensor in tensors.values() if not tensor.requires_grad]
 
 

@@ -514,6 +514,7 @@ class Reference:
         is_watched = records_state or self.watches_rows or self._uses_float32 is None
         # The watch outside, so that what it does itself does not go through the mode of the cells.
         with (
+            self._write_log.log(),
             self._build_wide_mode(),
             watch if is_watched else nullcontext(),
             cells.emulate(microbatch),
@@ -598,7 +599,7 @@ class Reference:
         args, kwargs, target = batch
         cells, watch = self._build_cells(fixes_draws=True), _ForwardWatch(count)
         try:
-            with cells.emulate(microbatch), watch:
+            with self._write_log.log(), cells.emulate(microbatch), watch:
                 self._compute(args, kwargs, target, watch)
         except LastNumberRead:
             pass
@@ -701,7 +702,13 @@ class Reference:
             cells = UnsplitCells(self._seed, 1, (), {}, own_states=self._write_log.generators)
             state = self.digest_loss_state()
             try:
-                with self._build_wide_mode(), cells.emulate(0), watch, prover:
+                with (
+                    self._write_log.log(),
+                    self._build_wide_mode(),
+                    cells.emulate(0),
+                    watch,
+                    prover,
+                ):
                     result = self._request.loss_fn(*arguments)
             except Exception:  # outputs without rows are a list, which the loss may not take
                 return None
@@ -732,14 +739,14 @@ class Reference:
 
         with self.isolate():
             cells = self._build_cells()
-            with cells.emulate(microbatch):
+            with self._write_log.log(), cells.emulate(microbatch):
                 output = self._partition.run_unsplit(args, kwargs)
             for is_beside in (False, False, True):
                 if is_beside:
                     args, kwargs, _ = self.take_batch(self.find_rows(other))
                     hooks = [unit.register_forward_pre_hook(stop) for unit in last_units]
                     try:
-                        with cells.emulate(other):
+                        with self._write_log.log(), cells.emulate(other):
                             self._partition.run_unsplit(args, kwargs)
                         return False  # it does not stop, so its last stage has run as well
                     except _LastStageReached:
@@ -754,8 +761,7 @@ class Reference:
         return digests[0] == digests[1] != digests[2]
 
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
-        with self._write_log.suspend():
-            return self._digester.digest_all(collect_buffers(self._model_modules))
+        return self._digester.digest_all(collect_buffers(self._model_modules))
 
     def _has_changed(self, key: BufferKey) -> bool:
         """Return whether a forward has changed a buffer. Inside an isolation, it is a copy."""
@@ -822,19 +828,20 @@ class Reference:
         for parameter in parameters:
             if parameter.layout is torch.strided and parameter.numel():
                 kind = parameter.device, parameter.dtype, min(parameter.numel(), 8)
-                groups.setdefault(kind, []).append(parameter.detach())
+                groups.setdefault(kind, []).append(parameter)
         # The first numbers of most are large, so that the rest is not read.
         suspects = []
         for (_, dtype, count), tensors in groups.items():
             limit = limits.get(dtype, HIDING_SIZE)
-            first = torch.stack([tensor.reshape(-1)[:count] for tensor in tensors])
-            sizes = first.abs().amax(1).tolist()
+            with torch.no_grad():
+                first = torch.stack([tensor.reshape(-1)[:count] for tensor in tensors])
+                sizes = first.abs().amax(1).tolist()
             suspects += [
                 (tensor, limit)
                 for tensor, size in zip(tensors, sizes, strict=True)
                 if size <= limit
             ]
-        return any(float(tensor.abs().amax()) <= limit for tensor, limit in suspects)
+        return any(float(tensor.detach().abs().amax()) <= limit for tensor, limit in suspects)
 
     def has_hooked_leaves(self) -> bool:
         """Return whether the code uses a leaf with a hook that is not a parameter of the model."""
@@ -886,12 +893,10 @@ class Reference:
             # Only Python code can write to a parameter: hooks, and the backward of a function. What
             # `torch.utils.checkpoint` repeats has been logged in the forward.
             is_logged = self._has_own_gradients is not False
-            log = self._write_log.watch() if is_logged else self._write_log.suspend()
-            with no_autocast(), log:
+            with no_autocast(), self._write_log.watch() if is_logged else nullcontext():
                 torch.autograd.backward(list(tensors), list(gradients))
         digests: dict[int, Digest] = {}
-        with self._write_log.suspend():
-            parts = {**self._digester.read(sums), **self._digester.digest_all(small)}
+        parts = {**self._digester.read(sums), **self._digester.digest_all(small)}
         for (key, _), digest in parts.items():
             digests[key] = digest.plus(digests.get(key))
         return digests

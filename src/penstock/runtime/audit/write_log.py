@@ -29,7 +29,8 @@ _written_arguments: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
 class WriteLog(CompileFriendlyDispatchMode):
     """Restores parameters that an operation writes to, and generators that it draws from.
 
-    A copy is made at the first write, so a model that writes to none costs no memory. Small
+    A copy is made at the first write, so a model that writes to none costs no memory. The
+    operations of user code are looked at, in `log`, and not those of the audit itself. Small
     parameters are copied before: that takes less time than to look at each operation.
 
     Attributes:
@@ -78,14 +79,22 @@ class WriteLog(CompileFriendlyDispatchMode):
         return not (self._copies_before or self._copies)
 
     @contextmanager
+    def log(self) -> Iterator[None]:
+        """Look at each operation, unless the parameters have been copied before.
+
+        For code that draws in a cell, which logs its generators.
+        """
+        with nullcontext() if self._copies_before else self.watch():
+            yield
+
+    # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
+    # threads share.
+    @contextmanager
     def watch(self) -> Iterator[None]:
         """Look at each operation, also if the parameters have been copied before.
 
-        For code that may draw from generators of its own, and is not in a cell, which logs them.
+        For code that may draw from generators of its own, and is not in a cell.
         """
-        if not self._copies_before:
-            yield
-            return
         push_dispatch_mode(self)
         try:
             yield
@@ -108,20 +117,14 @@ class WriteLog(CompileFriendlyDispatchMode):
             if not is_equal(self._by_storage[address], copy)
         }
 
-    # Only the stack of this thread changes: `TorchDispatchMode.__enter__` also sets flags that all
-    # threads share.
     def __enter__(self) -> WriteLog:
-        """Watch the operations of this thread, or copy the parameters."""
-        if not self._copies_before:
-            push_dispatch_mode(self)
-            return self
-        self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
+        """Copy the parameters if they are small."""
+        if self._copies_before:
+            self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Restore the parameters and generators."""
-        if not self._copies_before:
-            pop_dispatch_mode()
         for generator, state in self.generators.items():
             generator.set_state(state)
         written = self.find_written()
