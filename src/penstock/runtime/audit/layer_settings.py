@@ -200,7 +200,7 @@ def _list_constant_tensors(
     """Return the tensors of modules that neither an optimizer nor a forward changes."""
     tensors: dict[int, Tensor] = {}
     for module in modules:
-        members = list(module._parameters.items())
+        members: list[tuple[str, Tensor | None]] = [*module._parameters.items()]
         if not isinstance(module, NormBase):  # they write their running statistics
             members += module._buffers.items()
         constants = [(name, t) for name, t in members if t is not None and not t.requires_grad]
