@@ -780,6 +780,110 @@ def test_audit_leaves_no_trace(
     assert plain_attributes == audited_attributes
 
 
+class Cubes(torch.autograd.Function):
+    """A function of which the audit sees no operation inside, perhaps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        if float(torch.ones_like(x).sum()) < 2 * WIDTH:
+            parameter.data.add_(1)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 3 * x**2, None
+
+
+def writes_for_one_row(layer: Any, x: Tensor) -> Tensor:
+    if len(x) == 1:
+        layer.teacher.data.add_(1)
+    return x
+
+
+def writes_after_a_number(layer: Any, x: Tensor) -> Tensor:
+    if float(torch.ones_like(x).sum()) < 2 * WIDTH:
+        layer.teacher.data.add_(1)
+    return x
+
+
+def adds_nothing_for_two_rows(layer: Any, x: Tensor) -> Tensor:
+    layer.teacher.data.add_(2 * WIDTH - torch.ones_like(x).sum())
+    return x
+
+
+def writes_in_a_function(layer: Any, x: Tensor) -> Tensor:
+    output: Tensor = Cubes.apply(x, layer.teacher)  # type: ignore[no-untyped-call]
+    return output
+
+
+def writes_in_eval_mode(layer: Any, x: Tensor) -> Tensor:
+    if layer.training:  # this draw has no fixed result, so that rows are compared in eval mode
+        return x * x.new_ones(()).geometric_(0.5)
+    layer.teacher.data.add_(1)
+    return x
+
+
+def writes_for_a_host_draw(layer: Any, x: Tensor) -> Tensor:
+    if random.random() < 0.3:
+        layer.teacher.data.add_(1)
+    return x
+
+
+def writes_for_the_batch(layer: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        if bool(torch.ones_like(x).sum() > 2 * WIDTH):
+            layer.teacher.data.add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        writes_for_one_row,
+        writes_after_a_number,
+        adds_nothing_for_two_rows,
+        writes_in_a_function,
+        writes_in_eval_mode,
+        writes_for_a_host_draw,
+        writes_for_the_batch,
+    ],
+)
+def test_what_other_rows_write_to_parameters_is_put_back(
+    function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward of a micro-batch writes nothing, and that of a row or of the batch does."""
+    monkeypatch.setattr(write_log, "_SMALL_BYTES", 0)
+    for seed in range(4):
+        found = []
+        for audit in ("off", "first"):
+            layer = Does(function)
+            pipe = piped(layer, checkpoint="never", runtime="inline", audit=audit)
+            random.seed(seed)
+            pipe.step(rows())
+            found.append(layer.teacher.item())
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("row_count", [1, 8])
+def test_what_a_loss_writes_to_parameters_is_put_back(
+    row_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss function for micro-batches of two rows, which writes for other numbers of rows."""
+    monkeypatch.setattr(write_log, "_SMALL_BYTES", 0)
+    layer = Does(lambda _, x: x)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        if len(output) == row_count:
+            layer.teacher.data.add_(1)
+        # No proof of a mean over rows, so it is compared with that of the whole batch.
+        return output.square().flatten().sort().values.mean()
+
+    piped(layer, loss_fn=loss_fn, checkpoint="never", runtime="inline").step(rows())
+    assert layer.teacher == 0
+
+
 def test_parameters_that_are_nan_are_not_written() -> None:
     """A write would raise the version of the parameter, and graphs of the caller would be void."""
     pipe = piped(linear(), checkpoint="never")
