@@ -745,7 +745,7 @@ class RowsCheck:
         combined = float(self._combine_losses(parts, rows))
         # A part whose targets count nothing has a mean of nan, and a weight of 0.
         counted = [x for x, part in zip(losses, parts, strict=True) if _find_weight(part) != 0]
-        if not all(map(math.isfinite, (total, combined, *counted))):
+        if not all(math.isfinite(x) for x in (float(total), combined, *counted)):
             raise ShowsNothingError
         return _Losses(losses, combined, float(total), total.dtype)
 
