@@ -656,7 +656,7 @@ class Reference:
             # Not the loss function, which each step compares with the whole batch if it has to.
             watch.is_in_model = True
             try:
-                with watched, nullcontext() if is_logged else self._write_log.suspend():
+                with nullcontext() if is_logged else self._write_log.suspend(), watched:
                     outputs.append(self._partition.run_unsplit(args, kwargs))
                 return {OUTSIDE: (outputs[-1],)}
             finally:
