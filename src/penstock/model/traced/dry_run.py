@@ -297,11 +297,33 @@ def run_on_dummy_data(
     """Execute a unit or a function on real tensors, and return its output as fake tensors.
 
     Fake tensors lack some operations (`grouped_mm`, `ctc_loss`, `nonzero`). Only the shapes of the
-    output count, so arguments whose contents are not known are filled with dummy data.
+    output count, so arguments whose contents are not known are filled with dummy data. Code that
+    raises for those, such as `gaussian_nll_loss` for negative variances, gets none below 0.
     """
+    arguments = fake_factory, unit, target, args, kwargs, known_tensors
+    try:
+        return _run_on_dummy_data(*arguments, written)
+    except (ValueError, RuntimeError, AssertionError):
+        try:
+            return _run_on_dummy_data(*arguments, written, is_positive=True)
+        except Exception:  # the first error is the one of usual data
+            pass
+        raise
+
+
+def _run_on_dummy_data(
+    fake_factory: FakeTensorFactory,
+    unit: str,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    known_tensors: Mapping[int, Tensor],
+    written: list[Write] | None = None,
+    is_positive: bool = False,
+) -> Any:
     leaves, spec = flatten((args, kwargs))
     real_leaves = [
-        known_tensors[id(x)].clone() if id(x) in known_tensors else _make_dummy_leaf(x)
+        known_tensors[id(x)].clone() if id(x) in known_tensors else _make_dummy_leaf(x, is_positive)
         for x in leaves
     ]
     tensors = [
@@ -368,10 +390,13 @@ def make_dummy_tensor(spec: TensorSpec, device: torch.device | str = "cpu") -> T
     return dummy.requires_grad_(is_number and spec.requires_grad)
 
 
-def _make_dummy_leaf(leaf: Any) -> Any:
+def _make_dummy_leaf(leaf: Any, is_positive: bool = False) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     dummy = make_dummy_tensor(TensorSpec.from_tensor(leaf), leaf.device)
+    if is_positive and dummy.is_floating_point():
+        with torch.no_grad():
+            dummy.abs_()
     return dummy if leaf.is_leaf else _make_non_leaf(dummy)
 
 

@@ -13,6 +13,7 @@ BACKWARD_CALLS         run a backward inside the forward      one stage must hav
 REFLECTED_COMPARISONS  a < b, which may be called as b > a    count as the same operation
 UNIFORM_RANDOM         draw from [0, 1)                       give the bounds for COMPARISONS
 BINCOUNT               bincount                               the size is taken to be `minlength`
+VALUE_CHECKS           raise for some tensor contents         taken to pass; they run on stages, too
 
 Names that a PyTorch release lacks are left out.
 """
@@ -137,6 +138,10 @@ UNIFORM_RANDOM = frozenset([torch.rand, torch.rand_like])
 
 # Their output has as many elements as the largest input plus one, but at least `minlength`.
 BINCOUNT = frozenset([torch.bincount, Tensor.bincount])
+
+
+# They raise for some contents of tensors. Nothing else depends on what they read.
+VALUE_CHECKS = frozenset([functional.gaussian_nll_loss])
 
 
 def is_metadata_only(func: Any, args: tuple[Any, ...]) -> bool:

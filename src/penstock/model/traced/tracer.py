@@ -71,6 +71,7 @@ from penstock.model.traced.torch_functions import (
     MODE_DEPENDENT,
     SHAPE_ONLY,
     UNIFORM_RANDOM,
+    VALUE_CHECKS,
     get_function_name,
     is_metadata_only,
 )
@@ -517,6 +518,8 @@ class Tracer(OpInterceptor):
         # The usual case counts tokens per expert: `bincount(experts, minlength=num_experts)`.
         if node.func in BINCOUNT:
             return bool(function_call.kwargs.get("minlength"))
+        if node.func in VALUE_CHECKS:
+            return True
         unknown = [t for t in function_call.tensors if not self._is_input_only(t)]
         return len(unknown) < len(function_call.tensors) and all(
             t.is_floating_point() for t in unknown
@@ -527,7 +530,7 @@ class Tracer(OpInterceptor):
     ) -> TraceNode:
         """Return the node as a guard: its output shapes must be the same for other inputs."""
         shapes = [tuple(t.shape) for t in iter_tensors(output)]
-        if node.func in BINCOUNT or not any(shapes):
+        if node.func in BINCOUNT or node.func in VALUE_CHECKS or not any(shapes):
             return node
         return replace(
             node,
