@@ -11,6 +11,10 @@ difference: a mask that is skipped because it masks nothing, an expert without t
 The way of a micro-batch is a digest of the operations that follow the first number that was read,
 with their plain arguments, and of the truth values and whole numbers that were read.
 
+What NumPy or Python compute with many numbers does not show: `np.median(x.numpy())` and tensors
+that are made of it. If micro-batches have read different ones, the whole batch is compared in each
+call. Many whole numbers, such as lengths, are part of the way.
+
 Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group,
 such as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too, and
 so are comparisons of the number of rows itself (row_counts.py).
@@ -34,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module
-from penstock.stage.recompute import is_recomputing
+from penstock.stage.recompute import is_recomputing, multiply_by_fixed_vector
 from penstock.stage.row_counts import RowCounts, may_have_numbers, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
@@ -43,10 +47,12 @@ from penstock.torch_compat import unwrap_transformed, without_dispatch_modes
 # The names of functions that return a number of a tensor to Python.
 _READS = frozenset(
     (
-        *("__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"),
-        *("__format__", "__repr__", "item", "tolist", "numpy", "equal", "allclose"),
+        *("__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__"),
+        *("__contains__", "__format__", "__repr__", "item", "tolist", "numpy", "equal", "allclose"),
     )
 )
+# Those that may return many of them.
+_ARRAY_READS = frozenset(("__array__", "__dlpack__", "numpy", "tolist"))
 # The names of functions that return a tensor whose shape is a number of another one.
 _SHAPE_READS = frozenset(
     ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
@@ -125,6 +131,7 @@ class BranchWatch(TorchFunctionMode):
     Attributes:
         has_read: Whether it has read a number.
         way: A digest of what followed the first number.
+        arrays: Digests of the arrays and lists of numbers that it has read, but for whole numbers.
     """
 
     def __init__(self, statistics: RowStatistics | None = None) -> None:
@@ -132,6 +139,8 @@ class BranchWatch(TorchFunctionMode):
         self._statistics = statistics
         self.has_read = False
         self.way = 0
+        self.arrays: list[float] = []
+        self._entries: dict[int, list[float]] = {}  # by the memory that they are in
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,6 +154,10 @@ class BranchWatch(TorchFunctionMode):
         if name in _READS:
             self.has_read = True
             self.way = hash((self.way, result if type(result) in (bool, int) else name))
+            if name in _ARRAY_READS:
+                self._note_array(args[0])
+            elif type(result) is float:
+                self._note_entry(args[0], result)
         elif name == "__getitem__" and (bounds := _list_tensor_bounds(args[1])):
             self.has_read = True
             self.way = hash((self.way, *map(int, bounds)))
@@ -153,6 +166,23 @@ class BranchWatch(TorchFunctionMode):
         elif _reads_shape(name, args):
             self.has_read = True  # the sizes themselves are mostly different
         return result
+
+    def _note_array(self, tensor: Tensor) -> None:
+        if tensor.numel() < 2 or tensor.is_meta:
+            return
+        digest = float(multiply_by_fixed_vector(tensor.detach().reshape(-1).float()))
+        if tensor.is_floating_point() or tensor.is_complex():
+            self.arrays.append(digest)
+        else:
+            self.way = hash((self.way, digest))
+
+    def _note_entry(self, tensor: Tensor, number: float) -> None:
+        """Note a number that is one of several in memory: `[norm.item() for norm in norms]`."""
+        memory = tensor.untyped_storage()
+        if memory.nbytes() > tensor.element_size():
+            entries = self._entries.setdefault(memory.data_ptr(), [])
+            entries.append(number)
+            self.arrays += entries if len(entries) == 2 else entries[2:][-1:]
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if name.startswith("_") and not name.startswith("__"):
@@ -485,6 +515,7 @@ class BranchStageFunction:
         follows_statistics: Whether numbers of several rows are followed.
         ways: The way of each micro-batch. None: it has read no number.
         reads: The numbers of several rows that each micro-batch has read.
+        arrays: The digests of the arrays that each micro-batch has read.
     """
 
     compute: StageFunction
@@ -492,6 +523,7 @@ class BranchStageFunction:
     follows_statistics: bool = False
     ways: list[int | None] = field(default_factory=list)
     reads: list[list[StatisticRead]] = field(default_factory=list)
+    arrays: list[list[float]] = field(default_factory=list)
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage, and note the way of the micro-batch in its first forward."""
@@ -501,11 +533,17 @@ class BranchStageFunction:
         with BranchWatch(statistics=statistics) as watch:
             outputs = self.compute(inputs)
         self.ways.append(watch.way if watch.has_read else None)
+        self.arrays.append(watch.arrays)
         if statistics is not None and statistics.reads:
             self.reads.append(statistics.take_reads())
             # A number that meets rows is as if Python had read it.
             self.ways[-1] = watch.way
         return outputs
+
+    @property
+    def has_read_other_arrays(self) -> bool:
+        """Whether micro-batches have read arrays of different numbers."""
+        return any(arrays != self.arrays[0] for arrays in self.arrays)
 
     def find_ways(self) -> set[int | None]:
         """Return the ways of the micro-batches, and that of the batch if it is another one."""
@@ -561,7 +599,8 @@ class BranchRecord:
     ) -> tuple[Collection[Stage], frozenset[tuple[int, int | None]]]:
         """Return the stages whose micro-batches went different ways that were not compared yet.
 
-        So they do if the batch goes another way than all of them. The comparison takes the time of
+        So they do if the batch goes another way than all of them. Those that have read different
+        arrays are compared each time, as their ways are not known. The comparison takes the time of
         a step. So where the micro-batches go new ways in many calls, it is made each time that the
         number of these calls has doubled.
         """
@@ -572,6 +611,9 @@ class BranchRecord:
         ways = frozenset(
             (f.stage.index, way) for f, ways in ways_by_function if len(ways) > 1 for way in ways
         )
+        arrays = [function for function in functions if function.has_read_other_arrays]
+        if arrays:
+            return [f.stage for f in functions if f in arrays or f in different], ways
         if not ways or any(ways <= equal for equal in self.equal_ways):
             return (), ways
         self.difference_count += 1
