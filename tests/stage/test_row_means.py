@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,9 @@ PROVED: list[tuple[str, Callable[..., Any]]] = [
     ("classes", lambda y, t: log(F.cross_entropy(y, t))),
     ("weighted", lambda y, t: (each(y, t[0]) * t[1]).mean()),
     ("numbers", nn.MSELoss()),
+    ("numbers", lambda y, t: F.mse_loss(y, t) * torch.tensor(2.0).to(y)),
+    ("numbers", lambda y, t: F.mse_loss(y, t) * torch.tensor(2.0).type_as(y)),
+    ("numbers", lambda y, t: F.mse_loss(y, t) * torch.tensor(2).to(t.device)),
     ("numbers", lambda y, t: F.binary_cross_entropy_with_logits(y, t, pos_weight=WEIGHTS)),
     ("numbers", lambda y, t: F.kl_div(F.log_softmax(y, 1), t, reduction="batchmean")),
     ("numbers", lambda y, t: (1 - (y.sigmoid() * t).sum(1) / (y + t).sum(1)).mean()),
@@ -68,6 +72,10 @@ UNPROVED: list[tuple[str, Callable[..., Any]]] = [
     ("classes", lambda y, t: each(y, t).sort().values[:3].mean()),
     ("classes", lambda y, t: torch.quantile(each(y, t), 0.5)),
     ("classes", lambda y, t: each(y, t)[..., :3].mean()),
+    ("numbers", lambda y, t: F.mse_loss(y[numpy.arange(len(y))], t)),
+    ("numbers", lambda y, t: F.mse_loss(y, t[numpy.arange(len(t))[::-1].copy()])),
+    ("numbers", lambda y, t: (y - t).square()[numpy.ones(y.shape, dtype=bool)].mean()),
+    ("numbers", lambda y, t: F.mse_loss(y[:, numpy.arange(3)], t[:, :3])),
     ("classes", lambda y, t: each(y, t).nanmean()),
     ("classes", lambda y, t: each(y, t).mean() * y.sum()),
     ("classes", lambda y, t: 1 / each(y, t).mean()),

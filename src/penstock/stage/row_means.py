@@ -59,6 +59,7 @@ _ELEMENTWISE = _split_names(
     zeros_like ones_like full_like
     """
 )
+_CONVERSIONS = _split_names("to type_as")
 _LINEAR = _split_names(
     """
     add radd sub rsub subtract neg negative sum mean stack to float double half bfloat16 clone
@@ -149,11 +150,12 @@ class RowMeanProver(TorchFunctionMode):
         """Run a function, and note the kind of what it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = _list_tensors((*args, *kwargs.values()))
+        name = getattr(func, "__name__", "")
+        # Of the second tensor of `number.to(output)`, only the dtype and the device count.
+        tensors = _list_tensors(args[:1] if name in _CONVERSIONS else (*args, *kwargs.values()))
         kinds = {self._find_kind(tensor) for tensor in tensors} - {Kind.CONSTANT}
         outputs = _list_tensors((result,))
         kind = Kind.OTHER if kinds else Kind.CONSTANT
-        name = getattr(func, "__name__", "")
         if kinds:
             if outputs:
                 self.function_names.append(name)
@@ -243,7 +245,7 @@ class RowMeanProver(TorchFunctionMode):
         if self._find_kind(tensor) is Kind.ROWS:
             return tensor.dim() == output.dim() and len(tensor) == len(output)
         # A constant with an entry for each row depends on where the batch is split.
-        return tensor.dim() < output.dim() or len(tensor) == 1 or not tensor.dim()
+        return tensor.dim() < output.dim() or not tensor.dim() or len(tensor) == 1
 
     def _keeps_rows(self, source: Tensor, index: Any) -> bool:
         """Return whether `source[index]` has all rows, or those where a mask is true."""
@@ -251,7 +253,8 @@ class RowMeanProver(TorchFunctionMode):
             is_mask = index.dtype is torch.bool and self._find_kind(index) is Kind.ROWS
             return is_mask and len(index) == len(source)
         indices = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(i, Tensor | list) for i in indices):
+        # An array of NumPy selects as a tensor does.
+        if not all(i is None or isinstance(i, int | slice | type(Ellipsis)) for i in indices):
             return False
         is_behind_rows = indices[0] is Ellipsis and len(indices) <= source.dim()
         return is_behind_rows or indices[0] == slice(None)
