@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.state_copy import SCALAR_TYPES
 from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     pop_dispatch_mode,
@@ -128,7 +129,7 @@ class _Operation(NamedTuple):
 
 class _Call(NamedTuple):
     func: Any
-    shapes: list[Shape]  # of its tensors and of its results
+    shapes: Sequence[Shape]  # of its tensors and of its results
 
 
 class RowOperations(CompileFriendlyDispatchMode):
@@ -180,7 +181,9 @@ class RowOperations(CompileFriendlyDispatchMode):
     def _note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        inputs, results = _list_tensors((args, kwargs)), _list_tensors(result)
+        inputs, results = _list_tensors(args), _list_tensors(result)
+        if kwargs:
+            inputs += _list_tensors(kwargs)
         if func is torch.ops.aten.clone.default:
             # A single row is contiguous in more layouts, so that `reshape` need not copy it.
             if id(inputs[0]) in self._totals:
@@ -188,7 +191,7 @@ class RowOperations(CompileFriendlyDispatchMode):
             return
         if func is torch.ops.aten._unsafe_view.default:  # the other half of such a `reshape`
             func = torch.ops.aten.view.default
-        shapes = [tuple(tensor.shape) for tensor in (*inputs, *results)]
+        shapes = [tensor.shape for tensor in (*inputs, *results)]
         self._calls.append(_Call(func, shapes))
         if self._other is None or self.problem is not None:
             return
@@ -200,7 +203,7 @@ class RowOperations(CompileFriendlyDispatchMode):
         others = calls[index].shapes
         if shapes == others and not self._totals:
             return  # no rows
-        if [len(shape) for shape in shapes] != [len(shape) for shape in others]:
+        if [*map(len, shapes)] != [*map(len, others)]:
             self.problem = f"{func} has other dims for another number of rows"
             return
         row_dims = {}
@@ -220,7 +223,7 @@ class RowOperations(CompileFriendlyDispatchMode):
             if row_dims or self._has_totals(inputs):
                 self.problem = f"nothing is known of {func}"
             return
-        defaults = {a.name: a.default_value for a in schema.arguments}
+        defaults = _get_defaults(func)
         operation = _Operation(
             schema.name.partition("::")[2].strip("_") + ("_" if schema.is_mutable else ""),
             {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs},
@@ -267,19 +270,42 @@ class RowOperations(CompileFriendlyDispatchMode):
 
 
 def _list_tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in an argument or in several. It is called for each operation."""
+    kind = type(values)
+    if kind in _TENSOR_TYPES:
+        return [values]
+    if kind in SCALAR_TYPES:  # PyTorch asks Python whether one is a tensor
+        return []
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
         values = values.values()
-    elif not isinstance(values, tuple | list):
+    elif not isinstance(values, (tuple, list)):
         return []
     tensors = []
     for value in values:
-        if isinstance(value, Tensor):
+        if type(value) in _TENSOR_TYPES:
             tensors.append(value)
-        elif isinstance(value, tuple | list | dict):
+        elif type(value) not in SCALAR_TYPES:
             tensors += _list_tensors(value)
     return tensors
+
+
+_TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _get_defaults(func: Any) -> dict[str, Any]:
+    """Return the names of the arguments of an operation, with their default values."""
+    entry = _defaults.get(id(func))
+    if entry is None or entry[0] is not func:
+        defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+        entry = _defaults[id(func)] = func, defaults
+    return entry[1]
+
+
+# By id of an operation, with the operation: its hash is computed in Python. There are about as many
+# entries as PyTorch has operations.
+_defaults: dict[int, tuple[Any, dict[str, Any]]] = {}
 
 
 def _is_row_by_row(func: Any, operation: _Operation) -> bool:
