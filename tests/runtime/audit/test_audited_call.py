@@ -818,6 +818,25 @@ def writes_in_a_function(layer: Any, x: Tensor) -> Tensor:
     return output
 
 
+class WritesInBackward(torch.autograd.Function):
+    """A function whose backward counts its calls in a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.parameter.data.add_(1)
+        return gradients[0], None
+
+
+def writes_in_a_backward(layer: Any, x: Tensor) -> Tensor:
+    output: Tensor = WritesInBackward.apply(x, layer.teacher)  # type: ignore[no-untyped-call]
+    return output
+
+
 def writes_in_eval_mode(layer: Any, x: Tensor) -> Tensor:
     if layer.training:  # this draw has no fixed result, so that rows are compared in eval mode
         return x * x.new_ones(()).geometric_(0.5)
@@ -838,6 +857,13 @@ def writes_for_the_batch(layer: Any, x: Tensor) -> Tensor:
     return x
 
 
+def counts_and_writes_for_later_rows(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    if bool((x.abs() > 100).any()):
+        layer.teacher.data.add_(1)
+    return x
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -845,9 +871,11 @@ def writes_for_the_batch(layer: Any, x: Tensor) -> Tensor:
         writes_after_a_number,
         adds_nothing_for_two_rows,
         writes_in_a_function,
+        writes_in_a_backward,
         writes_in_eval_mode,
         writes_for_a_host_draw,
         writes_for_the_batch,
+        counts_and_writes_for_later_rows,
     ],
 )
 def test_what_other_rows_write_to_parameters_is_put_back(
@@ -861,7 +889,9 @@ def test_what_other_rows_write_to_parameters_is_put_back(
             layer = Does(function)
             pipe = piped(layer, checkpoint="never", runtime="inline", audit=audit)
             random.seed(seed)
-            pipe.step(rows())
+            x = rows()
+            x[2:4] *= 1e4
+            pipe.step(x)
             found.append(layer.teacher.item())
         assert found[0] == found[1]
 

@@ -541,7 +541,7 @@ class Reference:
             self._writes_nothing = (
                 self._write_log.is_clean
                 and watch.runs_same_operations
-                and not (has_own_backward or self._separates_host_streams)
+                and not self._separates_host_streams
             )
         buffers = self._digest_buffers() if records_state else {}
         return ReferenceForward(
