@@ -210,10 +210,10 @@ def solve_space_bound(
 
     The variables are where the stages start. These times are bounds for every schedule:
 
-        a rank    from its first forward on, all of its work
-        a rank    its forwards and input gradients, between the way of the first micro-batch to its
-                  first stage and the way of the last gradient back from there
-        a stage   the same for itself
+        a rank   from the moment on that the first micro-batch can reach a stage of it, or that its
+                 first gradient can be back there, all work that was not possible before
+        a rank   the same for all stages, or the later ones, without weight gradients, and then the
+                 way of the last gradient back to the first stage, and its weight gradient there
 
     Args:
         table: The costs of the units, for this number of micro-batches.
@@ -233,24 +233,23 @@ def solve_space_bound(
     starts.append(model.new_constant(units))
     for s in range(1, stages - 1):
         model.add(starts[s] < starts[s + 1])
-    looked_up: dict[tuple[str, int, int], Any] = {}
+    looked_up: dict[tuple[int, ...], Any] = {}
 
-    def look_up(name: str, rank: int, numbers: Sequence[float], boundary: int) -> Any:
-        """Return the number at the start of a stage, in ticks."""
-        key = name, rank, boundary
+    def look_up(numbers: Sequence[float], boundary: int) -> Any:
+        """Return the number at the start of a stage, in ticks. Equal ones are one variable."""
+        whole = [floor(number / tick) for number in numbers]
+        key = boundary, *whole
         if key not in looked_up:
-            whole = [floor(number / tick) for number in numbers]
-            variable = model.new_int_var(0, max(whole), f"{name} {rank} {boundary}")
+            variable = model.new_int_var(0, max(whole), f"{len(looked_up)} at {boundary}")
             model.add_element(starts[boundary], whole, variable)
             looked_up[key] = variable
         return looked_up[key]
 
     def between(ops: str, rank: int, stage: int) -> Any:
-        """Return the ticks of some ops of one micro-batch on a stage, at most one too many."""
-        sums = [sum(table.seconds[rank][op][u] for op in ops) for u in range(units + 1)]
-        extra = floor(len(ops) * table.overhead / tick) - 1
-        end, begin = look_up(ops, rank, sums, stage + 1), look_up(ops, rank, sums, stage)
-        return end - begin + extra
+        """Return the ticks of some ops of one micro-batch on a stage, at most."""
+        columns = [table.seconds[rank][op] for op in ops]
+        ticks = sum(look_up(sums, stage + 1) - look_up(sums, stage) for sums in columns)
+        return ticks + floor(len(ops) * table.overhead / tick) - len(ops)
 
     # The fastest device for each unit: whoever has the units before a stage.
     before: dict[str, list[float]] = {op: [0.0] for op in "FI"}
@@ -258,20 +257,28 @@ def solve_space_bound(
         for op, sums in before.items():
             sums.append(sums[-1] + min(s[op][u + 1] - s[op][u] for s in table.seconds))
     longest = model.new_int_var(0, _TICKS, "longest")
-    is_step = objective == "makespan"
+    whole = {op: floor(sums[-1] / tick) - 1 for op, sums in before.items()}
+    last_weight_grad = between("W", placement[0], 0)
     for rank, mine in enumerate(group_stages(placement)):
-        way = look_up("way", -1, before["F"], mine[0]) if is_step else 0
-        back = look_up("back", -1, before["I"], mine[0]) if is_step else 0
-        model.add(longest >= way + chunks * sum(between("FIW", rank, s) for s in mine))
-        model.add(longest >= way + back + chunks * sum(between("FI", rank, s) for s in mine))
-        if is_step:
-            # Before its first input gradient, a rank can do nothing but forwards.
-            later = floor(before["I"][-1] / tick) - look_up("back", -1, before["I"], mine[-1] + 1)
-            first = floor(before["F"][-1] / tick) + later - 2
-            model.add(longest >= first + chunks * sum(between("IW", rank, s) for s in mine))
-        for s in mine[1:] if is_step else ():
-            there = look_up("way", -1, before["F"], s) + look_up("back", -1, before["I"], s)
-            model.add(longest >= there + chunks * between("FI", rank, s))
+        if objective == "period":
+            model.add(longest >= chunks * sum(between("FIW", rank, s) for s in mine))
+            continue
+        # From when on the rank can do what: ops of its stages, in the order of these times.
+        possible = [(look_up(before["F"], s), "F", s) for s in mine]
+        for s in reversed(mine):
+            later = whole["I"] - look_up(before["I"], s + 1)
+            possible.append((whole["F"] + later, "IW", s))
+        for index, (time, _, _) in enumerate(possible):
+            todo = [(ops, s) for _, ops, s in possible[index:]]
+            work = sum(between(ops, rank, s) for ops, s in todo)
+            model.add(longest >= time + chunks * work)
+            for first in mine:
+                # After what these stages do, but for weight gradients, a gradient travels on.
+                ordered = [between(ops.rstrip("W"), rank, s) for ops, s in todo if s >= first]
+                if ordered:
+                    back = look_up(before["I"], first) + last_weight_grad
+                    model.add(longest >= time + chunks * sum(ordered) + back)
+    for rank, mine in enumerate(group_stages(placement)):
         if not isinf(memory[rank]):
             unit = memory[rank] / _TICKS
             sizes = [floor(size / unit) for size in table.resident]
