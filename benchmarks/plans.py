@@ -50,6 +50,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -272,7 +273,8 @@ class Searches:
     """Processes that search for plans side by side. They start before CUDA does."""
 
     def __init__(self) -> None:
-        workers = max(1, (os.cpu_count() or 2) - 2)
+        # The other half of the processors is for the measurements.
+        workers = max(1, (os.cpu_count() or 2) // 2)
         self._pool = ProcessPoolExecutor(workers, get_context("fork"))
         self._pool.submit(int).result()
 
@@ -319,7 +321,6 @@ class Planned:
 
     def __init__(self, report: Report, case: Case, searches: Searches, workers: Workers) -> None:
         self.report, self.case, self.searches, self.workers = report, case, searches, workers
-        workers.free_memory()
         begin = perf_counter()
         self.profile = profile_model(
             case.model,
@@ -506,12 +507,6 @@ def serve(connection: Connection, cpu: bool) -> None:
                     case = make_case(job.case, cpu)
                 prepared = PreparedPipe(case, job)
                 connection.send(None)
-            elif job == "free":
-                prepared = case = None
-                gc.collect()
-                if not cpu:
-                    torch.cuda.empty_cache()
-                connection.send(None)
             else:
                 assert prepared is not None
                 connection.send(prepared.measure())
@@ -527,7 +522,6 @@ class Workers:
     def __init__(self, cpu: bool) -> None:
         context = get_context("spawn")  # a process that was forked may not use CUDA
         self._connections: list[Connection] = []
-        self._is_used = False
         for _ in range(WORKERS):
             here, there = context.Pipe()
             context.Process(target=serve, args=(there, cpu), daemon=True).start()
@@ -537,16 +531,8 @@ class Workers:
         for connection in self._connections:
             connection.send(None)
 
-    def free_memory(self) -> None:
-        """Give back what earlier cases have left, if there were any."""
-        for connection in self._connections * self._is_used:
-            connection.send("free")
-        for connection in self._connections * self._is_used:
-            connection.recv()
-
     def measure(self, report: Report, jobs: Sequence[Job]) -> Iterator[tuple[Job, Measured]]:
         """Yield what was measured of each job, in order, until there is no time left."""
-        self._is_used = True
         for first in range(0, len(jobs), WORKERS):
             if report.is_over:
                 return
@@ -805,6 +791,15 @@ def print_case(planned: Planned, args: argparse.Namespace) -> None:
         print_caps(planned, caps, with_time=case.name.startswith("gpt"))
 
 
+@contextmanager
+def others_go_on(report: Report) -> Iterator[None]:
+    """Report an error, as the other cases may still work."""
+    try:
+        yield
+    except Exception:
+        report.say(traceback.format_exc())
+
+
 def print_gaps(path: Path) -> None:
     """Search for plans without caps in the profiles of a file, and print their gaps."""
     report = Report(None, inf)
@@ -839,13 +834,16 @@ def main() -> None:
     report = Report(args.out, args.seconds)
     name = "CPU" if args.cpu else torch.cuda.get_device_name()
     report.say(f"{name}, torch {torch.__version__}")
+    # All models are profiled first, so that the searches run beside the measurements.
+    planned: list[Planned] = []
     for entry in args.cases:
+        with others_go_on(report):
+            planned.append(Planned(report, make_case(entry, args.cpu), searches, workers))
+    for case in planned:
         if report.is_over:
             break
-        try:
-            print_case(Planned(report, make_case(entry, args.cpu), searches, workers), args)
-        except Exception:  # the other cases may still work
-            report.say(traceback.format_exc())
+        with others_go_on(report):
+            print_case(case, args)
     searches.close()
     workers.close()
     report.say_median_gaps()
