@@ -64,7 +64,8 @@ _HUGE_ACTIONS = 100_000
 _HUGE_SCHEDULES = frozenset({"zb-h1", "dualpipe-v", "interleaved"})
 _MAX_CELLS = 250_000  # ranks x micro-batches that are tried by default
 _CLIMBED = 2  # how many of the best even cuts of a placement are improved by moving units
-_BOUNDED_STAGES = 10_000  # how many stages are looked at to find a cut of a group with a low bound
+# How many groups are searched for a cut with a low bound, and how many stages are looked at there.
+_BOUNDED_GROUPS, _BOUNDED_STAGES = 8, 10_000
 _MOVED_ACTIONS = 20_000_000  # how many may be timed, a fifth of a microsecond each, to do that
 _FLAG_SETS = 256  # how many sets of recomputed stages of one schedule and cut are timed
 _SOLVED_STAGES = 64  # above, the solver takes too long to raise a bound
@@ -574,11 +575,13 @@ def _try_every_cut(group: Group, best: _Best, budget: int) -> int:
 def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: Progress) -> None:
     """Let `fit` make schedules: for every cut of exhausted groups, for two cuts of others.
 
-    One of these two is the best with a named schedule. The other has a low bound: what is good for
-    a named schedule is often not good for one that is made for the cut.
+    One of these two is the best with a named schedule. The other, in the most promising groups, has
+    a low bound: what is good for a named schedule is often not good for one made for the cut.
     """
     candidates: list[tuple[float, int, Group, tuple[int, ...], tuple[bool, ...]]] = []
     low_cuts: set[tuple[Group, tuple[int, ...]]] = set()
+    fastest = sorted(best.points.values(), key=lambda point: point.seconds)
+    promising = list(dict.fromkeys(point.group for point in fastest) or groups)[:_BOUNDED_GROUPS]
     for group in groups:
         if group.bound >= best.seconds:
             break
@@ -591,7 +594,7 @@ def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: P
         if group.is_exhausted:
             # There were not too many before, and now there are fewer.
             cuts = group.find_cuts(best.seconds, _TIMED_ACTIONS) or []
-        elif not space.cut:
+        elif not space.cut and group in promising:
             flags = points[0].recomputed if points else (False,) * group.stages
             starts = dict.fromkeys([*cuts, _even_cut(group, with_memory=False)])
             lower = dict.fromkeys(_lower_bound(group, cut, flags) for cut in starts)
@@ -826,13 +829,14 @@ def _lower_bound(
 
 
 def _list_moves(stages: int) -> list[tuple[int, int]]:
-    """Return the pairs of stages between which a unit may move: with many stages, near ones."""
+    """Return the pairs of stages between which a unit may move, near ones first."""
     furthest = stages if stages <= 16 else 3
     return [
-        (src, src + distance)
+        (src, dst)
+        for distance in range(1, furthest + 1)
         for src in range(stages)
-        for distance in range(-furthest, furthest + 1)
-        if distance and 0 <= src + distance < stages
+        for dst in (src - distance, src + distance)
+        if 0 <= dst < stages
     ]
 
 
