@@ -46,6 +46,13 @@ from penstock.runtime.audit.precision import (
     find_repetition_rounding,
     find_split_tolerance,
 )
+from penstock.runtime.audit.problems import (
+    HOOKED_LEAF,
+    KEPT_FOR_LOSS,
+    describe_hidden_output,
+    describe_hooks,
+    describe_state,
+)
 from penstock.runtime.audit.reference import (
     HostDrawsError,
     Reference,
@@ -287,7 +294,7 @@ class Audit:
             self._compare_states(changes)
             other = self._later_microbatches[0] if is_first else self._first_microbatch
             if self._reference.reads_earlier_stages(self.microbatch, other):
-                refusal = _KEPT_FOR_LOSS
+                refusal = KEPT_FOR_LOSS
         obstacle = None
         if forward.changed_state and is_first and not self._is_first_everywhere:
             obstacle = (
@@ -307,9 +314,9 @@ class Audit:
         if keeps_state:
             self._compare_loss_orders()
         if forward.changed_hooks is not None:
-            refusal = _describe_hooks(forward.changed_hooks)
+            refusal = describe_hooks(forward.changed_hooks)
         if self._reduction is not None and self._inputs.chunks > 1:
-            refusal = _HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
+            refusal = HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
         if refusal is None:
             self._forward = forward._replace(output=None)
         else:
@@ -370,7 +377,7 @@ class Audit:
             else:
                 has_shown = True
                 if is_ahead is not None:
-                    self._state_problem = _describe_state(changes, is_ahead)
+                    self._state_problem = describe_state(changes, is_ahead)
                 break
         if self._state_problem is None:
             for rows in (few[1], ranges[1]) if has_shown else ():
@@ -393,7 +400,7 @@ class Audit:
                     (row, row + 1), (other, other + 1), microbatch
                 )
                 if difference is not None:
-                    self._state_problem = _describe_state(changes, difference)
+                    self._state_problem = describe_state(changes, difference)
                     return True
         except ShowsNothingError:
             return False
@@ -487,7 +494,7 @@ class Audit:
             self._roots, self._state = _list_by_path(values[0]), self._reference.take_snapshot()
             for path, leaf in _list_objects_by_path(values[0]).items():
                 if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
-                    self._hidden_outputs[path] = _describe_hidden_output(leaf)
+                    self._hidden_outputs[path] = describe_hidden_output(leaf)
             return
         self._reference_loss = self._digester.digest(tensors[0])
         gradients = loss.compute_output_gradients(
@@ -797,8 +804,12 @@ class Audit:
         """Find out whether a loss with new terms is a mean over rows, after its step."""
         self._term_sizes = sizes
         try:
+            is_validation = not torch.is_grad_enabled()
             with torch.no_grad():
                 self._split_problem = self._rows_check.compare_rows()
+                # Without a graph, what the means of the model's own loss count is not known.
+                if is_validation and self._request.loss_fn is None and not self._split_problem:
+                    self._split_problem = self._rows_check.compare_all_microbatches()
         except Exception as error:
             close_failed_checkpoints(error)
             self._failure = error
@@ -933,42 +944,6 @@ class Audit:
             self._auditor.note_audited(self._kind, self._term_sizes)
 
 
-def _describe_state(changes: Sequence[str], is_ahead: bool) -> str:
-    names = ", ".join(changes[:4]) or "a variable outside of the model"
-    use = (
-        "computes something else once it has grown"
-        if is_ahead
-        else "that of the next one computes with it"
-    )
-    return (
-        f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
-        "it once for the whole batch, after all rows have been computed. Change such state outside "
-        "of the forward, after each step, or use chunks=1."
-    )
-
-
-_KEPT_FOR_LOSS = (
-    "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
-    "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
-    "values from the model, or use chunks=1."
-)
-
-
-_HOOKED_LEAF = (
-    "loss_fn uses a tensor or a parameter of its own that has a hook (register_hook), and a step "
-    "would call the hook for each micro-batch. Change that gradient after the step, move the "
-    "parameter into the model, whose hooks see the gradient of the batch, or use chunks=1."
-)
-
-
-def _describe_hooks(name: str) -> str:
-    return (
-        f"the forward adds or removes hooks of '{name}'. In a pipe, stages and micro-batches would "
-        "do so at different times, and each stage for itself. Register hooks before the Pipe is "
-        "made, or between steps."
-    )
-
-
 def _list_by_path(value: Any) -> dict[str, Tensor]:
     """Return the tensors of an output by where they are in it."""
     leaves = pytree.tree_flatten_with_path(value)[0]
@@ -980,14 +955,6 @@ def _list_objects_by_path(value: Any) -> dict[str, Any]:
     leaves = pytree.tree_flatten_with_path(value)[0]
     objects = (pair for pair in leaves if not isinstance(pair[1], Tensor | None))
     return {pytree.keystr(path): leaf for path, leaf in objects}
-
-
-def _describe_hidden_output(leaf: Any) -> str:
-    return (
-        f"the model returns a {type(leaf).__name__} with a tensor inside, which is not one of the "
-        "pipe's outputs, so a backward from it would reach the last stage only. Return tuples, "
-        "lists or dicts."
-    )
 
 
 def _find_loss_order(program: Program, last_stage: int) -> list[int]:

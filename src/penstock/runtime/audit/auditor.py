@@ -184,9 +184,10 @@ class Auditor:
         mean over rows by chance, as the deviation of equal numbers is. It is audited each time that
         the number of calls has grown eightfold.
         """
-        # Without gradients there is no audit before the call, but outputs are joined all the same.
-        joins_outputs = request.is_step and request.return_outputs and not torch.is_grad_enabled()
-        if not (sizes or joins_outputs) or request.audit == "off" or running.is_running:
+        # Without gradients there is no audit before the call, but losses and outputs of rows are
+        # joined all the same.
+        is_validation = request.is_step and not torch.is_grad_enabled()
+        if not (sizes or is_validation) or request.audit == "off" or running.is_running:
             return None
         self._add_age(sizes)
         # A loss function may have called the pipe in between.
@@ -194,7 +195,7 @@ class Auditor:
         kind = self._kind if is_known else self.identify(request, inputs)
         audited = self._audited_kinds.get(kind)
         if audited is None:
-            return kind if joins_outputs else None
+            return kind if is_validation else None
         for key, size in sizes.items():
             if size > (8 if key == OTHER_TERMS else 2) * audited.get(key, 0.0):
                 return kind
@@ -294,6 +295,7 @@ class Auditor:
             # The shapes are left out: batches of many lengths are of one kind. A forward that
             # takes another path for a shape, or whose units do, has another digest.
             tuple([_identify_input(value) for value in request.list_batch()]),
+            _has_ignored_labels(request),
             inputs.kind_digest,
             # A pipe does not call the containers of its layers, so hooks do not see them.
             tuple(get_global_hook_ids()),
@@ -389,6 +391,17 @@ def _identify_input(value: Any) -> Any:
     if isinstance(value, int | float):
         return type(value), value if type(value) is bool else value == 0
     return type(value), getattr(value, "dtype", None), getattr(value, "ndim", 0)
+
+
+def _has_ignored_labels(request: Request) -> bool:
+    """Return whether a validation step has labels below 0, which a mean of the model leaves out.
+
+    There is no graph that shows what it counts.
+    """
+    if not request.is_step or request.loss_fn is not None or torch.is_grad_enabled():
+        return False
+    tensors = (value for value in request.list_batch() if isinstance(value, Tensor))
+    return any(t.dtype is torch.int64 and bool((t < 0).any()) for t in tensors if not t.is_meta)
 
 
 def find_obstacle(placed: PlacedPartition, has_replicas: bool, reached: ReachedState) -> str | None:

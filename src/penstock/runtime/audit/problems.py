@@ -1,0 +1,56 @@
+"""The texts of what an audit may find beside different numbers, with the cures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
+    """Return what is wrong if a micro-batch computes with the state that another one has left.
+
+    `is_ahead` says that only a counter that is far ahead makes a difference.
+    """
+    names = ", ".join(changes[:4]) or "a variable outside of the model"
+    use = (
+        "computes something else once it has grown"
+        if is_ahead
+        else "that of the next one computes with it"
+    )
+    return (
+        f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
+        "it once for the whole batch, after all rows have been computed. Change such state outside "
+        "of the forward, after each step, or use chunks=1."
+    )
+
+
+KEPT_FOR_LOSS = (
+    "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
+    "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "
+    "values from the model, or use chunks=1."
+)
+
+
+HOOKED_LEAF = (
+    "loss_fn uses a tensor or a parameter of its own that has a hook (register_hook), and a step "
+    "would call the hook for each micro-batch. Change that gradient after the step, move the "
+    "parameter into the model, whose hooks see the gradient of the batch, or use chunks=1."
+)
+
+
+def describe_hooks(name: str) -> str:
+    """Return what is wrong if the forward changes the hooks of a module or a parameter."""
+    return (
+        f"the forward adds or removes hooks of '{name}'. In a pipe, stages and micro-batches would "
+        "do so at different times, and each stage for itself. Register hooks before the Pipe is "
+        "made, or between steps."
+    )
+
+
+def describe_hidden_output(leaf: Any) -> str:
+    """Return what is wrong if an object in the output has a tensor that the pipe does not see."""
+    return (
+        f"the model returns a {type(leaf).__name__} with a tensor inside, which is not one of the "
+        "pipe's outputs, so a backward from it would reach the last stage only. Return tuples, "
+        "lists or dicts."
+    )
