@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import AuditError, Pipe, PipeSequential, Weighted
+from penstock import (
+    AuditError,
+    Pipe,
+    PipeSequential,
+    RunError,
+    Weighted,
+    add_loss,
+    added_losses,
+)
 from penstock.runtime.audit.reference import Reference
 from tests.oracle import closely
 from tests.runtime.audit.test_rows import ROWS, WIDTH, Layer, layers, made, rows, run_on
@@ -323,3 +331,43 @@ def test_layer_that_mixes_the_rows_of_its_mask_is_found_when_they_differ() -> No
     pipe.step(rows(), mask=torch.ones(ROWS), target=rows(9))
     with pytest.raises(AuditError, match="parts of the batch"):
         pipe.step(rows(2), mask=torch.arange(ROWS) % 3.0, target=rows(9))
+
+
+class Balanced(nn.Module):
+    """A layer that adds a loss: a mean over rows, or the square of one."""
+
+    def __init__(self, is_mean: bool) -> None:
+        super().__init__()
+        self.linear, self.is_mean = nn.Linear(WIDTH, WIDTH), is_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.linear(x).softmax(1)
+        add_loss(shares.square().mean() if self.is_mean else shares.mean(0).square().sum())
+        output: Tensor = x * shares
+        return output
+
+
+@pytest.mark.parametrize("labelled", [range(ROWS), range(8, ROWS)])
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_loss_that_a_layer_adds_beside_a_loss_that_counts_targets(
+    is_mean: bool, labelled: Any
+) -> None:
+    torch.manual_seed(0)
+    model = layers(Balanced(is_mean))
+    unsplit, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss()
+    pipe = made(model, loss_fn=loss_fn)
+    target = labels(list(labelled))
+    if not is_mean:
+        with pytest.raises((AuditError, RunError), match=r"parts of the batch|not means over"):
+            pipe.step(rows(), target=target)
+        return
+    loss = pipe.step(rows(), target=target).loss
+    with added_losses() as added:
+        output = unsplit(rows())
+    expected = loss_fn(output, target) + torch.stack(list(added)).sum()
+    expected.backward()
+    assert closely(loss, expected.detach())
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert closely(ours.grad, theirs.grad)

@@ -736,9 +736,8 @@ class RowsCheck:
         """Return the losses of a step for parts and for all together, or None."""
         if self.reduction is None:
             return None
-        if whole.adds_losses and any(
-            isinstance(v, LossExtras) and v.weight is not None for v in whole.values
-        ):
+        is_counted = self.reduction.target_counter is not None
+        if whole.adds_losses and not is_counted and _find_weight(whole) is not None:
             return None  # auxiliary losses share the weight of the loss, and not the rows
         losses = [float(self._combine_losses([part], MicrobatchRows((1,)))) for part in parts]
         total = self._combine_losses([whole], MicrobatchRows((1,)))
