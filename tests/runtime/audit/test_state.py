@@ -76,6 +76,53 @@ def test_state_of_users_is_equal_as_long_as_micro_batches_have_different_ones(do
     train(pipe, door, rows(), torch.arange(ROWS))
 
 
+class Codebook(nn.Module):
+    """A layer that replaces each row by the nearest code, and moves that code to the row."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        codes = torch.randn(count, WIDTH, dtype=torch.float64, generator=generator)
+        self.register_buffer("codes", codes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes: Any = self.codes
+        index = torch.cdist(x, codes).argmin(1)
+        nearest: Tensor = codes[index]
+        with torch.no_grad():
+            codes[index] = 0.9 * nearest + 0.1 * x
+        return x + (nearest - x).detach()
+
+
+class HashedMemory(nn.Module):
+    """A layer that keeps a vector for each of a few numbers that it computes of a row."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(count, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory: Any = self.memory
+        index = (x.detach().sum(1) * 100).long() % len(memory)
+        output: Tensor = x + memory[index]
+        with torch.no_grad():
+            memory[index] = x.detach()
+        return output
+
+
+@each_door
+@pytest.mark.parametrize("count", [8, 64, 512])
+@pytest.mark.parametrize("layer", [Codebook, HashedMemory])
+def test_state_by_a_number_that_the_layer_computes_is_found(
+    layer: Callable[[int], nn.Module], count: int, door: str
+) -> None:
+    """No two micro-batches need have one in common in the first batch."""
+    torch.manual_seed(0)
+    pipe = build(layer(count), audit="first")
+    with pytest.raises(AuditError, match="and that of the next one computes with it"):
+        train(pipe, door, rows())
+
+
 class CentreLoss(nn.Module):
     """A loss with a centre for each class, which follows the outputs."""
 

@@ -198,6 +198,7 @@ class Audit:
         self._failure: Exception | None = None  # an error of the unsplit model
         self._term_sizes: TermSizes = {}
         self._compares_row_counts = False
+        self._changes_buffers = False  # of the model
         self._shows_no_state = False  # no later micro-batch has targets that the loss counts
 
     # ---- before the call -----------------------------------------------------------------------
@@ -290,6 +291,7 @@ class Audit:
         forward, changes, keeps_state = microbatch
         refusal = None
         is_first = self.microbatch == self._first_microbatch
+        self._changes_buffers = bool(forward.changed_buffers)
         if changes and self._later_microbatches:
             self._compare_states(changes)
             other = self._later_microbatches[0] if is_first else self._first_microbatch
@@ -388,11 +390,18 @@ class Audit:
     def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> bool:
         """Find out whether rows with the same id, such as a user, compute with each other's state.
 
-        If no two micro-batches have an id in common, later batches may. Return False if the loss
+        If no two micro-batches have an id in common, later batches may. That is not known if
+        the id is none of the inputs. Return False if the loss
         counts nothing of these rows.
         """
         try:
-            if self._find_state_difference(rows, rows, microbatch) is None:
+            difference = self._find_state_difference(rows, rows, microbatch)
+            if difference is None:
+                return True
+            if not self._reference.has_row_ids(with_target=not self._changes_buffers):
+                # The id is computed, as the code of a row is in vector quantization. Rows of other
+                # micro-batches may always have the same one.
+                self._state_problem = describe_state(changes, difference)
                 return True
             shared = self._reference.find_shared_ids()
             for _, row, other in shared:

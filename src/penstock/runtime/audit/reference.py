@@ -259,6 +259,17 @@ class Reference:
         """Return rows of different micro-batches that have the same id, by number of its tensor."""
         return find_shared_ids(self._request.list_batch(), self._rows.counts)
 
+    def has_row_ids(self, with_target: bool) -> bool:
+        """Return whether an input, or the target, has one whole number for each row."""
+        row_count = sum(self._rows.counts)
+        request = self._request
+        target = request.target if with_target else ()
+        tensors = list_tensors((request.inputs, dict(request.keyword_inputs), target))
+        return any(
+            t.dim() and len(t) == t.numel() == row_count and not t.is_floating_point()
+            for t in tensors
+        )
+
     def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
         request = self._request
