@@ -216,6 +216,36 @@ class Counting(Automatic):
         return super().training_step(batch, batch_idx)
 
 
+class CountingAnew(Automatic):
+    """Counts its steps in an attribute that the first step creates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.number = getattr(self, "number", 0) + 1
+        loss: Any = super().training_step(batch, batch_idx)
+        return loss * self.number
+
+
+class Remembering(Automatic):
+    """Compares each batch with the first one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not hasattr(self, "first"):
+            self.first = batch[0].float().mean()
+        return super().training_step(batch, batch_idx) * (1 + self.first)
+
+
+class Averaging(Automatic):
+    """Keeps an average of its inputs in place of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: Any = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.average = 0.9 * self.average + 0.1 * batch[0].float().mean()
+        return super().training_step(batch, batch_idx) * self.average
+
+
 class Skipping(Automatic):
     """Skips batches."""
 
@@ -229,6 +259,9 @@ class Skipping(Automatic):
         (Norm, r"self\.log\('norm'\) in training_step is .* for the whole batch, but"),
         (Contrastive, "the loss of a batch depends on how it is split"),
         (Counting, r"training_step changed self\.count from 0 to 1"),
+        (CountingAnew, r"creates self\.number, and asks whether it is there already"),
+        (Remembering, r"creates self\.first, and asks whether it is there already"),
+        (Averaging, r"training_step changed self\.average from 1\.0 to a tensor"),
         (Skipping, "A pipe needs a loss in every step"),
     ],
 )

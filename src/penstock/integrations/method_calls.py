@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -346,6 +347,7 @@ class _AttributeState:
 
     def __init__(self, module: nn.Module) -> None:
         attributes = vars(module)
+        self._names = frozenset(attributes)
         self._lengths = {k: len(v) for k, v in attributes.items() if type(v) is list}
         self._numbers = {k: v for k, v in attributes.items() if type(v) in _NUMBER_TYPES}
 
@@ -353,11 +355,22 @@ class _AttributeState:
         """Return what was appended to lists, by attribute. Raise if a number has changed."""
         attributes = vars(module)
         for name, number in self._numbers.items():
-            if attributes.get(name) != number:
+            value = attributes.get(name)
+            if isinstance(value, Tensor) or value != number:
+                text = "a tensor" if isinstance(value, Tensor) else value
                 raise RunError(
-                    f"{method} changed self.{name} from {number} to {attributes.get(name)}. In a "
+                    f"{method} changed self.{name} from {number} to {text}. In a "
                     "pipe it runs once for each micro-batch and stage, so the module would have "
                     "another value. Change it in a hook such as on_train_batch_start."
+                )
+        for name in attributes.keys() - self._names:
+            # A private one is that of the framework.
+            if not name.startswith("_") and _asks_for_attribute(type(module), name):
+                raise RunError(
+                    f"{method} creates self.{name}, and asks whether it is there already, as "
+                    f"getattr(self, '{name}', 0) does. In a pipe it runs once for each micro-batch "
+                    "and stage, on copies of the module, so it never is. Set it in __init__, and "
+                    "change it in a hook such as on_train_batch_start."
                 )
         appended = {}
         for name, length in self._lengths.items():
@@ -365,6 +378,23 @@ class _AttributeState:
             if type(items) is list and len(items) > length:
                 appended[name] = pytree.tree_map_only(Tensor, Tensor.detach, items[length:])
         return appended
+
+
+def _asks_for_attribute(module_class: type, name: str) -> bool:
+    """Return whether the code of a module has the name of an attribute as a text."""
+    functions = (
+        value
+        for base in module_class.__mro__
+        if base is not nn.Module
+        for value in vars(base).values()
+    )
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    while codes:
+        constants = codes.pop().co_consts
+        if name in constants:
+            return True
+        codes += [constant for constant in constants if isinstance(constant, CodeType)]
+    return False
 
 
 def _call_method(module: nn.Module, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
