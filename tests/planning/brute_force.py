@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from penstock.errors import ArgumentError
 from penstock.planning import Plan, Profile
-from penstock.planning.search import _FIT_ATTEMPTS, fit_with_recomputation, search_plan
+from penstock.planning.recomputed_fit import fit_with_recomputation
+from penstock.planning.search import _FIT_ATTEMPTS, search_plan
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules.cost import fits_in_memory
 from penstock.schedules.families import FAMILIES, loop, make, vee

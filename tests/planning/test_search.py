@@ -272,6 +272,25 @@ def test_plan_counts_the_speed_that_idle_ranks_leave_to_others() -> None:
     assert Plan.from_json(plan.to_json()).forecast == plan.forecast
 
 
+@pytest.mark.parametrize(("gain", "chunks"), [(0.0, 16), (1.0, 8)])
+def test_plan_is_the_fastest_at_the_speed_that_idle_ranks_leave(gain: float, chunks: int) -> None:
+    """With 16 micro-batches ranks are idle less: 5.7% faster if idle ranks leave nothing."""
+    profile = even_profile(units=8, ranks=4, rows=16)
+    seconds = {"cpu": UnitSeconds(*(PerRows(0.2, 1.0) for _ in range(3)))}
+    profile = replace(
+        profile,
+        units=tuple(replace(unit, seconds=seconds) for unit in profile.units),
+        devices=(DeviceProfile("cpu", idle_gain=gain),) * 4,
+    )
+    options: dict[str, Any] = {"schedules": ["1f1b"], "stages_per_rank": [1], "solver_seconds": 0}
+    plan = search_plan(profile, chunks=[4, 8, 16], **options)
+    assert plan.chunks == chunks
+    for number in (4, 8, 16):
+        assert plan.seconds <= search_plan(profile, chunks=[number], **options).seconds
+    assert plan.gap is not None
+    assert [a.seconds for a in plan.alternatives] == sorted(a.seconds for a in plan.alternatives)
+
+
 def test_unequal_devices_gain_by_themselves() -> None:
     devices = DeviceProfile("cpu", idle_gain=1.0), DeviceProfile("cpu")
     profile = replace(even_profile(units=4, ranks=2), devices=devices)

@@ -31,6 +31,7 @@ from penstock.errors import ArgumentError
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.plan import Alternative, Certificate, Plan, describe_choice
 from penstock.planning.profile import Profile, resolve_memory
+from penstock.planning.recomputed_fit import fit_with_recomputation
 from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.solver import has_solver, solve_schedule, solve_space_bound
 from penstock.planning.stage_costs import CostTable, StageCosts, count_chunks
@@ -39,7 +40,7 @@ from penstock.schedules.bound import Objective
 from penstock.schedules.cost import exceeds
 from penstock.schedules.families import family_of, loop, training_families, vee
 from penstock.schedules.families.common import group_stages
-from penstock.schedules.fit import fit, named_schedules
+from penstock.schedules.fit import named_schedules
 from penstock.schedules.ir import Schedule
 from penstock.schedules.simulator import paused_garbage_collection
 from penstock.text_format import format_bytes
@@ -70,6 +71,7 @@ _MOVED_ACTIONS = 20_000_000  # how many may be timed, a fifth of a microsecond e
 _FLAG_SETS = 256  # how many sets of recomputed stages of one schedule and cut are timed
 _SOLVED_STAGES = 64  # above, the solver takes too long to raise a bound
 _SHOWN_ALTERNATIVES = 4
+_COMPARED_POINTS = 8  # at the speed that devices have while ranks are idle
 
 
 class Point(NamedTuple):
@@ -358,7 +360,8 @@ def search_plan(
     if not results.points:
         raise ArgumentError(_explain_no_fit(space, groups))
     ranking = sorted(results.points.values(), key=lambda point: point.seconds)
-    best = ranking[0]
+    fastest = ranking[0].seconds
+    best = _pick_fastest_step(ranking)
     if space.uses_fit and not best.group.is_huge:
         report("improving the best schedule", 0.9)
         polished = best.group.fit(best.cut, best.recomputed, _POLISH_EFFORT)
@@ -368,7 +371,8 @@ def search_plan(
     _raise_bounds(best, groups, solver_seconds, report)
     # The bounds, too, are for the speed that devices have in this plan.
     gain = _time_step(best) / best.seconds if best.seconds else 1.0
-    limit = min(best.seconds, *(group.bound for group in groups if not group.is_exhausted), inf)
+    bounds = [group.bound for group in groups if not group.is_exhausted]
+    limit = min(best.seconds, fastest, *bounds)
     certificate = Certificate(
         bound=gain * limit,
         schedule_bound=gain * min(best.seconds, schedule_limit),
@@ -840,46 +844,6 @@ def _list_moves(stages: int) -> list[tuple[int, int]]:
     ]
 
 
-def fit_with_recomputation(
-    costs: StageCosts,
-    placement: tuple[int, ...],
-    chunks: int,
-    recomputed: Sequence[bool],
-    free: Sequence[float],
-    objective: Objective,
-    effort: int,
-) -> Schedule | None:
-    """Return the schedule that `fit` finds, if these stages are recomputed.
-
-    `fit` knows no R. A recomputed stage therefore looks to it like one with a longer I and a
-    smaller activation, and its rank keeps some memory back for the moment of the recomputation.
-    """
-    cost = costs.cost
-    kept_sizes = cost.kept_sizes
-    sizes = [
-        max(cost.stage_input[s], kept_sizes[s]) if recomputed[s] else cost.activation[s]
-        for s in range(len(placement))
-    ]
-    caps = list(free)
-    for rank, mine in enumerate(group_stages(placement)):
-        caps[rank] -= max(cost.activation[s] - sizes[s] for s in mine)
-    again = [
-        seconds if flag else 0.0 for seconds, flag in zip(cost.R or cost.F, recomputed, strict=True)
-    ]
-    disguised = replace(
-        cost,
-        I=tuple(map(sum, zip(cost.I, again, strict=True))),
-        activation=tuple(sizes),
-        weight_activation=kept_sizes,
-    )
-    shares = [0.0] * len(caps)
-    for stage, rank in enumerate(placement):
-        shares[rank] += sizes[stage]
-    if any(map(exceeds, shares, caps)):
-        return None
-    return fit(placement, chunks, disguised, caps, costs.graph, effort, objective)
-
-
 # ---- words ----------------------------------------------------------------------------------
 
 
@@ -914,7 +878,20 @@ def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alt
             point.name, group.placement, group.chunks, point.recomputed, space.runtime
         )
         rows.append(Alternative(choice, _time_step(point), max(peaks)))
-    return tuple(rows)
+    return tuple(sorted(rows, key=lambda row: row.seconds))
+
+
+def _pick_fastest_step(ranking: Sequence[Point]) -> Point:
+    """Return the point whose step is fastest, of those that are fastest while all ranks are busy.
+
+    Two plans may be equal while all ranks are busy, and in one of them ranks are idle more often.
+    """
+    gain = max(device.idle_gain for device in ranking[0].group.space.profile.devices)
+    by_group: dict[Group, Point] = {}
+    for point in ranking:
+        if point.seconds <= ranking[0].seconds * (1 + gain):
+            by_group.setdefault(point.group, point)
+    return min(list(by_group.values())[:_COMPARED_POINTS], key=_time_step)
 
 
 def _time_step(point: Point) -> float:
