@@ -274,7 +274,7 @@ class Changing(nn.Module):
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_inputs_are_copied_only_if_a_layer_changes_them(changes: bool, meters: list[Any]) -> None:
-    """A step copies nothing. With copies, blocks of ResNet-101 were 2% to 6% slower than in it."""
+    """A step copies nothing between stages that share memory."""
     layer = Changing(changes)
     meters.append(Meter(None))
     measure_shared(layer)
