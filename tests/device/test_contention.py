@@ -87,6 +87,7 @@ class Emulated:
     current: Stream
     now = 0.0
     lowers_clock = False
+    free_bytes = 0  # until what PyTorch keeps is given back
 
     @classmethod
     def sleep(cls, cycles: int) -> None:
@@ -128,7 +129,7 @@ class Emulated:
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    Emulated.streams, Emulated.now = [], 0.0
+    Emulated.streams, Emulated.now, Emulated.free_bytes = [], 0.0, 0
 
     @contextmanager
     def use_stream(stream: Stream) -> Iterator[None]:
@@ -139,10 +140,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         Stream=Stream, Event=Event, stream=use_stream, device=lambda device: nullcontext()
     )
     module.current_stream = lambda device: Emulated.current
+    module.empty_cache = lambda: setattr(Emulated, "free_bytes", 1000)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(contention, "synchronize", Emulated.synchronize)
     monkeypatch.setattr(contention, "RecordedCudaGraph", Graph)
-    monkeypatch.setattr(contention, "get_free_memory", lambda device: (1000, 1000))
+    monkeypatch.setattr(contention, "get_free_memory", lambda device: (Emulated.free_bytes, 1000))
     monkeypatch.setattr(contention, "perf_counter", lambda: Emulated.now)
     monkeypatch.setattr(contention, "sleep", lambda seconds: None)
     monkeypatch.setattr(contention, "sleep_on_device", Emulated.sleep)

@@ -101,6 +101,7 @@ class ContentionMeter:
         # A device replays one of its graphs at a time, so they share their memory.
         self._pools = [GraphMemoryPools() for _ in shared.gpus]
         self._works: dict[Hashable, _CapturedWork] = {}
+        shared.device.module.empty_cache()  # What PyTorch keeps for later does not count as free.
         free = get_free_memory(shared.device.device)
         self._bytes_left = _MEMORY_SHARE * free[0] if free else 0.0
 
