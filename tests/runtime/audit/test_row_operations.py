@@ -75,6 +75,11 @@ ROW_BY_ROW: dict[str, Function] = {
     "pool": lambda x: functional.max_pool1d(x[:, None], 2)[:, 0],
     "a mean at the end": lambda x: 0.5 * (x * x).mean() + 0.1 * x.abs().sum(),
     "cross entropy": lambda x: functional.cross_entropy(x, (x[:, 0] > 0).long()),
+    "rows inside of steps": lambda x: (
+        (x[:, None].expand(-1, 4, -1).transpose(0, 1).reshape(-1, WIDTH) @ WEIGHT)
+        .view(4, len(x), WIDTH)
+        .sum(0)
+    ),
     "positions that are expanded": lambda x: x + TABLE[:1].expand(len(x), -1),
 }
 MIXED: dict[str, Function] = {
@@ -99,6 +104,7 @@ MIXED: dict[str, Function] = {
     "square root of a mean": lambda x: x.square().mean().sqrt(),
     "one loss over another": lambda x: x.abs().sum() / x.square().sum(),
     "softmax over rows": lambda x: x.softmax(0),
+    "rows turned into columns": lambda x: x.reshape(WIDTH, len(x)).cumsum(0).reshape(x.shape),
     "norm over rows": lambda x: functional.normalize(x, dim=0, eps=100.0),
 }
 

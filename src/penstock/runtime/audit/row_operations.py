@@ -21,6 +21,7 @@ A total must not meet rows again: `x - x.mean(0)`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,8 +48,8 @@ def _split_names(text: str) -> frozenset[str]:
 # marks as pointwise are not listed.
 _FREE = _split_names(
     """
-    to_copy copy copy_ clone detach alias lift_fresh view unsafe_view reshape_alias expand permute
-    transpose t unsqueeze squeeze repeat zeros_like ones_like full_like empty_like rand_like
+    to_copy copy copy_ clone detach alias lift_fresh expand permute transpose t unsqueeze squeeze
+    repeat zeros_like ones_like full_like empty_like rand_like
     randn_like fill fill_ zero zero_ rsub conj conj_physical real imag view_as_real view_as_complex
     polar complex angle prelu prelu_kernel native_dropout fused_dropout bernoulli bernoulli_
     rrelu_with_noise uniform_ normal_ exponential_ geometric_ random_ new_zeros new_ones new_full
@@ -82,6 +83,21 @@ _LINEAR = _split_names(
     """
 )
 _DIM_NAMES = frozenset(("dim", "dims", "dimension", "dim0"))
+
+
+# They only show another layout, which the next operation has, and they differ for a single row: it
+# is contiguous in more layouts, so that `reshape` need not copy it, and need not be expanded.
+_UNRECORDED = (
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.unsqueeze.default,
+)
+_UNRECORDED_IDS = frozenset(map(id, _UNRECORDED))  # their hash is computed in Python
 
 
 class _Operation(NamedTuple):
@@ -184,8 +200,7 @@ class RowOperations(CompileFriendlyDispatchMode):
         inputs, results = _list_tensors(args), _list_tensors(result)
         if kwargs:
             inputs += _list_tensors(kwargs)
-        if func is torch.ops.aten.clone.default:
-            # A single row is contiguous in more layouts, so that `reshape` need not copy it.
+        if id(func) in _UNRECORDED_IDS:
             if id(inputs[0]) in self._totals:
                 self._totals[id(results[0])] = results[0]
             return
@@ -419,6 +434,21 @@ def _is_slice_by_row(operation: _Operation) -> bool:
     return dims is None or dims.isdisjoint(rows) or result.shape == tensor.shape
 
 
+def _is_view_by_row(operation: _Operation) -> bool:
+    """Return whether another shape leaves each row together, or joins it with the dims beside it.
+
+    Then the dims before that of the rows have as many entries as before, or those up to it.
+    """
+    tensor, result = operation.inputs[0], operation.results[0]
+    rows, result_rows = operation.find_rows(tensor), operation.find_rows(result)
+    return any(
+        math.prod(tensor.shape[:dim]) == math.prod(result.shape[:other])
+        or math.prod(tensor.shape[: dim + 1]) == math.prod(result.shape[: other + 1])
+        for dim in rows
+        for other in result_rows
+    )
+
+
 def _is_triangle_by_row(operation: _Operation) -> bool:
     tensor = operation.inputs[0]
     return max(operation.find_rows(tensor), default=-1) < tensor.dim() - 2
@@ -445,6 +475,8 @@ _RULES: dict[str, Callable[[_Operation], bool]] = {
     "native_layer_norm": _is_layer_norm_by_row,
     "fused_rms_norm": _is_layer_norm_by_row,
     "slice": _is_slice_by_row,
+    "view": _is_view_by_row,
+    "reshape_alias": _is_view_by_row,
     "tril": _is_triangle_by_row,
     "triu": _is_triangle_by_row,
     "mkldnn_rnn_layer": _is_rnn_by_row,
