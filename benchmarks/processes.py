@@ -17,8 +17,10 @@ tiny    Layers so small that overhead dominates. The first columns have the time
         step, per message. The last columns have the time above a simulation with the durations of
         the actions in that very step, so that only the cost of messages is left.
 message The CPU time of a message in the thread of its rank, in a step of the tiny model: what gloo
-        takes to start the send, to start the receive and to wait, and what Penstock takes beside.
-        Other threads of gloo are not counted. CPU time is the same on a busy machine, up to caches.
+        takes to start the send, to start the receive and to wait; what the operating system takes
+        to write to, wait for and read from the pipes beside shared memory; and what Penstock takes
+        beside. Other threads of gloo are not counted. CPU time is the same on a busy machine, up to
+        caches.
 memory  The peak of receive buffers that are alive on a rank, in activations of a micro-batch. What
         is in shared memory counts for its sender, until it knows that the message was received.
 
@@ -38,6 +40,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -49,8 +52,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 import penstock
+from penstock.runtime.distributed import shared_memory
 from penstock.runtime.distributed.channels import ProcessTransport
-from penstock.runtime.distributed.shared_memory import Inbox, Outbox
+from penstock.runtime.distributed.shared_memory import Inbox, Outbox, RecordPipe
 from penstock.schedules.ir import Program, Send
 
 
@@ -203,9 +207,11 @@ class MessageCost:
 
 @contextmanager
 def clocks() -> Iterator[MessageCost]:
-    """Put clocks around the transport, and around what it calls of gloo."""
+    """Put clocks around the transport, and around what it calls of gloo and of pipes."""
     cost = MessageCost()
     gloo: Any = c10d.ProcessGroupGloo
+    calls = SimpleNamespace(**vars(os))  # those of this module alone
+    calls.write, calls.read = cost.timing("pipe", os.write), cost.timing("pipe", os.read)
     recv_from = ProcessTransport.recv_from
 
     def start_recv(*args: Any) -> Any:
@@ -217,6 +223,8 @@ def clocks() -> Iterator[MessageCost]:
         (gloo, "send", cost.timing("gloo send", gloo.send)),
         (gloo, "recv", cost.timing("gloo recv", gloo.recv)),
         (c10d.Work, "wait", cost.timing("gloo wait", c10d.Work.wait)),
+        (shared_memory, "os", calls),
+        (RecordPipe, "_wait", cost.timing("pipe", RecordPipe._wait)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
@@ -230,8 +238,9 @@ def clocks() -> Iterator[MessageCost]:
 
 def message(sizes: Sizes, rounds: int) -> list[str]:
     lines = [
-        "| schedule | gloo, us a message: send | recv | wait | Penstock | empty clock |",
-        "|---|---|---|---|---|---|",
+        "| schedule | gloo, us a message: send | recv | wait | pipes, us | calls | Penstock, us "
+        "| empty clock |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     clock = MessageCost()
     nothing = clock.timing("nothing", lambda: None)
@@ -252,11 +261,16 @@ def message(sizes: Sizes, rounds: int) -> list[str]:
                 for key in ("send", "recv", "wait", "gloo send", "gloo recv", "gloo wait")
             }
             gloo = [per_call[f"gloo {key}"] for key in ("send", "recv", "wait")]
-            # The inner clocks run inside of the outer ones.
-            own = sum(per_call[key] for key in ("send", "recv", "wait")) - sum(gloo)
-            rows.append((*gloo, own))
+            messages = (sends + recvs) / 2
+            pipes, calls = cost.seconds["pipe"] / messages * 1e6, cost.calls["pipe"] / messages
+            # The inner clocks run inside of the outer ones. Three clocks are outer ones.
+            own = sum(per_call[key] for key in ("send", "recv", "wait")) - sum(gloo) - pipes
+            own -= (3 + calls) * empty
+            rows.append((*gloo, pipes - calls * empty, calls, own))
         columns = [statistics.median(column) for column in zip(*rows, strict=True)]
-        lines.append(f"| {name} | {' | '.join(f'{c:.0f}' for c in columns)} | {empty:.1f} |")
+        *times, calls, own = columns
+        cells = [f"{us:.0f}" for us in times] + [f"{calls:.1f}", f"{own:.0f}", f"{empty:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
