@@ -2,6 +2,7 @@
 
     python benchmarks/real_models.py                                 all models, 2, 4 and 8 devices
     python benchmarks/real_models.py --models llama --devices 8 --schedules zb-v --chunks 32
+    python benchmarks/real_models.py --models t5 vit --rows 2/zb-v 4/1f1b    these rows only
     python benchmarks/real_models.py --seconds 200                   no row begins after 200 seconds
     python benchmarks/real_models.py --models t5 --lock FILE         beside others with this FILE
     python benchmarks/real_models.py --models t5 --without-unsplit   another process times that
@@ -14,7 +15,14 @@ in bf16 on virtual GPUs of one GPU, under `runtime="graph"`, without recomputati
 built, traced and measured unsplit once, for all its rows. The columns:
 
 step        median milliseconds of a step
-forecast    the simulated step, from the costs that the last step has measured
+forecast    the simulated step, from the costs that the same step has measured, as a median over
+            the steps, and so is the ratio. What is between the two:
+outside     before the first action and after the last one, which the host spends on the launch
+in a row    a step among four that are launched before the host waits, as in training
+waits       between actions: the time from the first to the last action, less that of a simulation
+            in which each action takes as long as it took in this step
+variation   that simulation less the forecast, in which all micro-batches of a stage take equally
+            long: some run while more devices are busy than others do
 ceiling     the step that the GPU allows, as in `benchmarks/graph.py`: the units' kernels are timed
             alone on one group of multiprocessors, with the loss; these times are simulated under
             the schedule with the cut of the row, messages free; and the result is divided by the
@@ -48,7 +56,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import Cost, Pipe
+from penstock import Cost, Pipe, Timeline, simulate
 from penstock.fingerprint import build_cost_key
 from penstock.model.cut import build_unit_calls, find_unit_transfers, measure_tail
 from penstock.model.model_profile import trace_for_plan
@@ -56,7 +64,9 @@ from penstock.model.profiler import ModuleCall, bind_target, profile_calls, prof
 from penstock.model.traced.build_stages import TracedModel
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.nested_values import map_tensors
+from penstock.runtime.step import StepResult
 from penstock.schedules.balance import UnitOutput
+from penstock.schedules.explain import Place, TimelineIndex
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -67,6 +77,7 @@ from benchmarks.virtual import (
     contention_of_graphs,
     graph_of,
     head,
+    in_turns,
     line,
     needs_cuda,
     simulate_units,
@@ -74,7 +85,7 @@ from benchmarks.virtual import (
 
 WORDS, TOKENS = 32_000, 1024
 HEADS = ["model", "devices", "schedule", "M", "step", "forecast", "step / forecast"]
-HEADS += ["ceiling", "of the ceiling", "bubble"]
+HEADS += ["outside", "in a row", "waits", "variation", "ceiling", "of the ceiling", "bubble"]
 HEADS += ["forecast", "even stages", "slowest", "host", "unsplit", "x unsplit"]
 HEADS += ["plain graph", "x plain graph", "loss"]
 
@@ -196,18 +207,78 @@ MODELS = {"llama": llama, "gpt2": gpt2, "gpt": plain_gpt, "t5": t5, "vit": vit}
 ENOUGH_MS = 2000.0  # of timed runs: a slow run is repeated once only
 
 
-def timed(run: Callable[[], object], times: int) -> tuple[float, float]:
-    """Return the median milliseconds until the device is done, and until the call returns."""
+def timed(run: Callable[[], object], times: int) -> float:
+    """Return the median milliseconds until the device is done."""
     whole: list[float] = []
-    host: list[float] = []
     while len(whole) < times and (len(whole) < 2 or sum(whole) < ENOUGH_MS):
         torch.cuda.synchronize()
         start = perf_counter()
         run()
-        host.append(1e3 * (perf_counter() - start))
         torch.cuda.synchronize()
         whole.append(1e3 * (perf_counter() - start))
-    return median(whole), median(host)
+    return median(whole)
+
+
+class TimedStep(NamedTuple):
+    """The milliseconds of one step, and what it has measured of itself.
+
+    Attributes:
+        step: Until the device is done.
+        host: Until the call returns.
+        device: From the first to the last action, by the clock of the device.
+        own: The simulated step in which each action takes as long as it took in this step.
+        forecast: The simulated step in which all micro-batches of a stage take their mean.
+    """
+
+    step: float
+    host: float
+    device: float
+    own: float
+    forecast: float
+
+
+def time_steps(step: Callable[[], StepResult], times: int) -> tuple[list[TimedStep], StepResult]:
+    """Run steps one by one. Return their times, and the last result."""
+    steps: list[TimedStep] = []
+    while len(steps) < times:
+        torch.cuda.synchronize()
+        start = perf_counter()
+        result = step()
+        returned = perf_counter()
+        torch.cuda.synchronize()
+        end = perf_counter()
+        timeline = result.timeline
+        forecast = simulate(timeline.program, timeline.cost).makespan
+        seconds = end - start, returned - start, timeline.makespan, replay(timeline), forecast
+        steps.append(TimedStep(*(1e3 * number for number in seconds)))
+    return steps, result
+
+
+def replay(timeline: Timeline) -> float:
+    """Return the seconds of a step in which each action begins as soon as it can.
+
+    Each takes as long as it took in the timeline, and messages take no time.
+    """
+    index = TimelineIndex(timeline)
+    ends: dict[Place, float] = {}
+    positions = [0] * timeline.ranks
+    has_advanced = True
+    while has_advanced:
+        has_advanced = False
+        for rank, lane in enumerate(timeline.computes):
+            while positions[rank] < len(lane):
+                place = Place(rank, positions[rank])
+                needs = [arrival.producer for arrival in index.arrivals(place)]
+                needs += index.earlier_on_cell(place)
+                needs += [Place(rank, place.position - 1)] if place.position else []
+                if not all(need in ends for need in needs):
+                    break
+                span = lane[place.position]
+                begin = max((ends[need] for need in needs), default=0.0)
+                ends[place] = begin + span.end - span.start
+                positions[rank] += 1
+                has_advanced = True
+    return max(ends.values())
 
 
 def build(name: str, chunks: int) -> Case:
@@ -257,12 +328,12 @@ def measure_unsplit(case: Case, chunks: int, times: int, lock: GpuLock) -> Unspl
     if not times:
         return Unsplit(nan, nan, loss)
     with lock.hold(exclusive=True):
-        eager, _ = timed(accumulate, times)
+        eager = timed(accumulate, times)
     try:
         with lock.hold(exclusive=False):
             graph = graph_of(accumulate, accumulate, torch.cuda.Stream())
         with lock.hold(exclusive=True):
-            captured, _ = timed(graph.replay, times)
+            captured = timed(graph.replay, times)
     except RuntimeError as error:  # the forward reads a value on the host
         print(f"the unsplit model cannot be captured: {error}".splitlines()[0], file=sys.stderr)
         captured = nan
@@ -372,11 +443,12 @@ def row(
     with lock.around_replays():
         step()
     with lock.hold(exclusive=True):
-        result = step()
-        duration, host = timed(step, args.times)
+        step()
+        steps, result = time_steps(step, args.times)
+        (in_a_row,) = in_turns([step], 1)
     timeline, forecast = result.timeline, pipe.forecast()
-    program = forecast.program
-    even = pipe.forecast(Cost.even(program.schedule.placement)).bubble
+    even = pipe.forecast(Cost.even(forecast.program.schedule.placement)).bubble
+    duration = median(s.step for s in steps)
     busy = [sum(span.end - span.start for span in lane) for lane in timeline.computes]
     ceiling = groups.ceiling(pipe)
     return line(
@@ -386,15 +458,19 @@ def row(
             schedule,
             args.chunks,
             f"{duration:.1f}",
-            f"{1e3 * forecast.makespan:.1f}",
-            f"{duration / (1e3 * forecast.makespan):.3f}",
+            f"{median(s.forecast for s in steps):.1f}",
+            f"{median(s.step / s.forecast for s in steps):.3f}",
+            f"{median(s.step - s.device for s in steps):.1f}",
+            f"{in_a_row:.1f}",
+            f"{median(s.device - s.own for s in steps):.1f}",
+            f"{median(s.own - s.forecast for s in steps):.1f}",
             f"{ceiling:.1f}",
             f"{ceiling / duration:.3f}",
             f"{timeline.bubble:.1%}",
             f"{forecast.bubble:.1%}",
             f"{even:.1%}",
             f"{max(busy) / mean(busy):.2f}",
-            f"{host:.1f}",
+            f"{median(s.host for s in steps):.1f}",
             f"{unsplit.eager:.1f}",
             f"{unsplit.eager / duration:.2f}",
             f"{unsplit.plain_graph:.1f}",
@@ -420,15 +496,15 @@ def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float
     traced = None
     if not isinstance(case.model, nn.Sequential):
         # One trace for all rows, with enough units for two stages a device.
-        devices = penstock.virtual_devices("cuda:0", max(args.devices))
+        devices = penstock.virtual_devices("cuda:0", max(rows_by_devices(args)))
         traced = trace_for_plan(case.model, case.inputs, args.chunks, None, [*devices, *devices])
     report(f"{name} traced", begin)
     unsplit = measure_unsplit(case, args.chunks, 0 if args.without_unsplit else args.times, lock)
     report(f"{name} unsplit", begin)
     calls = () if traced is None else tuple(build_unit_calls(traced))
-    for ranks in args.devices:
+    for ranks, schedules in rows_by_devices(args).items():
         places, groups = list(penstock.virtual_devices("cuda:0", ranks)), None
-        for schedule in args.schedules:
+        for schedule in schedules:
             if perf_counter() > end:
                 return
             tidy(case)
@@ -450,6 +526,17 @@ def measure_model(name: str, lock: GpuLock, args: argparse.Namespace, end: float
             report(f"{name} {ranks} {schedule}", begin)
 
 
+def rows_by_devices(args: argparse.Namespace) -> dict[int, list[str]]:
+    """Return the schedules to measure for each number of devices."""
+    if args.rows is None:
+        return {ranks: list(args.schedules) for ranks in args.devices}
+    rows: dict[int, list[str]] = {}
+    for text in args.rows:
+        ranks, schedule = text.split("/")
+        rows.setdefault(int(ranks), []).append(schedule)
+    return rows
+
+
 def report(what: str, begin: float) -> None:
     print(f"{what}: {perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
@@ -461,6 +548,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved", "zb-v"])
+    parser.add_argument(
+        "--rows", nargs="+", metavar="DEVICES/SCHEDULE", help="instead of --devices, --schedules"
+    )
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--times", type=int, default=5, help="timed steps")
     parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
