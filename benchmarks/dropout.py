@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.virtual import GpuLock
 
 RATES = (0.0, 0.1)
 RUNTIMES = ("inline", "threads")
@@ -171,16 +177,18 @@ def measure(step: Callable[[], Any], model: nn.Module, is_gpu: bool) -> Taken:
     return Taken(time.perf_counter() - wall, time.process_time() - host)
 
 
-def compare(name: str, devices: list[Any], dtype: torch.dtype, rounds: int) -> None:
+def compare(name: str, devices: list[Any], dtype: torch.dtype, rounds: int, lock: GpuLock) -> None:
     """Print the table of one model."""
     is_gpu = devices[0] != "cpu"
     sizes = SIZES[name, "cuda" if is_gpu else "cpu"]
-    variants = {rate: BUILDERS[name](sizes, rate, devices, dtype) for rate in RATES}
+    with lock.hold(exclusive=False):
+        variants = {rate: BUILDERS[name](sizes, rate, devices, dtype) for rate in RATES}
     durations: dict[tuple[str, float], list[Taken]] = {}
     for round_index in range(rounds + 2):
         for runtime in ("unsplit", *RUNTIMES):
             for rate in RATES[:: 1 if round_index % 2 else -1]:
-                taken = measure(variants[rate].steps[runtime], variants[rate].model, is_gpu)
+                with lock.hold(exclusive=True):
+                    taken = measure(variants[rate].steps[runtime], variants[rate].model, is_gpu)
                 if round_index > 1:  # the first rounds learn what the stages do, and warm up
                     durations.setdefault((runtime, rate), []).append(taken)
     print(f"\n{name}: {sizes}\n")
@@ -210,6 +218,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(BUILDERS), help="by default both")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--lock", help="a file by which processes that share the GPU take turns")
     args = parser.parse_args()
     devices: list[Any] = ["cpu", "cpu"]
     if args.devices:
@@ -221,7 +230,7 @@ def main() -> None:
     print(f"recomputation, medians of {args.rounds} rounds")
     for name in BUILDERS:
         if args.model in (None, name):
-            compare(name, devices, getattr(torch, args.dtype), args.rounds)
+            compare(name, devices, getattr(torch, args.dtype), args.rounds, GpuLock(args.lock))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python benchmarks/papers.py --cpu           tiny models on CPU ranks, as a smoke test
     python benchmarks/papers.py --seconds 100   no row begins after 100 seconds
     python benchmarks/papers.py --lock FILE     beside others with this FILE, in turns
+    python benchmarks/papers.py --runtime graph --rows 8/1f1b/never 8/gpipe/except_last
 
 One GPU is split into K virtual devices. Their size does not depend on K, so that K devices have K
 times the multiprocessors of one, as in the papers. But they share the memory and the clock of one
@@ -73,7 +74,18 @@ FULL = {
 TINY = {"unet": [2, 4, 64, 4, 1], "resnet101": [4, 64, 8, 2], "amoebanet": [3, 16, 64, 8, 2]}
 
 
-HEADS = ["model", "batch", "K", "M", "recomputed", "step", "samples/s", "x one device", "ceiling"]
+HEADS = [
+    "model",
+    "batch",
+    "K",
+    "M",
+    "schedule",
+    "recomputed",
+    "step",
+    "samples/s",
+    "x one device",
+    "ceiling",
+]
 HEADS += ["of the ceiling", "torchgpipe", "x (K=2, M=1)", "GPipe, torchgpipe"]
 
 
@@ -100,11 +112,19 @@ class Case(NamedTuple):
         return noise, torch.rand(rows, 1, self.pixels, self.pixels, device=device)
 
 
-class Row(NamedTuple):
-    """One measurement: K devices, M micro-batches, seconds a step, and seconds at the ceiling."""
+class Setting(NamedTuple):
+    """K devices, M micro-batches, a schedule, and what is recomputed."""
 
     K: int
     M: int
+    schedule: str
+    checkpoint: str
+
+
+class Row(NamedTuple):
+    """One measurement: its setting, seconds a step, and seconds at the ceiling."""
+
+    setting: Setting
     seconds: float
     ceiling: float = nan
 
@@ -167,15 +187,17 @@ class Model(NamedTuple):
         with lock.hold(exclusive=True), device.activate():
             return Model(case, layers, profile(list(layers), (images,)))
 
-    def choose_stages(self, K: int, M: int, args: argparse.Namespace) -> tuple[int, ...] | None:
+    def choose_stages(self, wanted: Setting, args: argparse.Namespace) -> tuple[int, ...] | None:
         """Return the cut of these costs. None: by parameters, or nothing is to be cut."""
+        K, M, schedule, _ = wanted
         if K == 1:
             return (len(self.layers),)
-        return choose_cut(args.schedule, devices(K, args), M, self.costs) if self.costs else None
+        return choose_cut(schedule, devices(K, args), M, self.costs) if self.costs else None
 
 
-def measure(model: Model, K: int, M: int, args: argparse.Namespace, lock: GpuLock) -> Row:
-    """Time a step of a new pipe. One device gets the undivided batch and recomputes nothing."""
+def measure(model: Model, wanted: Setting, args: argparse.Namespace, lock: GpuLock) -> Row:
+    """Time a step of a new pipe."""
+    K, M, schedule, checkpoint = wanted
     model.layers.zero_grad()
     gc.collect()
     if not args.cpu:
@@ -183,14 +205,14 @@ def measure(model: Model, K: int, M: int, args: argparse.Namespace, lock: GpuLoc
     begin = perf_counter()
     what = model.case
     images, target = what.batch(M, "cpu" if args.cpu else "cuda:0")
-    stages = model.choose_stages(K, M, args)
+    stages = model.choose_stages(wanted, args)
     pipe = penstock.Pipe(
         model.layers,
         chunks=M,
-        checkpoint="never" if K == 1 else args.checkpoint,
+        checkpoint=checkpoint,
         stages=K if stages is None else stages,
         devices=devices(K, args),
-        schedule="gpipe" if K == 1 else args.schedule,
+        schedule=schedule,
         runtime=args.runtime,
         loss_fn=what.loss,
         balance="parameters" if stages is None else None,
@@ -202,7 +224,7 @@ def measure(model: Model, K: int, M: int, args: argparse.Namespace, lock: GpuLoc
         pipe.zero_grad()
         pipe.step(images, target=target)
 
-    row = Row(K, M, seconds(step, args, lock))
+    row = Row(wanted, seconds(step, args, lock))
     if model.costs and K > 1 and M > 1:
         with lock.hold(exclusive=True):
             row = row._replace(ceiling=simulate_units(pipe, model.costs) / contention(K, args.sms))
@@ -224,25 +246,27 @@ def print_rows(name: str, args: argparse.Namespace, end: float, lock: GpuLock) -
     """Measure a network, and print each row. None begins after `end`."""
     model = Model.build(case(name, args), args, lock)
     what, published = model.case, (TIMES_ONE.get(name, {}), TIMES_K2_M1.get(name, {}))
-    # The paper about AmoebaNet-D compares with two devices, where only one is busy at a time.
-    sizes = [(1, 1), *([(2, 1)] if published[1] else []), *((K, args.chunks) for K in args.ranks)]
+    # One device gets the undivided batch, and recomputes nothing.
+    settings = [Setting(1, 1, "gpipe", "never")]
+    if published[1]:  # the paper about AmoebaNet-D compares with two devices, one busy at a time
+        settings.append(Setting(2, 1, args.schedule, args.checkpoint))
+    settings += args.settings
     speeds: dict[tuple[int, int], float] = {}
-    for K, M in sizes:
+    for wanted in settings:
+        K, M = wanted.K, wanted.M
         if perf_counter() > end:
             return
         try:
-            row = measure(model, K, M, args, lock)
+            row = measure(model, wanted, args, lock)
         except RuntimeError as error:  # the other rows are still worth their time
-            print(line([what.label, "", K, M, error]), flush=True)
+            print(line([what.label, "", *wanted, error]), flush=True)
             continue
         speed = speeds[K, M] = what.images(M) / row.seconds
         one, two = speeds.get((1, 1), nan), speeds.get((2, 1), nan)
         cells = [
             what.label,
             f"{what.images(M)} of {what.pixels} px",
-            K,
-            M,
-            "never" if K == 1 else args.checkpoint,
+            *wanted,
             f"{1000 * row.seconds:.0f} ms",
             f"{speed:.1f}",
             f"{speed / one:.2f}",
@@ -271,6 +295,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", choices=["always", "except_last", "never"], default="except_last"
     )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="K/SCHEDULE/CHECKPOINT",
+        help="these rows, instead of all --ranks with --schedule and --checkpoint",
+    )
     parser.add_argument("--sms", type=int, default=16, help="multiprocessors per device")
     parser.add_argument(
         "--steps", type=int, default=3, help="timed steps, of which the median is reported"
@@ -281,6 +311,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for model, sizes in (TINY if args.cpu else FULL).items():
         setattr(args, model, getattr(args, model) or sizes)
     args.chunks = args.chunks or (4 if args.cpu else 32)
+    wanted = args.rows or [f"{K}/{args.schedule}/{args.checkpoint}" for K in args.ranks]
+    args.settings = [
+        Setting(int(K), args.chunks, schedule, checkpoint)
+        for K, schedule, checkpoint in (text.split("/") for text in wanted)
+    ]
     if not args.cpu and not torch.cuda.is_available():
         parser.error("this measures virtual devices of a CUDA GPU, and there is none; try --cpu")
     return args
@@ -295,10 +330,9 @@ def main() -> None:
     machine = (
         "CPU ranks" if args.cpu else f"{args.sms} SMs each of a {torch.cuda.get_device_name()}"
     )
-    settings = f"{args.schedule}, {args.runtime}, checkpoint {args.checkpoint}"
-    print(f"\n{machine}; {settings}, but one device recomputes")
-    print(f"nothing; float32; median of {args.steps} steps, after {WARM_UP} to warm up;")
-    print(f"torch {torch.__version__}; {perf_counter() - start:.0f} s in all.")
+    print(f"\n{machine}; {args.runtime}; float32; median of {args.steps} steps, after")
+    print(f"{WARM_UP} to warm up; torch {torch.__version__};", end=" ")
+    print(f"{perf_counter() - start:.0f} s in all.")
 
 
 if __name__ == "__main__":
