@@ -68,6 +68,8 @@ class UnsplitCells:
         self._unit_stages, self._function_stages = unit_stages, function_stages
         self._devices = devices if len(set(devices)) > 1 else ()
         self._fixes_draws = fixes_draws
+        self.uniform_level = 0.5  # of fixed draws: see `FixedDraws`
+        self.has_uniform = False  # whether a cell has drawn uniform numbers that are fixed
         self._separates_host_streams, self._own_states = separates_host_streams, own_states
         self.has_drawn = False  # whether any cell has drawn random numbers
         self.uses_own_generator = False  # whether one has drawn from a generator of the model's
@@ -83,6 +85,9 @@ class UnsplitCells:
             )
             for stage in range(self._num_stages)
         ]
+        fixed = [redirect for redirect in redirects if isinstance(redirect, FixedDraws)]
+        for redirect in fixed:
+            redirect.level = self.uniform_level
         host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())
         if self._fixes_draws and not self._devices:
             # The numbers are the same on every stage, so none is entered.
@@ -94,6 +99,7 @@ class UnsplitCells:
         else:
             with host_rng, self._follow_stages(redirects, host_rng):
                 yield
+        self.has_uniform |= any(redirect.has_uniform for redirect in fixed)
         self.draws_host_random |= bool(host_rng.used)
         self.has_drawn |= self.draws_host_random or any(r.has_drawn for r in redirects)
         self.uses_own_generator |= any(r.used_own_generator for r in redirects)

@@ -7,7 +7,7 @@ that draws returns what it returns on average, for each of its elements:
 
     dropout        keeps everything
     bernoulli      its probability
-    rand, randn    one half; the mean and half a deviation
+    rand, randn    one half, or another level; the mean and half a deviation
     randint        the middle of its range
     randperm       the reverse order, so that rows that are shuffled do mix
     multinomial    the largest entries
@@ -28,7 +28,16 @@ Arguments = dict[str, Any]
 
 
 class FixedDraws(DrawRedirect):
-    """Lets random operations return fixed numbers. Those that are not known draw as they do."""
+    """Lets random operations return fixed numbers. Those that are not known draw as they do.
+
+    Attributes:
+        level: The fraction of their range that uniform numbers are. What a layer does with a small
+            probability, `rand(n) < 0.15`, it does at a low or a high level.
+        has_uniform: Whether uniform numbers were drawn.
+    """
+
+    level = 0.5
+    has_uniform = False
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the fixed result of an operation that draws."""
@@ -39,7 +48,11 @@ class FixedDraws(DrawRedirect):
         for name in ("dropout_p", "dropout"):
             if name in named:
                 return func(**{**named, name: 0.0})
-        compute = _RESULTS.get(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        compute = _RESULTS.get(name)
+        if name in _UNIFORM:
+            self.has_uniform = True
+            compute = _UNIFORM[name](self.level)
         if compute is None or any(name.startswith("out") for name in named):
             return super().run(func, args, kwargs)
         return compute(named)
@@ -125,13 +138,18 @@ def _choose(named: Arguments) -> Tensor:
     return probabilities.topk(count).indices
 
 
+_UNIFORM: dict[str, Callable[[float], Callable[[Arguments], Any]]] = {
+    "rand": lambda level: _create(lambda named: level),
+    "rand_like": lambda level: _create(lambda named: level),
+    "uniform_": lambda level: _fill(
+        lambda named: (1 - level) * named.get("from", 0.0) + level * named.get("to", 1.0)
+    ),
+}
+
 _RESULTS: dict[str, Callable[[Arguments], Any]] = {
     "native_dropout": _dropout,
     "bernoulli": _bernoulli,
     "bernoulli_": _fill(_find_bernoulli_mean),
-    "rand": _create(lambda named: 0.5),
-    "rand_like": _create(lambda named: 0.5),
-    "uniform_": _fill(lambda named: (named.get("from", 0.0) + named.get("to", 1.0)) / 2),
     "randn": _create(lambda named: 0.5),
     "randn_like": _create(lambda named: 0.5),
     "normal": _normal,

@@ -188,6 +188,8 @@ class Reference:
         # Whether the model runs the same operations on any rows, and none writes to a parameter.
         self._writes_nothing = False
         self.replaces_sizes = True  # whether forwards get sizes that know of other numbers of rows
+        self.uniform_level = 0.5  # that of uniform numbers where draws are fixed
+        self.draws_uniform = False  # whether a forward with fixed draws has drawn some
         self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
@@ -517,6 +519,7 @@ class Reference:
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
         cells = self._build_cells(fixes_draws)
+        cells.uniform_level = self.uniform_level
         attributes = read_plain_attributes(self._model_modules) if records_state else {}
         watch = self._build_watch(microbatch if records_state else None)
         generators = set(self._write_log.generators)
@@ -540,6 +543,7 @@ class Reference:
         if cells.draws_host_random and not self._separates_host_streams:
             self._separates_host_streams = True
             raise HostDrawsError
+        self.draws_uniform |= cells.has_uniform
         self._uses_float32 = bool(self._uses_float32) or watch.uses_float32
         has_own_backward = watch.has_tensor_hooks
         if not has_own_backward and records_state:

@@ -41,6 +41,7 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.digest import Digest
 from penstock.runtime.audit.precision import find_split_tolerance
 from penstock.runtime.audit.reference import Reference, ReferenceForward
+from penstock.runtime.audit.row_dims import RowDims, vary_by_row
 from penstock.runtime.audit.row_operations import RowOperations
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
@@ -73,6 +74,7 @@ _MAX_GRADIENT_ROUNDING = 0.2
 _MIN_GRADIENT_ROUNDING = 1e-5
 SMALL_MICROBATCH = 8  # the number of rows below which all of them are compared
 _FLOATS = torch.float32, torch.float64
+_RARE_LEVELS = 0.01, 0.99  # of uniform numbers
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
@@ -180,11 +182,11 @@ class RowsCheck:
     _random_parts: list[Sequence[Rows]] = field(default_factory=list)
 
     # The dims of the outputs that the rows are on.
-    _row_dims: _RowDims = field(init=False)
+    _row_dims: RowDims = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with what is known of the outputs."""
-        object.__setattr__(self, "_row_dims", _RowDims(self.inputs.rows))
+        object.__setattr__(self, "_row_dims", RowDims(self.inputs.rows))
 
     @property
     def shows_nothing(self) -> bool:
@@ -227,6 +229,9 @@ class RowsCheck:
                 problem = problem or self._compare_scales(ranges, whole)
             if problem is not None:
                 return problem
+            problem = self._compare_rare_draws(ranges, with_gradients)
+            if problem is not None:
+                return problem
         # Others may differ, or have targets that the loss counts.
         start, stop = self.reference.find_rows(self.microbatch)
         middle = (start + stop) // 2
@@ -234,6 +239,15 @@ class RowsCheck:
             problem = self._try_modes([(start, middle), (middle, stop)], None, with_gradients)
         if self.shows_nothing and problem is None:
             problem = self.compare_all_microbatches()
+        return problem
+
+    def _compare_rare_draws(self, ranges: Sequence[Rows], with_gradients: bool) -> str | None:
+        """Compare rows that draw small and large numbers: a swap where `rand(n) < 0.15`."""
+        problem = None
+        for level in _RARE_LEVELS if self.reference.draws_uniform else ():
+            self.reference.uniform_level = level
+            problem = problem or self._try_modes(ranges, None, with_gradients)
+        self.reference.uniform_level = 0.5
         return problem
 
     def _compare_scales(self, ranges: Sequence[Rows], whole: ReferenceForward) -> str | None:
@@ -858,35 +872,12 @@ class _LossSeeds:
         return 1.0 if factor is None else float(factor)
 
 
-class _RowDims:
-    """The dims of the outputs that the rows are on: dim 0, or that of the inputs.
-
-    Of few rows, an output may have as many entries on both.
-    """
-
-    def __init__(self, rows: MicrobatchRows) -> None:
-        self._input_dim, self._dims = rows.dim, dict(rows.output_dims)
-        self.shapes: Sequence[torch.Size] = ()  # of the outputs of another number of rows, if known
-
-    def find(self, index: int, output: Tensor, row_count: int) -> int:
-        """Return the dim of an output, given its index, for so many rows."""
-        if not self._input_dim:
-            return 0
-        if index not in self._dims and index < len(self.shapes):
-            pairs = zip(self.shapes[index], output.shape, strict=False)
-            others = [dim for dim, (size, other) in enumerate(pairs) if size != other]
-            if len(others) == 1:
-                self._dims[index] = others[0]
-        dims = [self._dims[index]] if index in self._dims else [self._input_dim, 0]
-        return next((d for d in dims if d < output.dim() and not output.size(d) % row_count), 0)
-
-
 @dataclass(frozen=True)
 class _OutputSeeds:
     """Gradients for the outputs of `pipe(x)`: each row has one of its own, a loss its share."""
 
     shares: Sequence[float]
-    row_dims: _RowDims
+    row_dims: RowDims
 
     def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
         """Return the seeds of one part, which has these rows."""
@@ -899,7 +890,7 @@ class _OutputSeeds:
                     continue
                 if tensor.dim():
                     dim = self.row_dims.find(leaf_index, tensor, len(row_numbers))
-                    pairs.append((tensor, _vary_by_row(tensor, row_numbers, dim)))
+                    pairs.append((tensor, vary_by_row(tensor, row_numbers, dim)))
                 else:
                     pairs.append((tensor, torch.full_like(tensor, self.shares[index])))
             return pairs
@@ -909,21 +900,6 @@ class _OutputSeeds:
     def read_scale(self) -> float:
         """Return 1: the gradients have their final size."""
         return 1.0
-
-
-def _vary_by_row(tensor: Tensor, row_numbers: Sequence[int], dim: int) -> Tensor:
-    """Return a gradient for a tensor with these rows of the batch, whatever rows are beside.
-
-    Its rows are on `dim`.
-    """
-    rows = tensor.detach().movedim(dim, 0)
-    times = max(len(rows) // len(row_numbers), 1)
-    numbers = torch.tensor(row_numbers, device=tensor.device).repeat_interleave(times)
-    if len(numbers) != len(rows):  # it has none
-        numbers = torch.zeros(len(rows), device=tensor.device)
-    columns = torch.arange(rows[:1].numel(), device=tensor.device)
-    angles = 0.7 * columns + numbers[:, None]
-    return angles.cos().add(0.1).to(tensor.dtype).view(rows.shape).movedim(0, dim)
 
 
 def _find_tables(parts: Sequence[Any], whole: Any) -> list[Any]:
