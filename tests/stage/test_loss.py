@@ -162,6 +162,30 @@ def test_targets_of_a_changed_cross_entropy_are_not_counted(change: Callable[...
     assert resolve_reduction(loss_fn, None).target_counter is None
 
 
+@pytest.mark.parametrize("is_module", [False, True])
+def test_microbatch_whose_classes_have_weight_0_is_refused_with_label_smoothing(
+    is_module: bool,
+) -> None:
+    """Its targets add to the loss of the batch, but its own loss is a number divided by 0."""
+    weights = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    options: Any = {"weight": weights, "label_smoothing": 0.1}
+    loss_fn: Any = (
+        nn.CrossEntropyLoss(**options)
+        if is_module
+        else partial(functional.cross_entropy, **options)
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, loss_fn=loss_fn)
+    x = torch.rand(4, 4, dtype=torch.float64)
+    expected = loss_fn(model(x), torch.tensor([0, 1, 0, 2]))
+    assert closely(pipe.step(x, target=torch.tensor([0, 1, 0, 2])).loss, expected.detach())
+    with pytest.raises(RunError, match="all targets of a micro-batch have a class weight of 0"):
+        pipe.step(x, target=torch.tensor([0, 0, 1, 2]))
+    ignored = torch.tensor([-100, -100, 1, 2])
+    expected = loss_fn(model(x), ignored)
+    assert closely(pipe.step(x, target=ignored).loss, expected.detach())
+
+
 def test_target_counter_leaves_ignored_targets_out() -> None:
     target = torch.tensor([0, 1, 3, -100])
     assert TargetCounter()(target) == 3

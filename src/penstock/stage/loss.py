@@ -76,10 +76,12 @@ class TargetCounter:
     Attributes:
         ignore_index: The target that does not count.
         class_weights: The weight of each class, or None if all count 1.
+        smooths_labels: Whether each target adds a part for every class to the loss.
     """
 
     ignore_index: int = DEFAULT_IGNORE_INDEX
     class_weights: Tensor | None = None
+    smooths_labels: bool = False
 
     def __call__(self, target: Tensor) -> Tensor:
         """Return the weight as a float64 tensor with one element.
@@ -97,7 +99,15 @@ class TargetCounter:
         # well; the loss itself raises for it.
         classes = target.long().clamp(0, len(self.class_weights) - 1)
         weights = self.class_weights.detach().to(target.device)[classes]
-        return weights.where(counts, 0).sum(dtype=torch.float64)
+        weight = weights.where(counts, 0).sum(dtype=torch.float64)
+        if self.smooths_labels and bool((weight == 0) & counts.any()):
+            raise RunError(
+                "all targets of a micro-batch have a class weight of 0, and with label_smoothing "
+                "they add to the loss of the batch all the same. The loss of the micro-batch is "
+                "divided by 0. Use ignore_index for targets that do not count, a small class "
+                "weight in place of 0, or fewer chunks."
+            )
+        return weight
 
 
 @dataclass(frozen=True)
@@ -133,8 +143,10 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     """Return a counter for one of PyTorch's classification losses, or None for any other loss."""
     function = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     if function in _COUNTED_LOSS_FUNCTIONS:
-        return TargetCounter(
-            keywords.get("ignore_index", DEFAULT_IGNORE_INDEX), keywords.get("weight")
+        return _build_target_counter(
+            keywords.get("ignore_index", DEFAULT_IGNORE_INDEX),
+            keywords.get("weight"),
+            keywords.get("label_smoothing", 0.0),
         )
     # A subclass with a forward of its own may compute anything, and so may hooks.
     for loss_class in _COUNTED_LOSS_MODULES:
@@ -144,10 +156,21 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
             and not _has_own_code(loss_fn)
         ):
             ignored = loss_fn.ignore_index
-            return TargetCounter(
-                DEFAULT_IGNORE_INDEX if ignored is None else ignored, loss_fn.weight
+            return _build_target_counter(
+                DEFAULT_IGNORE_INDEX if ignored is None else ignored,
+                loss_fn.weight,
+                getattr(loss_fn, "label_smoothing", 0.0),
             )
     return None
+
+
+def _build_target_counter(
+    ignore_index: int, class_weights: Tensor | None, label_smoothing: float
+) -> TargetCounter:
+    smooths = bool(label_smoothing) and class_weights is not None
+    # Read from the device in each step, but only in those with both.
+    smooths = smooths and class_weights is not None and bool((class_weights == 0).any())
+    return TargetCounter(ignore_index, class_weights, smooths)
 
 
 def identify_loss(loss_fn: LossFn | None) -> Any:

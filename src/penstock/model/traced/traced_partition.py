@@ -835,7 +835,7 @@ class TracedMicrobatch:
             [] if loss_targets.class_weights is None else [loss_targets.class_weights]
         )
         target, *class_weights = self.compiled.target_replay.compute_values(self.tensors, values)
-        return target, TargetCounter(loss_targets.ignore_index, *class_weights)
+        return target, TargetCounter(loss_targets.ignore_index, next(iter(class_weights), None))
 
     def make_forward_request(
         self, settings: ModelSettings, destinations: Mapping[int, tuple[int, ...]]
