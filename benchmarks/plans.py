@@ -83,8 +83,8 @@ TABLES = ("choices", "caps")
 CASES = ("gpt-4", "gpt-8", "mlp-4", "mlp-8", "resnet101-4", "resnet101-8", "unequal")
 ALTERNATIVES = 20
 WORKERS = 7  # processes that prepare pipes side by side
-TIMED_STEPS = 5
-WARM_SECONDS = 0.15  # until the clock of the GPU has settled
+TIMED_STEPS = 9
+WARM_SECONDS = 0.5  # until the clock of the GPU has settled
 # A plan that was made for a cap leaves some of it free if it can, as in `penstock.plan`.
 SEARCHED_SHARES = (0.95, 1.0)
 # From what everything recomputed needs (0) to what is needed without a cap (1), as exponents.

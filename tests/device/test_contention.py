@@ -259,11 +259,11 @@ def test_each_device_has_tensors_of_its_own_that_live_until_the_end() -> None:
 def test_short_work_is_repeated_in_its_graph() -> None:
     """Else the host, which launches each graph, would be slower than the devices."""
     meter = make_meter(*make_gpus(32, 32))
-    meter.add("short", work_of(1e-4), 1e-4, 1)
+    meter.add("short", work_of(4e-4), 4e-4, 1)
     (work,) = meter._works.values()
     graphs: list[Any] = list(work.graphs.values())
-    assert [graph.work for graph in graphs] == [[1e-4] * 5] * 2
-    assert meter.measure({"short": 1})["short"] == pytest.approx((1e-4, 1e-4))
+    assert [graph.work for graph in graphs] == [[4e-4] * 5] * 2
+    assert meter.measure({"short": 1})["short"] == pytest.approx((4e-4, 4e-4))
 
 
 def test_device_without_neighbours_is_not_shared() -> None:

@@ -40,8 +40,8 @@ from penstock.torch_compat import sleep_on_device
 
 IDLE_SHARE = 0.25  # of the time of neighbours that are idle now and then
 
-# On an H200, the clock falls for 90 ms and rises again for 100 ms.
-_BUSY_SECONDS = 0.12
+# On an H200, the clock falls for 90 ms, swings for some tenths of a second, and rises in 100 ms.
+_BUSY_SECONDS = 0.5
 # The clock swings by a tenth while the power is at its limit. So all units are timed in turns, a
 # few milliseconds each, for a while.
 _TIMED_SECONDS = 0.3
@@ -49,7 +49,7 @@ _TURN_SECONDS = 4e-3
 _LEAST_ROUNDS = 3
 _REST_SECONDS = 0.1  # The clock takes as long to rise again, before anything else is measured.
 _AHEAD_SECONDS = 5e-3  # of work that is launched before it is needed
-_GRAPH_SECONDS = 5e-4  # Shorter work is repeated in its graph, or the host could not keep up.
+_GRAPH_SECONDS = 2e-3  # Shorter work is repeated in its graph: launches take time in between.
 _MOST_TURNS = 16
 _MEMORY_SHARE = 0.5  # of the free memory, for the tensors of all devices
 _SLEEP_CYCLES = 1_000_000  # of a kernel that is timed to find out how long a cycle is
