@@ -32,6 +32,7 @@ class FakeDriver:
     CUDA_VERSION = 13000
     CUgraph = CUgraphNode = staticmethod(lambda number: number)
     CUgraphNodeType = NodeType
+    CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUpointer_attribute = SimpleNamespace(
         CU_POINTER_ATTRIBUTE_MEMORY_TYPE="type", CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL="device"
@@ -44,6 +45,7 @@ class FakeDriver:
         self.edges: set[tuple[int, int]] = set()
         self.capturing: dict[int, list[int]] = {}  # by stream, the last nodes
         self.stream_of: dict[int, int] = {}
+        self.calls: list[str] = []
 
     def add(self, node_type: NodeType, params: Any, *after: int) -> int:
         node = 1 + max(self.nodes, default=100)
@@ -77,8 +79,16 @@ class FakeDriver:
     def cuStreamBeginCaptureToGraph(
         self, stream: int, graph: int, after: list[int], kinds: None, number: int, mode: int
     ) -> Any:
+        self.calls.append("cuStreamBeginCaptureToGraph")
         assert stream not in self.capturing
         assert number == len(after)
+        self.capturing[stream] = after
+        return (0,)
+
+    def cuStreamUpdateCaptureDependencies(self, stream: int, after: list[int], *rest: Any) -> Any:
+        kinds = (None,) if self.CUDA_VERSION >= 13000 else ()
+        assert rest == (*kinds, len(after), 1)
+        assert all(producer in self.nodes for producer in after)
         self.capturing[stream] = after
         return (0,)
 
@@ -100,7 +110,10 @@ class FakeDriver:
 
     def cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, *rest: Any) -> Any:
         assert rest == ((None, len(sources)) if self.CUDA_VERSION >= 13000 else (len(sources),))
-        self.edges |= set(zip(sources, targets, strict=True))
+        new_edges = set(zip(sources, targets, strict=True))
+        assert len(new_edges) == len(sources)
+        assert not new_edges & self.edges  # the driver refuses an edge that exists
+        self.edges |= new_edges
         return (0,)
 
     def cuGraphDestroyNode(self, node: int) -> Any:
@@ -145,6 +158,7 @@ def test_memset_and_copy_of_a_rank_become_kernels_on_its_stream(driver: FakeDriv
     assert graph_nodes.replace_memory_nodes(9, streams) == 2
 
     fill, copy = sorted(driver.stream_of)
+    assert driver.calls.count("cuStreamBeginCaptureToGraph") == 1
     assert driver.nodes[fill] == (KERNEL, ("fill_16", 256, 0, 4))
     assert driver.nodes[copy] == (KERNEL, ("copy_4", 512, 1024, 2))
     assert set(driver.stream_of.values()) == {2}
@@ -153,6 +167,24 @@ def test_memset_and_copy_of_a_rank_become_kernels_on_its_stream(driver: FakeDriv
         (stamps[0], other),
     }  # fmt: skip
     assert not driver.capturing
+
+
+def test_memory_nodes_of_two_ranks_that_follow_each_other(driver: FakeDriver) -> None:
+    stamps = [driver.add(KERNEL, "stamp") for _ in STREAMS]
+    first = driver.add(MEMSET, memset(256, 64), stamps[0])
+    second = driver.add(MEMSET, memset(512, 64), first)
+    sent = driver.add(KERNEL, "stamp", stamps[1], second)
+    third = driver.add(MEMSET, memset(768, 64), sent)
+    streams = {stamps[0]: STREAMS[0], stamps[1]: STREAMS[1], sent: STREAMS[1]}
+
+    assert graph_nodes.replace_memory_nodes(9, streams) == 3
+
+    one, two, three = sorted(driver.stream_of)
+    assert [driver.stream_of[node] for node in (one, two, three)] == [1, 1, 2]
+    assert not {first, second, third} & driver.nodes.keys()
+    assert driver.edges == {
+        (stamps[0], one), (one, two), (two, sent), (stamps[1], sent), (sent, three),
+    }  # fmt: skip
 
 
 def test_memory_nodes_whose_rank_is_not_certain_stay(driver: FakeDriver) -> None:

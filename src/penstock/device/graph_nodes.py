@@ -188,20 +188,28 @@ def replace_memory_nodes(graph: int, streams: Mapping[int, torch.cuda.Stream]) -
     _, number = check_status(driver.cuGraphGetNodes(raw, 0), _EDITING)
     nodes, _ = check_status(driver.cuGraphGetNodes(raw, number), _EDITING)
     edges = _read_edges(driver, raw)
-    new_nodes: dict[int, int] = {}  # by the node that they replace
+    by_stream: dict[int, dict[int, KernelCall]] = defaultdict(dict)  # and by node
     for node in map(int, nodes):
         call = _plan_node(driver, node)
-        if call is None:
-            continue
-        marked = edges.find_last(node, streams)
-        if marked is None:
-            continue
-        producers = [new_nodes.get(producer, producer) for producer in edges.producers[node]]
-        consumers = [new_nodes.get(consumer, consumer) for consumer in edges.consumers[node]]
-        new_node = _add_kernel(driver, raw, streams[marked], producers, call)
-        _add_edges(driver, raw, new_node, consumers)
+        marked = None if call is None else edges.find_last(node, streams)
+        if call is not None and marked is not None:
+            by_stream[streams[marked].cuda_stream][node] = call
+    # A capture into a large graph takes milliseconds to begin and to end, and so does a change of
+    # its edges. So there is one capture for each stream, and one change of edges for all nodes.
+    new_nodes: dict[int, int] = {}  # by the node that they replace
+    devices = {stream.cuda_stream: stream.device for stream in streams.values()}
+    for handle, calls in by_stream.items():
+        with torch.cuda.device(devices[handle]):
+            new_nodes |= _add_kernels(driver, raw, handle, calls, edges)
+    # The new nodes depend on those that the old ones depend on, which may be old nodes, too.
+    added = [
+        (new_node, new_nodes.get(consumer, consumer))
+        for node, new_node in new_nodes.items()
+        for consumer in edges.consumers[node]
+    ]
+    _add_edges(driver, raw, added)
+    for node in new_nodes:
         check_status(driver.cuGraphDestroyNode(driver.CUgraphNode(node)), _EDITING)
-        new_nodes[node] = new_node
     return len(new_nodes)
 
 
@@ -248,40 +256,49 @@ def _find_device(driver: Any, address: int) -> int | None:
     return int(device) if is_device else None
 
 
-def _add_kernel(
-    driver: Any, graph: Any, stream: torch.cuda.Stream, producers: Sequence[int], call: KernelCall
-) -> int:
-    """Add a kernel to a graph after these nodes, and return its node."""
+def _add_kernels(
+    driver: Any, graph: Any, stream: int, calls: Mapping[int, KernelCall], edges: NodeEdges
+) -> dict[int, int]:
+    """Capture kernels into a graph, each after the producers of a node. Return them by node."""
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    dependencies = [driver.CUgraphNode(producer) for producer in producers]
-    handle = stream.cuda_stream
-    with torch.cuda.device(stream.device):
-        begun = driver.cuStreamBeginCaptureToGraph(
-            handle, graph, dependencies, None, len(dependencies), mode
-        )
-        check_status(begun, _EDITING)
-        try:
-            kernel_args = (
-                (call.to, call.source, call.units),
-                (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64),
-            )
-            grid, block = (call.blocks, 1, 1), (_THREADS, 1, 1)
-            kernel = _load_kernel(call.kernel)
-            launched = driver.cuLaunchKernel(kernel, *grid, *block, 0, handle, kernel_args, 0)
-            check_status(launched, _EDITING)
-            return find_last_node(stream)
-        finally:
-            check_status(driver.cuStreamEndCapture(handle), _EDITING)
-
-
-def _add_edges(driver: Any, graph: Any, node: int, consumers: Sequence[int]) -> None:
-    """Let nodes wait for a node."""
-    sources = [driver.CUgraphNode(node)] * len(consumers)
-    targets = [driver.CUgraphNode(consumer) for consumer in consumers]
-    # Since CUDA 13, the function takes the kinds of the edges, too. None means plain ones.
+    flags = driver.CUstreamUpdateCaptureDependencies_flags
+    replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
+    # Since CUDA 13, these functions take the kinds of edges, too. None means plain ones.
     kinds = (None,) if driver.CUDA_VERSION >= 13000 else ()
-    added = driver.cuGraphAddDependencies(graph, sources, targets, *kinds, len(consumers))
-    check_status(added, _EDITING)
+    new_nodes: dict[int, int] = {}
+    begun = driver.cuStreamBeginCaptureToGraph(stream, graph, [], None, 0, mode)
+    check_status(begun, _EDITING)
+    try:
+        for node, call in calls.items():
+            after = [driver.CUgraphNode(producer) for producer in edges.producers[node]]
+            updated = driver.cuStreamUpdateCaptureDependencies(
+                stream, after, *kinds, len(after), replaced
+            )
+            check_status(updated, _EDITING)
+            _launch_kernel(driver, stream, call)
+            new_nodes[node] = find_last_node(stream)
+    finally:
+        ended = driver.cuStreamEndCapture(stream)
+    check_status(ended, _EDITING)
+    return new_nodes
+
+
+def _launch_kernel(driver: Any, stream: int, call: KernelCall) -> None:
+    arguments = (call.to, call.source, call.units), (ctypes.c_uint64,) * 3
+    grid, block = (call.blocks, 1, 1), (_THREADS, 1, 1)
+    kernel = _load_kernel(call.kernel)
+    launched = driver.cuLaunchKernel(kernel, *grid, *block, 0, stream, arguments, 0)
+    check_status(launched, _EDITING)
+
+
+def _add_edges(driver: Any, graph: Any, pairs: Sequence[tuple[int, int]]) -> None:
+    """Let the second node of each pair wait for the first one."""
+    sources = [driver.CUgraphNode(producer) for producer, _ in pairs]
+    targets = [driver.CUgraphNode(consumer) for _, consumer in pairs]
+    kinds = (None,) if driver.CUDA_VERSION >= 13000 else ()
+    if pairs:
+        added = driver.cuGraphAddDependencies(graph, sources, targets, *kinds, len(pairs))
+        check_status(added, _EDITING)
 
 
 @cache

@@ -102,7 +102,7 @@ class TimestampBuffer:
         if block_index == len(self._blocks):
             self._blocks.append(self._allocate_block())
         _launch_timestamp_kernel(stream, self._blocks[block_index][offset:].data_ptr())
-        self.streams_by_node[find_last_node(stream)] = stream
+        self.streams_by_node[find_last_node(stream.cuda_stream)] = stream
         self._slots_used += 1
         return GraphTimestamp(self._device, self._slots_used - 1)
 
@@ -192,10 +192,10 @@ def _launch_timestamp_kernel(stream: torch.cuda.Stream, address: int) -> None:
     check_status(result, _TIMING)
 
 
-def find_last_node(stream: torch.cuda.Stream) -> int:
-    """Return the node that was captured last on a stream."""
+def find_last_node(stream: int) -> int:
+    """Return the node that was captured last on a stream, given the handle of the stream."""
     driver = load_driver(_TIMING)
-    _, _, _, nodes, *_ = check_status(driver.cuStreamGetCaptureInfo(stream.cuda_stream), _TIMING)
+    _, _, _, nodes, *_ = check_status(driver.cuStreamGetCaptureInfo(stream), _TIMING)
     return int(nodes[0])
 
 
