@@ -51,7 +51,6 @@ def measure(runtime: str, layers: int, lengths: list[int]) -> list[str]:
         example=make_batch(16),
         chunks=4,
         stages=4,
-        devices=["cpu"] * 4,
         schedule="1f1b",
         runtime=runtime,
     )

@@ -20,14 +20,6 @@ at_work: set[int] = set()  # memory pools that the allocator believes are in use
 class Graph:
     pool: int
 
-    def __init__(self, keep_graph: bool) -> None:
-        assert keep_graph  # or its nodes could not be edited
-        self.is_ready = False
-
-    def instantiate(self) -> None:
-        assert self.pool not in at_work
-        self.is_ready = True
-
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         assert pool not in at_work

@@ -84,17 +84,12 @@ _TIMING = "timing a captured step"
 
 
 class TimestampBuffer:
-    """The timestamps of one captured step on one device.
-
-    Attributes:
-        streams_by_node: The stream of each timestamp, by its node in the graph.
-    """
+    """The timestamps of one captured step on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._slots_used = device, 0
         # The first block is allocated before the capture begins. That is enough for most steps.
         self._blocks = [self._allocate_block()]
-        self.streams_by_node: dict[int, torch.cuda.Stream] = {}
 
     def record(self, stream: torch.cuda.Stream) -> GraphTimestamp:
         """Add a timestamp to the stream, which is being captured, and return its slot."""
@@ -102,7 +97,6 @@ class TimestampBuffer:
         if block_index == len(self._blocks):
             self._blocks.append(self._allocate_block())
         _launch_timestamp_kernel(stream, self._blocks[block_index][offset:].data_ptr())
-        self.streams_by_node[find_last_node(stream.cuda_stream)] = stream
         self._slots_used += 1
         return GraphTimestamp(self._device, self._slots_used - 1)
 
@@ -153,12 +147,6 @@ class GraphTimestamps:
             for device in devices
         ]
 
-    @property
-    def streams_by_node(self) -> dict[int, torch.cuda.Stream]:
-        """The stream of each timestamp, by its node in the graph."""
-        buffers = self._buffers.values()
-        return {node: s for buffer in buffers for node, s in buffer.streams_by_node.items()}
-
     def snapshot(self) -> ReplayTimestamps:
         """Return the times of the last replay. They can be read when it has ended."""
         return ReplayTimestamps(
@@ -190,13 +178,6 @@ def _launch_timestamp_kernel(stream: torch.cuda.Stream, address: int) -> None:
         _load_timestamp_kernel(), *grid, *block, 0, stream.cuda_stream, kernel_args, 0
     )
     check_status(result, _TIMING)
-
-
-def find_last_node(stream: int) -> int:
-    """Return the node that was captured last on a stream, given the handle of the stream."""
-    driver = load_driver(_TIMING)
-    _, _, _, nodes, *_ = check_status(driver.cuStreamGetCaptureInfo(stream), _TIMING)
-    return int(nodes[0])
 
 
 @cache

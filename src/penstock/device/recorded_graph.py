@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -17,7 +17,6 @@ from weakref import WeakSet
 import torch
 
 from penstock.device.accelerator import get_default_generator
-from penstock.device.graph_nodes import replace_memory_nodes
 from penstock.device.nvidia import load_driver
 from penstock.errors import MissingExtra
 
@@ -33,16 +32,8 @@ class RecordedGraph(Protocol):
     def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
         """Let PyTorch's default generator draw from a created one, within a context."""
 
-    def capture(
-        self,
-        body: Callable[[], BodyResult],
-        *,
-        get_streams: Callable[[], Mapping[int, torch.cuda.Stream]] = dict,
-    ) -> BodyResult:
-        """Record all device work of the body. The tensors it made keep their addresses.
-
-        Afterwards `get_streams` returns the streams of some nodes of the graph, if they are known.
-        """
+    def capture(self, body: Callable[[], BodyResult]) -> BodyResult:
+        """Record all device work of the body. The tensors it made keep their addresses."""
 
     def replay(self) -> None:
         """Run the recorded work again, in order with the work before and after this call."""
@@ -82,8 +73,7 @@ class RecordedCudaGraph:
     def __init__(self, devices: Sequence[torch.device], pools: GraphMemoryPools) -> None:
         self._first_device, *self._other_devices = dict.fromkeys(devices)
         self._pools = pools
-        # PyTorch keeps the nodes, so that they can be edited before the driver prepares them.
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._graph = torch.cuda.CUDAGraph()
 
     def create_generator(self, device: torch.device) -> torch.Generator:
         """Create a generator that is registered with the graph: each replay reads its seed."""
@@ -105,19 +95,11 @@ class RecordedCudaGraph:
         finally:
             shared.graphsafe_set_state(before)
 
-    def capture(
-        self,
-        body: Callable[[], BodyResult],
-        *,
-        get_streams: Callable[[], Mapping[int, torch.cuda.Stream]] = dict,
-        frees_memory: bool = True,
-    ) -> BodyResult:
+    def capture(self, body: Callable[[], BodyResult], *, frees_memory: bool = True) -> BodyResult:
         """Record the device work of the body, on a new stream for each device.
 
         Args:
             body: The function that does the work.
-            get_streams: Returns, after the body, the streams of some nodes. Memory nodes after them
-                are replaced by kernels, which are launched faster.
             frees_memory: Whether to free unused memory first, which takes a tenth of a second.
         """
         for device in (self._first_device, *self._other_devices):
@@ -133,12 +115,7 @@ class RecordedCudaGraph:
         gc.disable()
         try:
             with torch.cuda.device(self._first_device), torch.cuda.stream(origin):
-                result = self._capture_from(body, origin)
-                streams = get_streams()
-                if streams:
-                    replace_memory_nodes(self._graph.raw_cuda_graph(), streams)
-                self._graph.instantiate()
-                return result
+                return self._capture_from(body, origin)
         finally:
             if was_collecting:
                 gc.enable()

@@ -88,7 +88,7 @@ class EmulatedGraph:
         finally:
             self._recorder.lent = None
 
-    def capture(self, body: Callable[[], Made], *, get_streams: Any = dict) -> Made:
+    def capture(self, body: Callable[[], Made]) -> Made:
         try:
             with self._recorder:
                 return body()

@@ -32,7 +32,7 @@ Made = TypeVar("Made")
 class Computed(EmulatedGraph):
     """A graph that records nothing, and so keeps nothing alive."""
 
-    def capture(self, body: Callable[[], Made], *, get_streams: Any = dict) -> Made:
+    def capture(self, body: Callable[[], Made]) -> Made:
         return body()
 
     def replay(self) -> None:

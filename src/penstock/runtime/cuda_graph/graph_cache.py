@@ -386,9 +386,7 @@ class GraphCache:
             with self._grad_buffers.redirect_grads_for_capture(
                 observations.updated_parameters, step_modules.describe_parameter
             ) as grad_buffers:
-                result = graph.capture(
-                    run_step_in_capture, get_streams=lambda: clocks.streams_by_node
-                )
+                result = graph.capture(run_step_in_capture)
                 for parameter, gradient in other_grads.items():
                     if parameter.grad is not gradient:
                         raise CaptureError(
