@@ -206,6 +206,7 @@ def test_torch_compat_imports_without_any_api_and_reports_it(path: str) -> None:
         "torch._VF",
         "torch._VF.dropout",
         "torch._C._autograd._get_sequence_nr",
+        "torch._C._autograd._unsafe_set_version_counter",
         "torch._C._functorch.is_legacy_batchedtensor",
         "torch._C._is_fwd_grad_enabled",
         "torch.autograd.forward_ad._set_fwd_grad_enabled",

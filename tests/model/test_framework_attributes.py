@@ -113,9 +113,11 @@ def test_method_of_the_model_is_called_on_the_model() -> None:
     with pytest.raises(AttributeError, match=r"a method of Regression: write model\.merge\("):
         pipe.merge()
     assert "on a loaded copy" in explain_model_method(pipe, "merge", is_partial=True)
-    for name in ("parts", "_merge", "merged"):  # nothing is asked of the model
+    for name in ("_merge", "merged"):  # nothing is asked of the model
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
             getattr(pipe, name)
+    with pytest.raises(AttributeError, match=r"read and write model\.parts"):
+        _ = pipe.parts  # a property, whose function is not called
 
 
 def test_child_with_the_name_of_an_attribute_comes_first() -> None:

@@ -16,6 +16,7 @@ from penstock.torch_compat import (
     get_innermost_dispatch_mode,
     pop_dispatch_mode,
     push_dispatch_mode,
+    set_version_counters,
     without_innermost_dispatch_mode,
 )
 
@@ -43,6 +44,7 @@ class WriteLog(CompileFriendlyDispatchMode):
         super().__init__()
         self._by_storage = {get_storage_address(p): p for p in parameters}
         self._copies: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}  # of the copied parameters, before the write
         self.generators: dict[torch.Generator, Tensor] = {}
         tensors = self._by_storage.values()
         self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
@@ -107,7 +109,13 @@ class WriteLog(CompileFriendlyDispatchMode):
             return
         address = get_storage_address(tensor)
         if address in self._by_storage and address not in self._copies:
-            self._copies[address] = self._by_storage[address].detach().clone()
+            self._copy(address)
+
+    def _copy(self, address: int) -> None:
+        parameter = self._by_storage[address]
+        self._copies[address] = parameter.detach().clone()
+        if not parameter.is_inference():  # those have no version
+            self._versions[address] = parameter._version
 
     def find_written(self) -> set[int]:
         """Return the addresses of the parameters that hold other numbers now."""
@@ -120,7 +128,8 @@ class WriteLog(CompileFriendlyDispatchMode):
     def __enter__(self) -> WriteLog:
         """Copy the parameters if they are small."""
         if self._copies_before:
-            self._copies = {address: p.detach().clone() for address, p in self._by_storage.items()}
+            for address in self._by_storage:
+                self._copy(address)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -131,6 +140,14 @@ class WriteLog(CompileFriendlyDispatchMode):
         with torch.no_grad():
             for address in written:
                 self._by_storage[address].copy_(self._copies[address])
+        # Autograd counts these writes. An audit may run after the forward of a layer and before its
+        # backward, which would find the parameter changed.
+        versions = {
+            self._by_storage[address]: version
+            for address, version in self._versions.items()
+            if self._by_storage[address]._version != version
+        }
+        set_version_counters(tuple(versions), tuple(versions.values()))
 
 
 def is_equal(tensor: Tensor, other: Tensor) -> bool:
