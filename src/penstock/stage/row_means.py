@@ -140,9 +140,13 @@ class RowMeanProver(TorchFunctionMode):
         return self._row_counts.is_decisive
 
     def proves(self, loss: Any) -> bool:
-        """Return whether a tensor is a mean, or a sum, over rows."""
+        """Return whether a tensor is a mean, or a sum, over rows.
+
+        Not if Python has read a number, even after the tensor was computed: it may choose among
+        tensors by it, as in `2 * loss if target.std() > 5 else loss`.
+        """
         kinds = Kind.TOTAL, Kind.CONSTANT
-        return isinstance(loss, Tensor) and self._find_kind(loss) in kinds
+        return not self._is_lost and isinstance(loss, Tensor) and self._find_kind(loss) in kinds
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

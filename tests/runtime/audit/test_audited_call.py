@@ -149,7 +149,27 @@ def of_numbers(output: Tensor, weight: Tensor) -> Tensor:
     return (each(output) * weight.where(weight > 0, torch.nan)).nanmean()
 
 
-@pytest.mark.parametrize("loss_fn", [trimmed, flooded, normalised, of_numbers])
+def chosen(output: Tensor, weight: Tensor) -> Tensor:
+    """Choose by a number of the whole batch, after the loss has been computed."""
+    loss = each(output).mean()
+    return 2 * loss if weight.std() > 20 else loss
+
+
+class NormalisedAndCounted(nn.Module):
+    """Counts its calls in a buffer, which nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, output: Tensor, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return normalised(output, weight)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [trimmed, flooded, normalised, of_numbers, chosen, NormalisedAndCounted()]
+)
 def test_loss_that_depends_on_the_split_later_is_found(loss_fn: Callable[..., Tensor]) -> None:
     """Of one or two rows they are means over rows, and of equal weights."""
     pipe = piped(linear(), loss_fn=loss_fn)

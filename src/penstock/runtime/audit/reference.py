@@ -786,7 +786,8 @@ class Reference:
     def digest_loss_state(self) -> dict[Any, Digest]:
         """Return the digests of the tensors and numbers that `loss_fn` could keep as state.
 
-        Lists of numbers are left out: they are logs. So are whole numbers, which count.
+        Lists of numbers are left out: they are logs. So are whole numbers, which count, as numbers
+        of Python or as tensors.
         """
         reached = find_reachable([self._request.loss_fn])
         own_modules = set(self.modules)
@@ -800,12 +801,10 @@ class Reference:
             for key, value in state.items() if is_table else enumerate(_list_entries(state)):
                 if isinstance(value, float) and is_table:
                     tensors[index, key] = torch.tensor(value, dtype=torch.float64)
-                elif (
-                    isinstance(value, Tensor)
-                    and not isinstance(value, nn.Parameter)
-                    and (value.dim() or is_table)
-                ):
-                    tensors[index, key] = value
+                elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    is_count = not (value.dim() or value.is_floating_point() or value.is_complex())
+                    if value.dim() or (is_table and not is_count):
+                        tensors[index, key] = value
         return self._digester.digest_all(tensors)
 
     def _list_dtypes(self) -> list[torch.dtype]:
