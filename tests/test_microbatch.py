@@ -51,6 +51,39 @@ def test_scatter_cuts_like_torch_chunk(rows: int, chunks: int) -> None:
     assert how == MicrobatchRows(tuple(map(len, found)), 0) == scatter((x,), chunks)[1]
 
 
+class Scaled(Tensor):
+    """A tensor whose views have its attribute."""
+
+    scale = 1.0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        for piece in result if isinstance(result, tuple) else [result]:
+            if isinstance(piece, Scaled) and isinstance(args[0], Scaled):
+                piece.scale = args[0].scale
+        return result
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda x: x, NoChunk, lambda x: Chunk(x, 0), lambda x: {"x": x}])
+def test_tensor_with_an_attribute_is_refused(chunks: int, wrap: Callable[[Tensor], Any]) -> None:
+    x = torch.arange(4)
+    x._mark = True  # type: ignore[attr-defined]
+    cut((wrap(x), torch.ones(4)), chunks)
+    x.scale = 3.0  # type: ignore[attr-defined]
+    message = r"an input of shape \(4,\) has the attribute 'scale'.* del x\.scale"
+    with pytest.raises(ArgumentError, match=message):
+        cut((wrap(x), torch.ones(4)), chunks)
+
+
+def test_tensor_whose_class_hands_attributes_on_is_split() -> None:
+    x = torch.arange(4).as_subclass(Scaled)
+    x.scale = 3.0
+    assert [piece.scale for (piece,) in cut((x,), 2)] == [3.0, 3.0]
+
+
 def test_scatter_gives_no_chunk_and_other_values_to_every_microbatch() -> None:
     x, mask, scale = torch.arange(4), torch.ones(3), torch.tensor(2.0)
     given = x, NoChunk(mask), 7, None, scale

@@ -231,8 +231,10 @@ def scatter(
     """
     # Flattening a tree costs more than splitting a few tensors, and most batches are a few tensors.
     if have_equal_rows(values):
+        _check_no_attributes(values)
         return _split_equal_rows(values, chunks)
     leaves, spec = flatten(values)
+    _check_no_attributes(leaves)
     for leaf in leaves:
         _check_layout(leaf, chunks)
     row_leaf = next((i for i, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
@@ -480,6 +482,27 @@ def _check_layout(leaf: Any, chunks: int) -> None:
             f"an input is a {layout} tensor, whose rows cannot be split into micro-batches. Pass "
             "x.to_dense(); or NoChunk(x), if every micro-batch needs all of it; or use chunks=1."
         )
+
+
+def _check_no_attributes(leaves: Iterable[Any]) -> None:
+    """Raise if a tensor has an attribute of the user's own, such as `x.scale = 3`.
+
+    Micro-batches are views of it, which have no such attributes. A layer that asks for it with
+    `getattr(x, "scale", 1)` would compute with the default. A class of tensors may hand its
+    attributes on to views.
+    """
+    for leaf in leaves:
+        tensor = unwrap_chunk(leaf)
+        if not isinstance(tensor, Tensor) or not tensor.__dict__:
+            continue
+        view = torch.chunk(tensor, 1)[0] if tensor.dim() else tensor.detach()
+        for name in tensor.__dict__:
+            if not name.startswith("_") and not hasattr(view, name):  # PyTorch marks some with _
+                raise ArgumentError(
+                    f"an input of shape {tuple(tensor.shape)} has the attribute '{name}', which "
+                    "its micro-batches would not have. Pass the value as an input of its own, or "
+                    f"delete the attribute: del x.{name}."
+                )
 
 
 def _split_equal_rows(
