@@ -391,8 +391,8 @@ count_graph_nodes: Callable[[], int] = _probe(
     "torch._C._autograd._get_sequence_nr", "The audit of later steps", fallback=lambda: 0
 )
 
-# Sets the numbers of writes that autograd has counted for tensors. Without it, a layer that writes to
-# its parameters is refused where an audit ran between its forward and its backward.
+# Sets the numbers of writes that autograd has counted for tensors. Without it, a layer that writes
+# to its parameters is refused where an audit ran between its forward and its backward.
 set_version_counters: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _probe(
     "torch._C._autograd._unsafe_set_version_counter",
     "The audit of layers that write to parameters",

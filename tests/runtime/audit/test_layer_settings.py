@@ -6,6 +6,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -375,6 +376,31 @@ def test_number_that_changes_in_each_step_is_audited_at_each_doubling(audits: li
         train(pipe, "step")
     # The first step, and changes 1, 2, 4, 8 and 16.
     assert len(audits) == 6
+
+
+class Bound(nn.Module):
+    """A layer with a function whose argument is bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: partial[Tensor] = partial(torch.softmax, dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.function(x)
+        return output
+
+
+@each_door
+def test_argument_that_is_bound_by_partial_is_a_setting(door: str) -> None:
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    layer = Bound()
+    model = nn.Sequential(linear, layer)
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, loss_fn=functional.mse_loss)
+    for _ in range(3):
+        train(pipe, door)
+    layer.function.keywords["dim"] = 0
+    with pytest.raises(AuditError, match="depends on how"):
+        train(pipe, door)
 
 
 def test_settings_that_were_audited_are_not_audited_again(audits: list[Audit]) -> None:

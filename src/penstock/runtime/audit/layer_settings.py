@@ -8,7 +8,7 @@
     a frozen parameter                    other changes are counted
     a variable of a class, of a module    a flag, a name or None by its value, in objects and dicts,
     of Python, or in a closure            too; other changes are counted
-    a method, a function, a hook          the code that runs
+    a method, a function, a hook          the code that runs, and what `functools.partial` binds
     an inner layer, its mode              its class, its `training`
 
 The audit of the first step says nothing about a layer that computes something else since then. So a
@@ -148,6 +148,8 @@ class _Description:
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind, value == 0
+        if isinstance(value, partial) and depth:
+            return _find_code(value), self.describe((value.args, value.keywords), depth - 1)
         if isinstance(value, _FUNCTION_TYPES):
             return _find_code(value)
         if not depth or isinstance(value, _OPAQUE_TYPES):
