@@ -507,6 +507,77 @@ def test_larger_gradients_that_are_infinite_prove_nothing() -> None:
     run(made(model), "step")
 
 
+class LocalLoss(nn.Module):
+    """A layer that learns from a loss of its own, in its forward."""
+
+    def __init__(self, reduce: Function) -> None:
+        super().__init__()
+        self.linear, self.critic, self.reduce = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if torch.is_grad_enabled():
+            self.reduce(self.critic(x.detach()).square()).backward()
+        return x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_layer_that_calls_backward_on_a_mean_in_its_forward_is_found(
+    door: str, checkpoint: str
+) -> None:
+    pipe = made(layers(LocalLoss(torch.mean)), checkpoint=checkpoint)
+    with pytest.raises(AuditError, match="a forward calls backward by itself, on a mean"):
+        run(pipe, door)
+    model = layers(LocalLoss(torch.sum))
+    expected = copy.deepcopy(model)
+    functional.mse_loss(expected(rows()), rows(9)).backward()
+    run(made(model, checkpoint=checkpoint), "step")
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def note_gradient(layer: Any, _: Any, gradients: Any) -> None:
+    layer.note(gradients[0])
+
+
+class Fisher(nn.Linear):
+    """A layer whose backward hook keeps squares of gradients in a buffer, as EWC does."""
+
+    fisher: Tensor
+
+    def __init__(self, reduce: Function, hook: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("fisher", torch.zeros(WIDTH))
+        self.reduce, self.hook = reduce, hook
+        if hook == "module":
+            self.register_full_backward_hook(note_gradient)
+
+    def note(self, gradient: Tensor) -> None:
+        self.fisher += self.reduce(gradient.square())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.hook == "tensor" and x.requires_grad:
+            x.register_hook(self.note)
+        return x
+
+
+@pytest.mark.parametrize("hook", ["module", "tensor"])
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_buffer_to_which_a_backward_adds_a_mean_over_rows_is_found(door: str, hook: str) -> None:
+    pipe = made(layers(Fisher(lambda x: x.mean(0), hook)), checkpoint="never")
+    with pytest.raises(AuditError, match=r"what a backward adds to the buffer '1\.fisher'"):
+        run(pipe, door)
+    model = layers(Fisher(lambda x: x.sum(0), hook))
+    expected = copy.deepcopy(model)
+    functional.mse_loss(expected(rows()), rows(9)).backward()
+    run(made(model, checkpoint="never"), "step")
+    torch.testing.assert_close(model[1].fisher, expected[1].fisher, rtol=1e-10, atol=0)
+
+
 def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:
     model: Any = nn.Sequential(Layer(lambda x: x), nn.Linear(WIDTH, WIDTH))
     model[0].linear.requires_grad_(False)

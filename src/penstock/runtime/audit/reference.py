@@ -105,6 +105,8 @@ class ReferenceForward(NamedTuple):
         row_watch: What it did that may depend on all rows of the batch, if it was watched.
         uses_float32: Whether an operation of the model returned a tensor of float32.
         changed_hooks: The name of a module or parameter whose hooks it changed, or None.
+        own_gradients: The gradients that it gave to parameters by backwards of its own, as a layer
+            with a local loss does; by id.
         output: In a step the output of the model, without its graph, if it was kept.
         operations: What looked at the operations of the model, if anything did.
     """
@@ -122,6 +124,7 @@ class ReferenceForward(NamedTuple):
     row_watch: RowWatch
     uses_float32: bool
     changed_hooks: str | None
+    own_gradients: Mapping[int, Digest]
     output: Any = None
     operations: RowOperations | None = None
 
@@ -185,6 +188,7 @@ class Reference:
         self._separates_host_streams = False
         self._uses_float32: bool | None = None  # not known before a forward
         self._has_own_gradients: bool | None = None  # not known before a forward
+        self._written_buffers: frozenset[BufferKey] = frozenset()  # by the forward
         # Whether the model runs the same operations on any rows, and none writes to a parameter.
         self._writes_nothing = False
         self.replaces_sizes = True  # whether forwards get sizes that know of other numbers of rows
@@ -559,6 +563,8 @@ class Reference:
                 and not self._separates_host_streams
             )
         buffers = self._digest_buffers() if records_state else {}
+        changed_buffers = frozenset(filter(self._has_changed, buffers))
+        self._written_buffers |= changed_buffers
         return ReferenceForward(
             values,
             has_drawn=cells.has_drawn
@@ -566,7 +572,7 @@ class Reference:
             or not generators.issuperset(self._write_log.generators),
             uses_own_generator=cells.uses_own_generator,
             buffers=buffers,
-            changed_buffers=frozenset(filter(self._has_changed, buffers)),
+            changed_buffers=changed_buffers,
             changed_attributes=frozenset(
                 [key for key, old in attributes.items() if vars(key[0]).get(key[1]) != old]
             ),
@@ -577,9 +583,18 @@ class Reference:
             row_watch=watch,
             uses_float32=self._uses_float32,
             changed_hooks=self._find_changed_hooks(hooks) if records_state else None,
+            own_gradients=self._take_gradients(),
             output=output,
             operations=operations,
         )
+
+    def _take_gradients(self) -> dict[int, Digest]:
+        """Return the gradients that parameters have so far, by id, and remove them."""
+        gradients = {}
+        for alias, parameter in self._aliases.items():
+            if alias.grad is not None:
+                gradients[id(parameter)], alias.grad = alias.grad, None
+        return self._digester.digest_all(gradients)
 
     def _build_watch(self, microbatch: int | None) -> _ForwardWatch:
         """Return what watches the forward of some rows, or of a micro-batch with what it reads."""
@@ -775,8 +790,33 @@ class Reference:
         # A loss that differs from call to call has state, or draws.
         return digests[0] == digests[1] != digests[2]
 
+    @property
+    def may_have_own_gradients(self) -> bool:
+        """Whether a backward may run Python code: see `ReferenceForward.has_own_gradients`."""
+        return self._has_own_gradients is not False
+
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
+
+    def digest_unwritten_buffers(self) -> dict[BufferKey, Digest]:
+        """Return the digests of the buffers that the forward does not write to.
+
+        A backward may change them: a hook that adds up squares of gradients, say. Forwards may
+        run again in a backward, so what they write is left out.
+        """
+        buffers = collect_buffers(self._model_modules)
+        return self._digester.digest_all(
+            {
+                key: buffer
+                for key, buffer in buffers.items()
+                if buffer.is_floating_point() and key not in self._written_buffers
+            }
+        )
+
+    def find_backward_writes(self, before: Mapping[BufferKey, Digest]) -> dict[BufferKey, Digest]:
+        """Return the digests of what a backward has added to these buffers."""
+        now = self._digester.digest_all({key: getattr(*key) for key in before})
+        return {key: now[key].minus(old) for key, old in before.items() if now[key] != old}
 
     def _has_changed(self, key: BufferKey) -> bool:
         """Return whether a forward has changed a buffer. Inside an isolation, it is a copy."""
@@ -906,7 +946,7 @@ class Reference:
             # As in a worker: gradients do not depend on the caller's autocast.
             # Only Python code can write to a parameter: hooks, and the backward of a function. What
             # `torch.utils.checkpoint` repeats has been logged in the forward.
-            is_logged = self._has_own_gradients is not False
+            is_logged = self.may_have_own_gradients
             with no_autocast(), self._write_log.watch() if is_logged else nullcontext():
                 torch.autograd.backward(list(tensors), list(gradients))
         digests: dict[int, Digest] = {}

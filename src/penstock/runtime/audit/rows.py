@@ -43,6 +43,7 @@ from penstock.runtime.audit.precision import find_split_tolerance
 from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.audit.row_dims import RowDims, vary_by_row
 from penstock.runtime.audit.row_operations import RowOperations
+from penstock.runtime.audit.state_watch import BufferKey
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
 from penstock.stage.host_rng import HostRngState
@@ -144,11 +145,19 @@ class _RowsRun:
 
 @dataclass(frozen=True)
 class _RowsResult:
-    """The forward of some rows, and perhaps its gradients by id of their leaves."""
+    """The forward of some rows, and perhaps its backward.
+
+    Attributes:
+        forward: The forward.
+        gradients: The gradients, by id of their leaves.
+        input_ids: The ids of the inputs.
+        buffer_writes: What the backward has added to buffers.
+    """
 
     forward: ReferenceForward
     gradients: Mapping[int, Digest]
     input_ids: frozenset[int] = frozenset()
+    buffer_writes: Mapping[BufferKey, Digest] = field(default_factory=dict)
 
     def measure_input_gradients(self) -> float:
         """Return the norm of the gradients of all inputs."""
@@ -205,7 +214,11 @@ class RowsCheck:
         with_gradients = (
             whole is not None
             and torch.is_grad_enabled()
-            and (whole.has_own_gradients or self.reference.has_hiding_weights)
+            and (
+                whole.has_own_gradients
+                or bool(whole.own_gradients)
+                or self.reference.has_hiding_weights
+            )
         )
         choices = self._choose_rows(None if with_gradients else whole)
         problem = None
@@ -624,9 +637,14 @@ class RowsCheck:
                 if count != self.inputs.rows.counts[self.microbatch]:
                     self._watches.append(forward.row_watch)
             pairs = seeds(forward.values) if seeds is not None else ()
+            has_hooks = bool(pairs) and self.reference.may_have_own_gradients
+            buffers = self.reference.digest_unwritten_buffers() if has_hooks else {}
             gradients = self.reference.run_backward(pairs) if pairs else {}
+            writes = self.reference.find_backward_writes(buffers)
+            for key, digest in forward.own_gradients.items():
+                gradients[key] = digest.plus(gradients.get(key))
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
-        return _RowsResult(forward, gradients, input_ids)
+        return _RowsResult(forward, gradients, input_ids, writes)
 
     # ---- losses and outputs --------------------------------------------------------------------
 
@@ -818,6 +836,14 @@ class RowsCheck:
             digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
             if digest.find_difference(expected, tolerance, scale, least_size):
                 return _describe_gradient(f"the gradient of '{name}'")
+        written = dict.fromkeys(key for part in (*parts, whole) for key in part.buffer_writes)
+        for buffer in written:
+            digest = zero
+            for part in parts:
+                digest = digest.plus(part.buffer_writes.get(buffer))
+            if digest.find_difference(whole.buffer_writes.get(buffer, zero), tolerance):
+                name = f"{self.reference.names[buffer[0]]}.{buffer[1]}".strip(".")
+                return _describe_gradient(f"what a backward adds to the buffer '{name}'")
         # Those of the inputs have other places in the whole, so only their sizes are compared.
         size = whole.measure_input_gradients() * scale
         part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
@@ -841,9 +867,9 @@ def _describe_gradient(what: str) -> str:
         f"{what} for some rows together is not the sum of those for two parts of them, although "
         "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
         "in a hook of a tensor or a module, in the backward of an autograd.Function, or by a value "
-        "that is detached. Or the forward mixes rows, and weights that are very small so far hide "
-        "it in the results. Let each row have its own gradient, change the gradients after the "
-        "step, or use chunks=1."
+        "that is detached. Or a forward calls backward by itself, on a mean over its rows. Or it "
+        "mixes rows, and weights that are very small so far hide it in the results. Let each row "
+        "have its own gradient, change the gradients after the step, or use chunks=1."
     )
 
 
