@@ -1113,3 +1113,47 @@ def test_float32_has_the_rounding_of_float16_where_gpus_compute_in_tf32(
         [torch.float16]
     )
     assert digest.find_rounding([torch.float64], [gpu]) == digest.find_rounding([torch.float64])
+
+
+class LongMean(nn.Module):
+    """A layer that mixes rows if they are long. What it returns has the same shape for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return (x - x.mean(0 if x.shape[1] > 6 else 1, keepdim=True))[:, 0]
+
+
+class LongModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = LongMean(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.first(x))
+        return x
+
+
+@pytest.mark.parametrize("earlier", [(5,), (5, 6, 4)])
+def test_length_by_which_a_unit_goes_is_a_new_kind(earlier: tuple[int, ...]) -> None:
+    """Nothing that goes between the stages shows the length."""
+
+    def build_batch(length: int) -> Tensor:
+        return torch.randn(8, length, WIDTH, dtype=torch.float64)
+
+    pipe = Pipe(
+        LongModel(),
+        4,
+        stages=2,
+        devices=["cpu"] * 2,
+        balance="parameters",
+        loss_fn=lambda output: output.square().mean(),
+        example=build_batch(earlier[0]),
+    )
+    for length in earlier:
+        pipe.step(build_batch(length))
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(build_batch(9))

@@ -56,7 +56,7 @@ class TraceFamily:
         """Remember a full trace of a call. The first ones stay."""
         if len(self.references) < MAX_REFERENCES:
             self.references.append((call, trace, kind))
-        self.input_shapes.append(_list_input_shapes(trace))
+        self.input_shapes.append(list_input_shapes(trace))
 
     def learn(self, learn_shapes: Callable[[Sequence[Trace]], UnitShapes | None]) -> None:
         """Learn the shapes of what units return from the references, if these are enough."""
@@ -117,7 +117,8 @@ def warn_of_changes(family: TraceFamily, names: Sequence[str]) -> None:
     )
 
 
-def _list_input_shapes(trace: Trace) -> tuple[tuple[int, ...], ...]:
+def list_input_shapes(trace: Trace) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the inputs."""
     return tuple(trace.values[value].tensor_spec.shape for value in trace.inputs)
 
 
@@ -131,7 +132,7 @@ def differ_in_sizes_only(traces: Sequence[Trace]) -> bool:
     """
     if len({len(trace.nodes) for trace in traces}) > 1:
         return False
-    shapes = [_list_input_shapes(trace) for trace in traces]
+    shapes = [list_input_shapes(trace) for trace in traces]
     # The sizes of the inputs that change, each as a column over the traces; and their products: an
     # operation may take rows and positions as one dim.
     columns = [

@@ -59,7 +59,12 @@ from penstock.model.traced.settings import ModelSettings, SettingsReader, read_s
 from penstock.model.traced.stage_program import StageProgram, build_stage_programs
 from penstock.model.traced.torch_functions import MODE_DEPENDENT
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
-from penstock.model.traced.trace_family import TraceFamily, differ_in_sizes_only, warn_of_changes
+from penstock.model.traced.trace_family import (
+    TraceFamily,
+    differ_in_sizes_only,
+    list_input_shapes,
+    warn_of_changes,
+)
 from penstock.model.traced.trace_model import derive_trace, trace_model
 from penstock.model.traced.unit_shapes import SizesDiffer, UnitShapes, learn_unit_shapes
 from penstock.model.traced.whole_model import UnitLocations, run_model_method
@@ -655,7 +660,8 @@ class TracedPartition(Partition):
                 trace, constants, self._get_buffer, [p for p in producers if p is not None]
             ),
             fingerprint,
-            kind or fingerprint,
+            # What goes between stages may have the same shapes for inputs of other sizes.
+            kind or f"{fingerprint}{list_input_shapes(trace)}",
             settings.tensors if guards.depend_on_constants else None,
             self._read_requires_grad() if asks_requires_grad else None,
         )
