@@ -158,6 +158,8 @@ def chosen(output: Tensor, weight: Tensor) -> Tensor:
 class NormalisedAndCounted(nn.Module):
     """Counts its calls in a buffer, which nothing reads."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -1124,7 +1126,8 @@ class LongMean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
-        return (x - x.mean(0 if x.shape[1] > 6 else 1, keepdim=True))[:, 0]
+        output: Tensor = x - x.mean(0 if x.shape[1] > 6 else 1, keepdim=True)
+        return output[:, 0]
 
 
 class LongModel(nn.Module):
@@ -1133,8 +1136,8 @@ class LongModel(nn.Module):
         self.first, self.last = LongMean(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.last(self.first(x))
-        return x
+        output: Tensor = self.last(self.first(x))
+        return output
 
 
 @pytest.mark.parametrize("earlier", [(5,), (5, 6, 4)])
