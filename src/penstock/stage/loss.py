@@ -143,7 +143,7 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     """Return a counter for one of PyTorch's classification losses, or None for any other loss."""
     function = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     if function in _COUNTED_LOSS_FUNCTIONS:
-        return _build_target_counter(
+        return build_target_counter(
             keywords.get("ignore_index", DEFAULT_IGNORE_INDEX),
             keywords.get("weight"),
             keywords.get("label_smoothing", 0.0),
@@ -156,7 +156,7 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
             and not _has_own_code(loss_fn)
         ):
             ignored = loss_fn.ignore_index
-            return _build_target_counter(
+            return build_target_counter(
                 DEFAULT_IGNORE_INDEX if ignored is None else ignored,
                 loss_fn.weight,
                 getattr(loss_fn, "label_smoothing", 0.0),
@@ -164,12 +164,16 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     return None
 
 
-def _build_target_counter(
+def build_target_counter(
     ignore_index: int, class_weights: Tensor | None, label_smoothing: float
 ) -> TargetCounter:
-    smooths = bool(label_smoothing) and class_weights is not None
-    # Read from the device in each step, but only in those with both.
-    smooths = smooths and class_weights is not None and bool((class_weights == 0).any())
+    """Return a counter for a mean cross-entropy with these arguments.
+
+    With both class weights and label smoothing, weights are read from their device.
+    """
+    smooths = (
+        bool(label_smoothing) and class_weights is not None and bool((class_weights == 0).any())
+    )
     return TargetCounter(ignore_index, class_weights, smooths)
 
 
