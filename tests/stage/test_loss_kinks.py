@@ -71,6 +71,15 @@ KINKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "leaky": lambda x, y, level: functional.leaky_relu(functional.mse_loss(x, y) - level),
     "threshold": lambda x, y, level: functional.threshold(functional.mse_loss(x, y), level, level),
     "hardtanh": lambda x, y, level: functional.hardtanh(functional.mse_loss(x, y), 0.0, level),
+    "both sides of hardtanh": lambda x, y, level: functional.hardtanh(
+        functional.mse_loss(x, y), level, 4 * level
+    ),
+    "both sides of a clamp": lambda x, y, level: functional.mse_loss(x, y).clamp(level, 4 * level),
+    "columns in the largest": lambda x, y, level: (
+        torch.stack([per_column(x, y).clamp(min=level).sum(), 0 * functional.mse_loss(x, y)])
+        .topk(1)
+        .values[0]
+    ),
     "softshrink": lambda x, y, level: functional.softshrink(functional.mse_loss(x, y), level),
     "clamp by a tensor": lambda x, y, level: torch.clamp_min(
         functional.mse_loss(x, y), torch.tensor(level)
@@ -244,3 +253,24 @@ def test_term_that_selects_an_entry_is_no_sum(function: Callable[[Tensor], Tenso
     assert [term.is_sum for term in terms if term.name.startswith(("Max", "Amin", "Median"))] == [
         False
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["both sides of hardtanh", "both sides of a clamp", "columns in the largest"]
+)
+def test_sides_of_a_kink_are_compared_without_an_audit(name: str) -> None:
+    """A number below both limits of a clamp counted as one above: both have the slope 0."""
+    torch.manual_seed(0)
+    batch = build_batch([3.0, 0.3, 3.0, 0.3])
+    pipe = Pipe(
+        OwnLoss(KINKS[name], LEVEL),
+        chunks=4,
+        stages=2,
+        devices=["cpu"] * 2,
+        balance="parameters",
+        example=batch,
+        reduction="mean",
+        audit="off",
+    )
+    with pytest.raises(RunError, match="different sides"):
+        run(pipe, "step", batch)

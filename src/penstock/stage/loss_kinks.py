@@ -39,13 +39,13 @@ def _is_positive(node: Any, value: Tensor) -> Tensor:
 
 
 def _is_within_limits(node: Any, value: Tensor) -> Tensor:
-    """Return 0 where a number is outside of the limits of a clamp, and else 1."""
+    """Return 0 where a number is below the limits of a clamp, 1 within, and 2 above."""
     side = torch.ones_like(value)
-    for limit_name, is_outside in (("min", torch.lt), ("max", torch.gt)):
+    for limit_name, is_outside, outside in (("min", torch.lt, 0.0), ("max", torch.gt, 2.0)):
         for name in (limit_name, f"{limit_name}_val"):
             limit = getattr(node, f"_saved_{name}", None)
             if limit is not None:
-                side = side.masked_fill(is_outside(value, limit), 0.0)
+                side = side.masked_fill(is_outside(value, limit), outside)
     return side
 
 
@@ -79,7 +79,8 @@ def _is_result(node: Any, value: Tensor) -> Tensor | None:
 
 
 # By the name of a node, the tensor that it has saved, and a function from it to the side of the
-# kink. For one number, and one input, that is the slope; the second input has the rest of it.
+# kink. For one number, and one input, that is the slope, or 2 above the upper limit of a clamp. The
+# second input has the rest of it.
 _SIDES: dict[str, tuple[str, Side]] = {
     "AbsBackward": ("self", lambda _, value: value.sign()),
     "ReluBackward": ("result", _is_positive),
@@ -134,7 +135,7 @@ def find_slopes(side: Tensor | None, name: str, input_count: int) -> list[Tensor
         return [1.0] * input_count  # it selects some of the terms
     if side is None or side.numel() != 1 or name not in _SIDES:
         return [torch.nan] * input_count
-    slope = side.reshape(())
+    slope = side.reshape(()).masked_fill(side.reshape(()) > 1, 0.0)  # above the limit of a clamp
     slopes: list[Tensor | float] = [slope, 1 - slope, *[torch.nan] * input_count]
     return slopes[:input_count]
 
@@ -182,8 +183,10 @@ class _KinkFinder:
         if name in ("MeanBackward", "SumBackward"):
             if not _takes_first_dim(node):
                 return _Entries.ROWS
-            # A mean is not looked into: in `h[-1].mean()`, dim 0 may be time.
-            is_of_row = name == "SumBackward" and is_of_one_row(node.next_functions[0][0])
+            # Columns may have kinks of their own: `x.mean(0).clamp(min=b).sum()`.
+            below = self.visit(node.next_functions[0][0], depth - 1) if depth else _Entries.ROWS
+            # A mean counts as one over rows. In `h[-1].mean()`, dim 0 may be time.
+            is_of_row = name == "SumBackward" and below is _Entries.ONE_ROW
             return _Entries.ONE_ROW if is_of_row else _Entries.TOTALS
         if getattr(node, "_saved_reduction", 0):
             return _Entries.TOTALS
