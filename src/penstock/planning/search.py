@@ -925,6 +925,8 @@ def _bound_step(group: Group, fastest: float) -> float:
     """
     space = group.space
     limit = min(fastest, inf if group.is_exhausted else group.bound)
+    if not _largest_gain(space):
+        return limit
     if space.objective == "period":
         work = space_bound(group.table, group.placement, space.memory, "period")
     else:
