@@ -187,6 +187,17 @@ def test_microbatch_whose_classes_have_weight_0_is_refused_with_label_smoothing(
     assert closely(pipe.step(x, target=ignored).loss, expected.detach())
 
 
+def test_weight_0_under_label_smoothing_makes_a_captured_loss_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host cannot read the weight in a capture, which would fail for all targets."""
+    monkeypatch.setattr("penstock.stage.loss.is_captured", lambda device: True)
+    count = TargetCounter(class_weights=torch.tensor([0.0, 1.0]), smooths_labels=True)
+    assert count(torch.tensor([0, 0])).isnan()
+    assert count(torch.tensor([0, 1])) == 1
+    assert count(torch.tensor([-100, -100])) == 0
+
+
 class SmoothedLoss(nn.Module):
     """A model that returns its own loss, with class weights and label smoothing."""
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.loss_hints import explain_loss_call
@@ -100,7 +101,12 @@ class TargetCounter:
         classes = target.long().clamp(0, len(self.class_weights) - 1)
         weights = self.class_weights.detach().to(target.device)[classes]
         weight = weights.where(counts, 0).sum(dtype=torch.float64)
-        if self.smooths_labels and bool((weight == 0) & counts.any()):
+        if not self.smooths_labels:
+            return weight
+        is_divided_by_zero = (weight == 0) & counts.any()
+        if is_captured(target.device):  # the host cannot read it: the loss becomes NaN
+            return weight.masked_fill(is_divided_by_zero, torch.nan)
+        if is_divided_by_zero:
             raise RunError(
                 "all targets of a micro-batch have a class weight of 0, and with label_smoothing "
                 "they add to the loss of the batch all the same. The loss of the micro-batch is "
