@@ -245,6 +245,21 @@ def test_kink_of_rows_and_a_learned_number_behind_the_cut_is_no_kink_of_a_mean()
     assert closely(run(pipe, "step", batch), expected.detach())
 
 
+def test_loop_over_rows_that_the_last_stage_receives_has_no_kinks_of_means() -> None:
+    """Without a layer in between, they are leaves of its graph, as parameters are."""
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        y = y.masked_fill(t > 0, 0.0)
+        return torch.stack([row.sum().relu().exp() for row in y]).mean()
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Identity())
+    x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    expected = loss(layers(x), target)
+    pipe = Pipe(layers, 4, stages=[2, 1], devices=["cpu"] * 2, loss_fn=loss, audit="off")
+    assert closely(pipe.step(x, target=target).loss, expected.detach())
+
+
 @pytest.mark.parametrize("function", [torch.max, torch.amin, torch.median])
 def test_term_that_selects_an_entry_is_no_sum(function: Callable[[Tensor], Tensor]) -> None:
     """Such a loss is audited again now and then, as nothing shows whether it is a mean."""

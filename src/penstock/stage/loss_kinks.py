@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.torch_compat import is_number, read_saved_tensor
 
@@ -177,8 +177,10 @@ class _KinkFinder:
         if node is None:
             return _Entries.CONSTANTS
         name = node.name().rstrip("0123456789")
-        if not node.next_functions:
-            return _Entries.ROWS if name == GRAPH_ENTRY else _Entries.CONSTANTS
+        if not node.next_functions or name == GRAPH_ENTRY:
+            # What an earlier stage has sent is a leaf, too, and has rows.
+            is_parameter = isinstance(getattr(node, "variable", None), nn.Parameter)
+            return _Entries.CONSTANTS if is_parameter else _Entries.ROWS
         self._node_count += 1
         if name in ("MeanBackward", "SumBackward"):
             if not _takes_first_dim(node):
