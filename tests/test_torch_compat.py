@@ -216,6 +216,15 @@ def test_torch_compat_imports_without_any_api_and_reports_it(path: str) -> None:
     assert all(f" needs {path}, which PyTorch " in text for text in missing)
 
 
+def test_plain_tensors_are_unwrapped_without_the_apis_of_transforms() -> None:
+    """Audits of layers that use no torch.func were left out, with a note."""
+    tensor = torch.ones(2)
+    with without("torch._C._functorch.get_unwrapped"):
+        found, batch_dims = import_copy().unwrap_transformed(tensor)
+    assert found is tensor
+    assert not batch_dims
+
+
 def test_nothing_is_missing_here() -> None:
     assert torch_compat.find_missing_apis() == []
 

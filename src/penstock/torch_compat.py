@@ -524,7 +524,9 @@ def unwrap_transformed(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     Returns:
         The tensor, and for each `vmap` its level and the dim that it takes apart.
     """
-    batch_dims = []
+    batch_dims: list[tuple[int, int]] = []
+    if not is_functorch_active():  # works without the functions above
+        return tensor, batch_dims
     while _is_transformed(tensor):
         if _is_batched(tensor):
             batch_dims.append((_get_transform_level(tensor), _get_batch_dim(tensor)))

@@ -303,4 +303,5 @@ def test_units_are_captured_as_long_as_half_of_the_free_memory_lasts() -> None:
     meter = make_meter(*make_gpus(32, 32))
     meter.add("small", work_of(HUNGRY), HUNGRY, 200)
     meter.add("too much", work_of(HUNGRY), HUNGRY, 100)
-    assert list(meter.measure({"small": 1, "too much": 1})) == ["small"]
+    meter.add("last", work_of(HUNGRY), HUNGRY, 50)
+    assert list(meter.measure({"small": 1, "too much": 1, "last": 1})) == ["small", "last"]

@@ -270,6 +270,26 @@ def test_steps_that_a_pipe_would_compute_otherwise_are_refused(module: Any, mess
         fit(steps=2, module=module(), pipe_options={})
 
 
+class Showing(Automatic):
+    """Keeps what it logs in an attribute, for a debugger. Nothing reads it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        self.shown_loss = loss.detach()
+        self.log("shown_loss", loss)
+        return loss
+
+
+def test_attribute_with_the_name_of_a_logged_value_is_no_state() -> None:
+    """It was refused: the name is a text in the code of the step."""
+    curves = []
+    choices: list[dict[str, Any] | None] = [None, {}]
+    for pipe_options in choices:
+        torch.manual_seed(0)
+        curves.append(fit(steps=2, module=Showing(), pipe_options=pipe_options).curve)
+    assert curves[1].compute_difference(curves[0]) < TOLERANCE
+
+
 class Scheduled(Automatic):
     """Depends on the number of the batch, the step and an attribute that a hook sets."""
 

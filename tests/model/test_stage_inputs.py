@@ -27,7 +27,7 @@ from penstock import (
     stash,
 )
 from penstock.microbatch import MicrobatchRows
-from penstock.model.stage_inputs import Batch
+from penstock.model.stage_inputs import Batch, _weight_loss
 from penstock.runtime.transport import Mailbox
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
@@ -390,3 +390,9 @@ def test_retain_graph_with_a_frozen_stage() -> None:
     once = pipe[1].weight.grad.clone()
     loss.backward()
     assert closely(pipe[1].weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("share", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_loss_with_share_0_counts_as_0_even_if_it_is_nan(share: float | Tensor) -> None:
+    """As it is if all targets of some rows are ignored."""
+    assert _weight_loss(torch.tensor(torch.nan), share) == 0

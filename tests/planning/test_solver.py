@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from penstock.planning import search_plan
+from penstock.planning import PerRows, UnitSeconds, search_plan
 from penstock.planning.search import choose_chunks
 from penstock.planning.solver import solve_schedule, solve_space_bound
 from penstock.planning.stage_costs import CostTable
@@ -73,3 +75,17 @@ def test_bound_of_the_solver_counts_the_way_to_the_first_gradient(
     slow = 2 * plan.seconds
     bound = solve_space_bound(table, vee(4), plan.memory, "makespan", slow, 10.0)
     assert least < bound <= plan.seconds * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("weight_seconds", [0.0, 0.1])
+def test_bound_of_the_solver_counts_the_way_of_the_last_gradient(weight_seconds: float) -> None:
+    """Where weight gradients take no time, the gradient that is last travels while ranks idle."""
+    profile = even_profile(units=8, ranks=4, rows=4)
+    second, weights = PerRows(0.0, 1.0), PerRows(0.0, weight_seconds)
+    seconds = {"cpu": UnitSeconds(second, second, weights)}
+    profile = replace(profile, units=tuple(replace(u, seconds=seconds) for u in profile.units))
+    plan = search_plan(profile, placement=vee(4), chunks=[4], solver_seconds=0)
+    table = CostTable(profile, 4, "threads")
+    slow = 2 * plan.seconds
+    bound = solve_space_bound(table, vee(4), plan.memory, "makespan", slow, 10.0)
+    assert 0.999 * plan.seconds < bound <= plan.seconds * (1 + 1e-9)

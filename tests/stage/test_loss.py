@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -184,6 +185,57 @@ def test_microbatch_whose_classes_have_weight_0_is_refused_with_label_smoothing(
     ignored = torch.tensor([-100, -100, 1, 2])
     expected = loss_fn(model(x), ignored)
     assert closely(pipe.step(x, target=ignored).loss, expected.detach())
+
+
+def test_weight_0_under_label_smoothing_makes_a_captured_loss_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host cannot read the weight in a capture, which would fail for all targets."""
+    monkeypatch.setattr("penstock.stage.loss.is_captured", lambda device: True)
+    count = TargetCounter(class_weights=torch.tensor([0.0, 1.0]), smooths_labels=True)
+    assert count(torch.tensor([0, 0])).isnan()
+    assert count(torch.tensor([0, 1])) == 1
+    assert count(torch.tensor([-100, -100])) == 0
+
+
+class SmoothedLoss(nn.Module):
+    """A model that returns its own loss, with class weights and label smoothing."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("weights", torch.tensor([0.0, 1.0, 1.0, 1.0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.second(self.first(x).tanh())
+        loss = functional.cross_entropy(logits, y, weight=self.weights, label_smoothing=0.1)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+def test_microbatch_whose_classes_have_weight_0_is_refused_in_a_loss_of_the_model(
+    door: str,
+) -> None:
+    """In later steps its part of the loss was left out."""
+    torch.manual_seed(0)
+    model = SmoothedLoss().double()
+    unsplit = copy.deepcopy(model)
+    x, y = torch.rand(4, 4, dtype=torch.float64), torch.tensor([1, 2, 3, 2])
+    batch = {"x": x, "y": y}
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, example=batch, audit="off")
+
+    def run(targets: Tensor) -> Tensor:
+        if door == "step":
+            return pipe.step(x=x, y=targets).loss.detach()
+        loss: Tensor = pipe(x=x, y=targets)["loss"]
+        return loss.detach()
+
+    for targets in (y, torch.tensor([0, 1, 0, 2])):
+        assert closely(run(targets), unsplit(x, targets)["loss"].detach())
+    with pytest.raises(RunError, match="all targets of a micro-batch have a class weight of 0"):
+        run(torch.tensor([0, 0, 1, 2]))
 
 
 def test_target_counter_leaves_ignored_targets_out() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import AuditError, Pipe, RunError
+from penstock.stage.loss_terms import find_loss_terms
 from tests.oracle import closely
 
 ROWS, WIDTH = 12, 4
@@ -70,6 +71,15 @@ KINKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "leaky": lambda x, y, level: functional.leaky_relu(functional.mse_loss(x, y) - level),
     "threshold": lambda x, y, level: functional.threshold(functional.mse_loss(x, y), level, level),
     "hardtanh": lambda x, y, level: functional.hardtanh(functional.mse_loss(x, y), 0.0, level),
+    "both sides of hardtanh": lambda x, y, level: functional.hardtanh(
+        functional.mse_loss(x, y), level, 4 * level
+    ),
+    "both sides of a clamp": lambda x, y, level: functional.mse_loss(x, y).clamp(level, 4 * level),
+    "columns in the largest": lambda x, y, level: (
+        torch.stack([per_column(x, y).clamp(min=level).sum(), 0 * functional.mse_loss(x, y)])
+        .topk(1)
+        .values[0]
+    ),
     "softshrink": lambda x, y, level: functional.softshrink(functional.mse_loss(x, y), level),
     "clamp by a tensor": lambda x, y, level: torch.clamp_min(
         functional.mse_loss(x, y), torch.tensor(level)
@@ -174,3 +184,108 @@ def test_activations_behind_a_mean_over_time_are_no_kinks() -> None:
     batch = {"x": torch.randn(ROWS, 5, WIDTH), "y": torch.randn(ROWS, WIDTH)}
     expected = unsplit(**batch)["loss"]
     assert closely(run(build_pipe(model, batch), "step", batch), expected.detach())
+
+
+ROW_LOSSES: dict[str, Loss] = {
+    "number of a row": lambda x, y: torch.stack([(1 - s).relu() for s in (x * y).sum(1)]).mean(),
+    "unbind": lambda x, y: (
+        sum(((1 - s).relu() for s in (x * y).sum(1).unbind()), x.new_zeros(())) / len(x)
+    ),
+    "sum of a row": lambda x, y: torch.stack(
+        [(1 - (x[i] * y[i]).sum()).relu() for i in range(len(x))]
+    ).mean(),
+    "norm of a row": lambda x, y: torch.stack(
+        [((x[i] - y[i]).norm() - 3).relu() for i in range(len(x))]
+    ).mean(),
+    "where": lambda x, y: torch.stack(
+        [torch.where(y[i, 0] > 0, x[i].norm(), x[i].sum().exp()) for i in range(len(x))]
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", ROW_LOSSES.values(), ids=list(ROW_LOSSES))
+def test_kinks_in_a_loop_over_rows_are_no_kinks_of_a_mean(loss: Loss) -> None:
+    """They were refused, as each row is a number."""
+    torch.manual_seed(0)
+    model = OwnLoss(lambda x, y, _: loss(x, y), 0.0)
+    unsplit = copy.deepcopy(model)
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": 2 * torch.randn(ROWS, WIDTH)}
+    expected = unsplit(**batch)["loss"]
+    assert closely(run(build_pipe(model, batch), "step", batch), expected.detach())
+
+
+def test_kink_of_rows_and_a_learned_number_behind_the_cut_is_no_kink_of_a_mean() -> None:
+    """What the last stage receives has rows. It was taken for a constant beside the margin."""
+
+    class Margin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            self.head = Hinge()
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.head(self.body(x), y)}
+
+    class Hinge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.margin = nn.Parameter(torch.tensor(0.1))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.margin - x * y).relu().mean()
+
+    torch.manual_seed(0)
+    model = Margin()
+    unsplit = copy.deepcopy(model)
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randn(ROWS, WIDTH).sign()}
+    pipe = Pipe(
+        model, chunks=4, stages=[2, 1], devices=["cpu"] * 2, example=batch, reduction="mean"
+    )
+    expected = unsplit(**batch)["loss"]
+    assert closely(run(pipe, "step", batch), expected.detach())
+
+
+def test_loop_over_rows_that_the_last_stage_receives_has_no_kinks_of_means() -> None:
+    """Without a layer in between, they are leaves of its graph, as parameters are."""
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        y = y.masked_fill(t > 0, 0.0)
+        return torch.stack([row.sum().relu().exp() for row in y]).mean()
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Identity())
+    x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    expected = loss(layers(x), target)
+    pipe = Pipe(layers, 4, stages=[2, 1], devices=["cpu"] * 2, loss_fn=loss, audit="off")
+    assert closely(pipe.step(x, target=target).loss, expected.detach())
+
+
+@pytest.mark.parametrize("function", [torch.max, torch.amin, torch.median])
+def test_term_that_selects_an_entry_is_no_sum(function: Callable[[Tensor], Tensor]) -> None:
+    """Such a loss is audited again now and then, as nothing shows whether it is a mean."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    terms = find_loss_terms(function(x.square().sum(1))).terms
+    assert [term.is_sum for term in terms if term.name.startswith(("Max", "Amin", "Median"))] == [
+        False
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["both sides of hardtanh", "both sides of a clamp", "columns in the largest"]
+)
+def test_sides_of_a_kink_are_compared_without_an_audit(name: str) -> None:
+    """A number below both limits of a clamp counted as one above: both have the slope 0."""
+    torch.manual_seed(0)
+    batch = build_batch([3.0, 0.3, 3.0, 0.3])
+    pipe = Pipe(
+        OwnLoss(KINKS[name], LEVEL),
+        chunks=4,
+        stages=2,
+        devices=["cpu"] * 2,
+        balance="parameters",
+        example=batch,
+        reduction="mean",
+        audit="off",
+    )
+    with pytest.raises(RunError, match="different sides"):
+        run(pipe, "step", batch)

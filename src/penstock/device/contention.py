@@ -116,9 +116,10 @@ class ContentionMeter:
             seconds: How long the work takes, roughly.
             size: The bytes that it needs on each device, roughly.
         """
-        self._bytes_left -= size * len(self._shared.gpus)
-        if self._bytes_left < 0:
-            return
+        needed = size * len(self._shared.gpus)
+        if needed > self._bytes_left:
+            return  # a smaller unit may still fit
+        self._bytes_left -= needed
         turns = max(1, min(_MOST_TURNS, ceil(_GRAPH_SECONDS / max(seconds, 1e-9))))
         work = _CapturedWork(turns, turns * seconds)
         try:

@@ -380,8 +380,14 @@ class _AttributeState:
         return appended
 
 
+_ATTRIBUTE_READERS = frozenset(("getattr", "hasattr", "vars", "__dict__"))
+
+
 def _asks_for_attribute(module_class: type, name: str) -> bool:
-    """Return whether the code of a module has the name of an attribute as a text."""
+    """Return whether the code of a module has the name of an attribute as a text, and reads by it.
+
+    The text alone may be a key: `self.accuracy = accuracy; self.log("accuracy", accuracy)`.
+    """
     functions = (
         value
         for base in module_class.__mro__
@@ -390,10 +396,10 @@ def _asks_for_attribute(module_class: type, name: str) -> bool:
     )
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
     while codes:
-        constants = codes.pop().co_consts
-        if name in constants:
+        code = codes.pop()
+        if name in code.co_consts and not _ATTRIBUTE_READERS.isdisjoint(code.co_names):
             return True
-        codes += [constant for constant in constants if isinstance(constant, CodeType)]
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return False
 
 

@@ -293,6 +293,8 @@ class _UnitMeasurements:
         if self._meter is not None:
             for key, (always, with_pauses) in self._meter.measure(Counter(self._keys)).items():
                 unit = self._by_key[key]
+                if not unit.seconds:  # a layer without kernels
+                    continue
                 slowdowns = always / unit.seconds, with_pauses / unit.seconds
                 self._by_key[key] = unit._replace(slowdowns=slowdowns)
         return [self._by_key[key] for key in self._keys]
@@ -565,13 +567,13 @@ class _CallProfiler(Skips):
         with probe.track(), probe.attribute_to(rank):
             output = self._run_module(args, kwargs)
         in_forward = probe.read_transient_bytes().get(rank, 0)
-        graph, ones = self._build_graph(output)
-        gradient_bytes = sum(_count_bytes(gradient) for gradient in ones if gradient is not None)
+        graph, gradients = self._build_graph(output)
+        gradient_bytes = sum(_count_bytes(tensor) for tensor in gradients if tensor is not None)
         del args, kwargs, output
         with self._add_to_gradients(graph):
             before = probe.read_live_bytes().get(rank, 0)
             with probe.track(), probe.attribute_to(rank):
-                graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
+                graph.backward_accumulate({OUTSIDE: Payload(gradients)}, False)
         in_backward = probe.read_peak_bytes().get(rank, 0) - before
         return max(in_forward, in_backward + gradient_bytes)
 
@@ -717,11 +719,11 @@ class _CallProfiler(Skips):
     def _time_backward(
         self, graph: _BackwardGraph, pending_weight_grads: list[PendingWeightGrad]
     ) -> tuple[TimedWork, TimedWork]:
-        cell_graph, ones = graph
+        cell_graph, gradients = graph
         # Most leaves are copies. One that the module uses through a closure is the user's own.
         with self._add_to_gradients(cell_graph):
             input_grad = self._time(
-                "I", lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(ones)}, False)
+                "I", lambda: cell_graph.backward_accumulate({OUTSIDE: Payload(gradients)}, False)
             )
             weight_grad = self._time("W", lambda: accumulate_weight_grads(pending_weight_grads))
             return input_grad, weight_grad

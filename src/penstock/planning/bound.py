@@ -1,7 +1,8 @@
 """Lower bounds: seconds that no schedule, and no plan, can beat.
 
 `schedule_bound` is for one cut with its micro-batches, recomputation and memory, and any order of
-its actions (see `schedules.bound`). `space_bound` is for all cuts of a placement.
+its actions (see `schedules.bound`). `space_bound` is for all cuts of a placement. Both are for the
+speed of ranks that are all busy; `speed_up_bound` is for that which idle ranks leave to the others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
+from math import fsum, inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules import bound
@@ -124,6 +125,38 @@ def space_bound(
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low
+
+
+def least_work(table: CostTable) -> float:
+    """Return the seconds that all ranks together work at least, in a step without overhead."""
+    sums = [sums["FIW"] for sums in table.distinct_seconds]
+    units = range(len(table.profile.units))
+    return table.chunks * fsum(min(s[u + 1] - s[u] for s in sums) for u in units)
+
+
+def speed_up_bound(
+    limit: float, work: float, gain: float, objective: Objective = "makespan"
+) -> float:
+    """Return how long a step takes at least that takes `limit` seconds while all ranks are busy.
+
+    In a step of T seconds in which a rank works for w seconds in the mean, ranks are idle for
+    1 - w / T of the time. So it takes T / (1 + gain (1 - w / T)) seconds, which grows with T.
+
+    Steps that follow each other without a barrier may be idle for any part of the time. For their
+    period, only the work of the busiest rank counts.
+
+    Args:
+        limit: The seconds that a step, or its period, takes at least while all ranks are busy.
+        work: The seconds that a rank works at least: in the mean, or for a period the busiest one.
+        gain: The largest `DeviceProfile.idle_gain`.
+        objective: What is bounded: a step, or its period.
+    """
+    if not gain or not limit:
+        return limit
+    if objective == "period":
+        return min(limit, work) / (1 + gain)
+    limit = max(limit, work)
+    return limit / (1 + gain * (1 - work / limit))
 
 
 def _least_hops(table: CostTable, ranks: int) -> tuple[list[float], list[float]]:

@@ -104,14 +104,15 @@ class ValueProfile:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The device of a rank.
+    """The device of a rank. The units' seconds on its kind are divided by its speed.
 
     Attributes:
-        kind: The units' seconds on this kind of device ...
+        kind: The key of the units' seconds on devices of this kind.
         memory: Its bytes.
-        speed: ... are divided by this while all ranks are busy.
-        idle_gain: How much faster it is, as a fraction, the more the ranks are idle: in a step in
-            which they are idle for a tenth of the time, a tenth of this. 0 if ranks share nothing.
+        speed: Its speed while all ranks are busy, relative to the units' seconds.
+        idle_gain: By which fraction it would be faster if all ranks were idle. In a step in which
+            they are idle for a tenth of the time, it is faster by a tenth of this. 0 if ranks share
+            nothing.
     """
 
     kind: str

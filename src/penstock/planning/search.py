@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from penstock.display import Progress
 from penstock.errors import ArgumentError
-from penstock.planning.bound import schedule_bound, space_bound
+from penstock.planning.bound import least_work, schedule_bound, space_bound, speed_up_bound
 from penstock.planning.plan import Alternative, Certificate, Plan, describe_choice
 from penstock.planning.profile import Profile, resolve_memory
 from penstock.planning.recomputed_fit import fit_with_recomputation
@@ -356,26 +356,25 @@ def search_plan(
             f"{' and '.join(sorted(space.names or ()))} cannot run with these stages and ranks. "
             "Allow other schedules, such as 'fit', or another number of stages per rank."
         )
-    results = _search_groups(space, groups, _points_of_plans(start, groups), report)
+    started = list(_points_of_plans(start, groups))
+    results = _search_groups(space, groups, started, report)
     if not results.points:
         raise ArgumentError(_explain_no_fit(space, groups))
     ranking = sorted(results.points.values(), key=lambda point: point.seconds)
-    fastest = ranking[0].seconds
-    best = _pick_fastest_step(ranking)
+    best = _pick_fastest_step(ranking, started)
     if space.uses_fit and not best.group.is_huge:
         report("improving the best schedule", 0.9)
         polished = best.group.fit(best.cut, best.recomputed, _POLISH_EFFORT)
         if polished and polished.seconds < best.seconds * (1 - 1e-9):
-            best = polished
-    best, schedule_limit, method = _solve_exactly(best, solver_seconds, report)
+            best = min(best, polished, key=_time_step)
+    solved, schedule_limit, method = _solve_exactly(best, solver_seconds, report)
+    best = min(best, solved, key=_time_step)
     _raise_bounds(best, groups, solver_seconds, report)
-    # The bounds, too, are for the speed that devices have in this plan.
-    gain = _time_step(best) / best.seconds if best.seconds else 1.0
-    bounds = [group.bound for group in groups if not group.is_exhausted]
-    limit = min(best.seconds, fastest, *bounds)
+    seconds = _time_step(best)
+    fastest = min(best.seconds, solved.seconds, ranking[0].seconds)
     certificate = Certificate(
-        bound=gain * limit,
-        schedule_bound=gain * min(best.seconds, schedule_limit),
+        bound=min(seconds, *(_bound_step(group, fastest) for group in groups)),
+        schedule_bound=min(seconds, _bound_schedule(best, schedule_limit)),
         space=_describe_space(groups),
         method=method,
     )
@@ -881,17 +880,26 @@ def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alt
     return tuple(sorted(rows, key=lambda row: row.seconds))
 
 
-def _pick_fastest_step(ranking: Sequence[Point]) -> Point:
+def _pick_fastest_step(ranking: Sequence[Point], started: Sequence[Point]) -> Point:
     """Return the point whose step is fastest, of those that are fastest while all ranks are busy.
 
     Two plans may be equal while all ranks are busy, and in one of them ranks are idle more often.
+
+    Args:
+        ranking: The points that were found, the fastest first.
+        started: The points with which the search began: none of them may be faster.
     """
-    gain = max(device.idle_gain for device in ranking[0].group.space.profile.devices)
+    gain = _largest_gain(ranking[0].group.space)
+    if not gain:
+        return ranking[0]
     by_group: dict[Group, Point] = {}
     for point in ranking:
         if point.seconds <= ranking[0].seconds * (1 + gain):
             by_group.setdefault(point.group, point)
-    return min(list(by_group.values())[:_COMPARED_POINTS], key=_time_step)
+    # The first ones are also the alternatives that are shown.
+    candidates = [*ranking[:_COMPARED_POINTS], *list(by_group.values())[:_COMPARED_POINTS]]
+    different = {id(point): point for point in (*candidates, *started)}
+    return min(different.values(), key=_time_step)
 
 
 def _time_step(point: Point) -> float:
@@ -903,6 +911,39 @@ def _time_step(point: Point) -> float:
     timer = ScheduleTimer(point.name, point.schedule, costs.graph)
     faster = timer.speed_up(costs, point.recomputed, devices)
     return timer.seconds(faster, point.recomputed, group.space.objective)
+
+
+def _largest_gain(space: Space) -> float:
+    return max(device.idle_gain for device in space.profile.devices)
+
+
+def _bound_step(group: Group, fastest: float) -> float:
+    """Return seconds that no step of a group can beat, at the speed that its idle ranks leave.
+
+    Every plan of it takes these seconds while all ranks are busy: its bound, or `fastest`, the
+    seconds of the fastest plan, if it was searched.
+    """
+    space = group.space
+    limit = min(fastest, inf if group.is_exhausted else group.bound)
+    if not _largest_gain(space):
+        return limit
+    if space.objective == "period":
+        work = space_bound(group.table, group.placement, space.memory, "period")
+    else:
+        work = least_work(group.table) / len(space.memory)
+    return speed_up_bound(limit, work, _largest_gain(space), space.objective)
+
+
+def _bound_schedule(point: Point, limit: float) -> float:
+    """Return seconds that no schedule of the cut of a point can beat, as `_bound_step` does."""
+    group, space = point.group, point.group.space
+    cost = group.table.stage_costs(point.cut, group.placement).cost
+    busy = [0.0] * len(space.memory)
+    for stage, rank in enumerate(group.placement):
+        again = (cost.R or cost.F)[stage] if point.recomputed[stage] else 0.0
+        busy[rank] += group.chunks * (cost.F[stage] + cost.I[stage] + cost.W[stage] + again)
+    work = max(busy) if space.objective == "period" else sum(busy) / len(busy)
+    return speed_up_bound(limit, work, _largest_gain(space), space.objective)
 
 
 def _explain_no_fit(space: Space, groups: Sequence[Group]) -> str:

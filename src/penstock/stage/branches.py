@@ -27,8 +27,9 @@ for the whole batch; such a dim has the same size for other numbers of rows.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module
-from penstock.stage.recompute import is_recomputing, multiply_by_fixed_vector
+from penstock.stage.recompute import compute_product, is_recomputing
 from penstock.stage.row_counts import RowCounts, may_have_numbers, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
@@ -139,7 +140,7 @@ class BranchWatch(TorchFunctionMode):
         self._statistics = statistics
         self.has_read = False
         self.way = 0
-        self.arrays: list[float] = []
+        self.arrays: list[Hashable] = []
         self._entries: dict[int, list[float]] = {}  # by the memory that they are in
 
     def __torch_function__(
@@ -168,9 +169,14 @@ class BranchWatch(TorchFunctionMode):
         return result
 
     def _note_array(self, tensor: Tensor) -> None:
+        """Note the numbers of an array or a list."""
         if tensor.numel() < 2 or tensor.is_meta:
             return
-        digest = float(multiply_by_fixed_vector(tensor.detach().reshape(-1).float()))
+        product = compute_product(tensor.detach())
+        # Numbers of an unknown kind of tensor count as different each time, as nan is.
+        digest: Hashable = math.nan if product is None else product
+        if isinstance(product, Tensor):  # on a device
+            digest = product.item()
         if tensor.is_floating_point() or tensor.is_complex():
             self.arrays.append(digest)
         else:
@@ -523,7 +529,7 @@ class BranchStageFunction:
     follows_statistics: bool = False
     ways: list[int | None] = field(default_factory=list)
     reads: list[list[StatisticRead]] = field(default_factory=list)
-    arrays: list[list[float]] = field(default_factory=list)
+    arrays: list[list[Hashable]] = field(default_factory=list)
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage, and note the way of the micro-batch in its first forward."""

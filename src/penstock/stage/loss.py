@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.loss_hints import explain_loss_call
@@ -100,7 +101,12 @@ class TargetCounter:
         classes = target.long().clamp(0, len(self.class_weights) - 1)
         weights = self.class_weights.detach().to(target.device)[classes]
         weight = weights.where(counts, 0).sum(dtype=torch.float64)
-        if self.smooths_labels and bool((weight == 0) & counts.any()):
+        if not self.smooths_labels:
+            return weight
+        is_divided_by_zero = (weight == 0) & counts.any()
+        if is_captured(target.device):  # the host cannot read it: the loss becomes NaN
+            return weight.masked_fill(is_divided_by_zero, torch.nan)
+        if is_divided_by_zero:
             raise RunError(
                 "all targets of a micro-batch have a class weight of 0, and with label_smoothing "
                 "they add to the loss of the batch all the same. The loss of the micro-batch is "
@@ -143,7 +149,7 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     """Return a counter for one of PyTorch's classification losses, or None for any other loss."""
     function = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     if function in _COUNTED_LOSS_FUNCTIONS:
-        return _build_target_counter(
+        return build_target_counter(
             keywords.get("ignore_index", DEFAULT_IGNORE_INDEX),
             keywords.get("weight"),
             keywords.get("label_smoothing", 0.0),
@@ -156,7 +162,7 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
             and not _has_own_code(loss_fn)
         ):
             ignored = loss_fn.ignore_index
-            return _build_target_counter(
+            return build_target_counter(
                 DEFAULT_IGNORE_INDEX if ignored is None else ignored,
                 loss_fn.weight,
                 getattr(loss_fn, "label_smoothing", 0.0),
@@ -164,12 +170,16 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     return None
 
 
-def _build_target_counter(
+def build_target_counter(
     ignore_index: int, class_weights: Tensor | None, label_smoothing: float
 ) -> TargetCounter:
-    smooths = bool(label_smoothing) and class_weights is not None
-    # Read from the device in each step, but only in those with both.
-    smooths = smooths and class_weights is not None and bool((class_weights == 0).any())
+    """Return a counter for a mean cross-entropy with these arguments.
+
+    With both class weights and label smoothing, weights are read from their device.
+    """
+    smooths = (
+        bool(label_smoothing) and class_weights is not None and bool((class_weights == 0).any())
+    )
     return TargetCounter(ignore_index, class_weights, smooths)
 
 

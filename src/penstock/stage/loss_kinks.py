@@ -8,10 +8,11 @@ larger one of two losses (`torch.maximum(l1, l2)`). The sides are read from the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.torch_compat import is_number, read_saved_tensor
 
@@ -26,6 +27,9 @@ _FOLLOWED = frozenset(
 _LAYERS = frozenset(
     f"{name}Backward" for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution")
 )
+# `x[i]` and `for row in x`.
+_ROW_SELECTIONS = frozenset(("SelectBackward", "UnbindBackward"))
+GRAPH_ENTRY = "_GraphEntryBackward"  # a value of an earlier stage, which is like a leaf
 
 Side = Callable[[Any, Tensor], Tensor | None]
 
@@ -35,13 +39,13 @@ def _is_positive(node: Any, value: Tensor) -> Tensor:
 
 
 def _is_within_limits(node: Any, value: Tensor) -> Tensor:
-    """Return 0 where a number is outside of the limits of a clamp, and else 1."""
+    """Return 0 where a number is below the limits of a clamp, 1 within, and 2 above."""
     side = torch.ones_like(value)
-    for limit_name, is_outside in (("min", torch.lt), ("max", torch.gt)):
+    for limit_name, is_outside, outside in (("min", torch.lt, 0.0), ("max", torch.gt, 2.0)):
         for name in (limit_name, f"{limit_name}_val"):
             limit = getattr(node, f"_saved_{name}", None)
             if limit is not None:
-                side = side.masked_fill(is_outside(value, limit), 0.0)
+                side = side.masked_fill(is_outside(value, limit), outside)
     return side
 
 
@@ -75,7 +79,8 @@ def _is_result(node: Any, value: Tensor) -> Tensor | None:
 
 
 # By the name of a node, the tensor that it has saved, and a function from it to the side of the
-# kink. For one number, and one input, that is the slope; the second input has the rest of it.
+# kink. For one number, and one input, that is the slope, or 2 above the upper limit of a clamp. The
+# second input has the rest of it.
 _SIDES: dict[str, tuple[str, Side]] = {
     "AbsBackward": ("self", lambda _, value: value.sign()),
     "ReluBackward": ("result", _is_positive),
@@ -130,54 +135,91 @@ def find_slopes(side: Tensor | None, name: str, input_count: int) -> list[Tensor
         return [1.0] * input_count  # it selects some of the terms
     if side is None or side.numel() != 1 or name not in _SIDES:
         return [torch.nan] * input_count
-    slope = side.reshape(())
+    slope = side.reshape(()).masked_fill(side.reshape(()) > 1, 0.0)  # above the limit of a clamp
     slopes: list[Tensor | float] = [slope, 1 - slope, *[torch.nan] * input_count]
     return slopes[:input_count]
 
 
-def _takes_first_dim(node: Any) -> bool:
-    """Return whether a sum or a mean is one over dim 0. A negative dim is an unsigned number."""
-    dims = getattr(node, "_saved_dim", None)
-    if dims is None:
-        return True
-    signed = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]
-    return 0 in signed or -len(node._saved_self_sym_sizes) in signed
+class _Entries(Enum):
+    """What the numbers of a node of a loss are computed from."""
+
+    CONSTANTS = auto()  # parameters, and tensors without a gradient
+    ONE_ROW = auto()  # in a loop over rows: `[relu(1 - x[i].norm()) for i in range(n)]`
+    TOTALS = auto()  # means over rows
+    ROWS = auto()  # each number from one row, or not known
+
+
+def is_of_one_row(node: Any) -> bool:
+    """Return whether the numbers of a node are computed from one row, in a loop over rows."""
+    return _KinkFinder().visit(node, _MAX_DEPTH) is _Entries.ONE_ROW
 
 
 def find_sides_below(node: Any) -> list[Tensor]:
     """Return the sides of each kink between a term of a loss and the means over rows below it."""
-    sides: list[Tensor] = []
-    node_count = 0
+    finder = _KinkFinder()
+    finder.visit(node, _MAX_DEPTH)
+    return finder.sides
 
-    def is_total(node: Any, depth: int) -> bool | None:
-        """Return whether a node computes with means over rows only. None: with constants."""
-        nonlocal node_count
-        if node is None or not node.next_functions:
-            return None  # a parameter or a constant
-        node_count += 1
+
+class _KinkFinder:
+    """Looks for kinks of means over rows, from a node of a loss down.
+
+    Attributes:
+        sides: The sides of the kinks that were found.
+    """
+
+    def __init__(self) -> None:
+        self.sides: list[Tensor] = []
+        self._node_count = 0
+
+    def visit(self, node: Any, depth: int) -> _Entries:
+        """Return what the numbers of a node are computed from. Note the kinks of means."""
+        if node is None:
+            return _Entries.CONSTANTS
         name = node.name().rstrip("0123456789")
+        if not node.next_functions or name == GRAPH_ENTRY:
+            # What an earlier stage has sent is a leaf, too, and has rows.
+            is_parameter = isinstance(getattr(node, "variable", None), nn.Parameter)
+            return _Entries.CONSTANTS if is_parameter else _Entries.ROWS
+        self._node_count += 1
         if name in ("MeanBackward", "SumBackward"):
-            return _takes_first_dim(node)
+            if not _takes_first_dim(node):
+                return _Entries.ROWS
+            # Columns may have kinks of their own: `x.mean(0).clamp(min=b).sum()`.
+            below = self.visit(node.next_functions[0][0], depth - 1) if depth else _Entries.ROWS
+            # A mean counts as one over rows. In `h[-1].mean()`, dim 0 may be time.
+            is_of_row = name == "SumBackward" and below is _Entries.ONE_ROW
+            return _Entries.ONE_ROW if is_of_row else _Entries.TOTALS
         if getattr(node, "_saved_reduction", 0):
-            return True
-        if name in _LAYERS or not depth or node_count > _MAX_NODES:
-            return False
-        answer = None
+            return _Entries.TOTALS
+        if name in _LAYERS or not depth or self._node_count > _MAX_NODES:
+            return _Entries.ROWS
+        entries = _Entries.CONSTANTS
         for function, index in node.next_functions:
-            is_input_total = is_total(function, depth - 1)
-            if not is_input_total and is_number(function, index):
-                is_input_total = True
-            if is_input_total is False:
-                answer = False
-                if name not in _FOLLOWED:
-                    break
-            elif is_input_total and answer is None:
-                answer = True
-        if answer and has_kink(name):
+            below = self.visit(function, depth - 1)
+            if below is _Entries.ROWS and is_number(function, index):
+                below = _Entries.TOTALS
+            entries = max(entries, below, key=lambda entry: entry.value)
+            if entries is _Entries.ROWS and name not in _FOLLOWED:
+                break
+        if entries is _Entries.TOTALS and has_kink(name):
             side = find_side(node, name)
             if side is not None:
-                sides.append(side)
-        return answer
+                self.sides.append(side)
+        if entries is _Entries.ROWS and name in _ROW_SELECTIONS and _takes_first_dim(node):
+            return _Entries.ONE_ROW
+        return entries
 
-    is_total(node, _MAX_DEPTH)
-    return sides
+
+def _takes_first_dim(node: Any) -> bool:
+    """Return whether a sum, a mean or a selection is one over dim 0.
+
+    A negative dim is an unsigned number.
+    """
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None:
+        return True
+    signed = [
+        dim - 2**64 if dim >= 2**63 else dim for dim in ((dims,) if isinstance(dims, int) else dims)
+    ]
+    return 0 in signed or -len(getattr(node, "_saved_self_sym_sizes", ())) in signed

@@ -32,7 +32,14 @@ from torch import Tensor
 
 from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
-from penstock.stage.loss_kinks import find_side, find_sides_below, find_slopes, has_kink
+from penstock.stage.loss_kinks import (
+    GRAPH_ENTRY,
+    find_side,
+    find_sides_below,
+    find_slopes,
+    has_kink,
+    is_of_one_row,
+)
 from penstock.stage.recompute import multiply_by_fixed_vector
 from penstock.torch_compat import (
     get_input_numel,
@@ -43,7 +50,6 @@ from penstock.torch_compat import (
 _MAX_NODES = 256  # a loss may be a loop over thousands of rows
 _MAX_SIZES = 16
 _ROUNDING = 1e-6
-_GRAPH_ENTRY = "_GraphEntryBackward"  # a value of an earlier stage, which is like a leaf
 # A number of an earlier stage, or a parameter. Nothing is known of how it was computed. A
 # micro-batch of another size may be cut elsewhere, and have the terms themselves in its place.
 _RECEIVED = "received"
@@ -162,15 +168,19 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
                 terms.append(LossTerm(name, factors, divisors))
         elif has_kink(name):
             side = find_side(node, name)
-            sides = find_sides_below(node) if side is None or side.numel() != 1 else [side]
-            terms += map(_build_kink_term, sides)
+            if side is None or side.numel() != 1:
+                terms += map(_build_kink_term, find_sides_below(node))
+            elif not is_of_one_row(node):
+                terms.append(_build_kink_term(side))
             slopes = find_slopes(side, name, len(inputs))
+            if all(isinstance(slope, float) and math.isnan(slope) for slope in slopes):
+                terms.append(LossTerm(name, factors, divisors, is_sum=False))
             todo += [
                 (function, (*factors, slope), divisors)
                 for function, slope in zip(inputs, slopes, strict=True)
                 if function is not None
             ]
-        elif not inputs or name == _GRAPH_ENTRY:
+        elif not inputs or name == GRAPH_ENTRY:
             terms.append(LossTerm(_RECEIVED))
         else:
             for function in inputs:

@@ -246,6 +246,7 @@ class LossTargets:
     target: int
     class_weights: int | None
     ignore_index: int
+    label_smoothing: float
 
 
 def find_loss_targets(trace: Trace) -> LossTargets | None:
@@ -275,6 +276,7 @@ def find_loss_targets(trace: Trace) -> LossTargets | None:
         target.value,
         class_weights.value if isinstance(class_weights, ValueRef) else None,
         ignore_index,
+        arguments.get("label_smoothing", 0.0),
     )
 
 

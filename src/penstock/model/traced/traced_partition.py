@@ -70,7 +70,7 @@ from penstock.model.traced.unit_shapes import SizesDiffer, UnitShapes, learn_uni
 from penstock.model.traced.whole_model import UnitLocations, run_model_method
 from penstock.nested_values import flatten
 from penstock.schedules.ir import StageGraph
-from penstock.stage.loss import TargetCounter
+from penstock.stage.loss import TargetCounter, build_target_counter
 from penstock.tensor_spec import TensorSpec
 
 # ---- the summary of a cut, for reports -----------------------------------------------------------
@@ -841,7 +841,11 @@ class TracedMicrobatch:
             [] if loss_targets.class_weights is None else [loss_targets.class_weights]
         )
         target, *class_weights = self.compiled.target_replay.compute_values(self.tensors, values)
-        return target, TargetCounter(loss_targets.ignore_index, next(iter(class_weights), None))
+        return target, build_target_counter(
+            loss_targets.ignore_index,
+            next(iter(class_weights), None),
+            loss_targets.label_smoothing,
+        )
 
     def make_forward_request(
         self, settings: ModelSettings, destinations: Mapping[int, tuple[int, ...]]
