@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +54,25 @@ def test_check_children_refuses_empty_and_duplicate_layers() -> None:
 
 
 # ---- devices of layers --------------------------------------------------------------------
+
+
+class Doubled(nn.Sequential):
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+class WithLastTanh(nn.Sequential):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([*self._modules.values(), nn.Tanh()])
+
+
+@pytest.mark.parametrize("kind", [Doubled, WithLastTanh])
+def test_sequential_that_runs_its_children_in_another_way_is_traced(kind: Any) -> None:
+    model, x = kind(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(4, 3)
+    with pytest.raises(ArgumentError, match="has to be traced once"):
+        Pipe(model, stages=2, devices=["cpu"] * 2)
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, example=x, balance="parameters")
+    torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_embedding_that_counts_the_indices_of_a_batch_is_refused() -> None:

@@ -197,12 +197,15 @@ def group_by_device(children: Sequence[nn.Module]) -> tuple[list[int], list[torc
 def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return whether the module is a Sequential that runs its children one after the other.
 
-    One with another forward, of a subclass or of its own, is traced like any other module.
+    One with another forward, of a subclass or of its own, is traced like any other module. So is
+    a subclass that calls itself, or iterates over its children, in another way.
     """
     plain = (nn.Sequential.forward, PipeSequential.forward)
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward in plain
+        and type(module).__call__ is nn.Module.__call__
+        and type(module).__iter__ is nn.Sequential.__iter__
         and vars(module).get("forward", refuse_forward) is refuse_forward
     )
 
