@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.stage.weight_grad_ops import WeightProxy
 from tests.stage.halves import backward, check_deferred_grads, forward
 from tests.support import Doubled
 
@@ -403,6 +404,16 @@ def test_views_of_weights_are_deferred(view: str) -> None:
         check_deferred_grads(function_module(lambda m, x: function(m.weight, x), 6, 4), randn(3, 4))
         == ["weight"] * is_deferred
     )
+
+
+def test_attribute_of_a_parameter_is_that_of_its_proxy() -> None:
+    weight: Any = nn.Parameter(torch.zeros(2, 2))
+    weight.scale = 3.0
+    recorder: Any = None
+    proxy: Any = WeightProxy.wrap(weight, weight, recorder)
+    assert proxy.scale == 3.0
+    with pytest.raises(AttributeError, match="'Parameter' object has no attribute 'other'"):
+        _ = proxy.other
 
 
 # ---- dtypes -------------------------------------------------------------------------------

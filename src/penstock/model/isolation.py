@@ -94,7 +94,10 @@ def build_tensor_copier(device: DeviceLike) -> TensorMap:
         real = not tensor.is_meta
         new = tensor.detach().to(device, copy=True) if real else _synthesize_tensor(tensor, device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(new, tensor.requires_grad)
+            parameter = nn.Parameter(new, tensor.requires_grad)
+            for name, value in tensor.__dict__.items():  # of the user's own, as `main_grad`
+                setattr(parameter, name, copy_tensor(value) if isinstance(value, Tensor) else value)
+            return parameter
         return new.requires_grad_(tensor.requires_grad)
 
     return copy_tensor

@@ -79,6 +79,13 @@ class WeightProxy(Tensor):
         proxy._stands_for = unwrap_proxy(parameter)
         return proxy
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's own, such as `weight.main_grad`."""
+        original = self.__dict__.get("original")
+        if original is None:
+            raise AttributeError(name)
+        return getattr(original, name)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -569,13 +569,66 @@ class Fisher(nn.Linear):
 @pytest.mark.parametrize("door", ["step", "call"])
 def test_buffer_to_which_a_backward_adds_a_mean_over_rows_is_found(door: str, hook: str) -> None:
     pipe = made(layers(Fisher(lambda x: x.mean(0), hook)), checkpoint="never")
-    with pytest.raises(AuditError, match=r"what a backward adds to the buffer '1\.fisher'"):
+    with pytest.raises(AuditError, match=r"what a backward adds to '1\.fisher'"):
         run(pipe, door)
     model = layers(Fisher(lambda x: x.sum(0), hook))
     expected = copy.deepcopy(model)
     functional.mse_loss(expected(rows()), rows(9)).backward()
     run(made(model, checkpoint="never"), "step")
     torch.testing.assert_close(model[1].fisher, expected[1].fisher, rtol=1e-10, atol=0)
+
+
+class Fused(torch.autograd.Function):
+    """A product whose backward adds to `weight.main_grad`, and returns no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.weight.main_grad.add_(gradients[0].T @ ctx.saved_tensors[0])
+        return gradients[0] @ ctx.weight, None
+
+
+class FusedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        setattr(self.weight, "main_grad", torch.zeros(WIDTH, WIDTH))  # noqa: B010
+
+    def forward(self, x: Tensor) -> Any:
+        return Fused.apply(x, self.weight)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradient_that_a_backward_accumulates_by_itself(schedule: str, is_traced: bool) -> None:
+    """As in Megatron's fused accumulation. The audit must not leave its own gradients there."""
+    layer = FusedLinear()
+    model = layers(layer)
+    functional.mse_loss(model(rows()), rows(9)).backward()
+    expected = layer.weight.main_grad.clone()
+    options: dict[str, Any] = {"schedule": schedule}
+    if is_traced:
+        options["example"] = (rows(),)
+    pipe = made(model, **options)
+    layer.weight.main_grad.zero_()
+    for count in (1, 2):
+        run(pipe, "step")
+        torch.testing.assert_close(layer.weight.main_grad, count * expected, rtol=1e-10, atol=0)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Weighted:
+        weight = 2 + target[:, 0].sign()
+        losses = weight * (output - target).square().mean(1)
+        return Weighted(losses.sum() / weight.sum(), weight.sum())
+
+    with pytest.raises(
+        AuditError, match=r"a backward adds to '1\.weight\.main_grad', and the loss"
+    ):
+        pipe.step(rows(), target=rows(9), loss_fn=loss_fn)
 
 
 def test_gradient_of_the_inputs_that_mixes_rows_is_found() -> None:

@@ -381,7 +381,10 @@ class Reference:
             self._aliases[alias] = self._aliases.get(tensor, tensor)
             return alias
 
-        previous_log, write_log = self._write_log, WriteLog([*parameters, *loss_parameters])
+        # A backward may write to them: `weight.main_grad`, as layers with fused accumulation do.
+        attached = [tensor for _, tensor in _list_attached([*parameters, *loss_parameters])]
+        previous_log = self._write_log
+        write_log = WriteLog([*parameters, *loss_parameters, *attached])
         was_running, was_isolated = running.is_running, self._is_isolated
         exchanged = self.modules if self._wide_dtype is None else [*self.modules, *other_modules]
         self._write_log = write_log
@@ -798,25 +801,30 @@ class Reference:
     def _digest_buffers(self) -> dict[BufferKey, Digest]:
         return self._digester.digest_all(collect_buffers(self._model_modules))
 
-    def digest_unwritten_buffers(self) -> dict[BufferKey, Digest]:
-        """Return the digests of the buffers that the forward does not write to.
+    def digest_backward_state(self) -> dict[str, Digest]:
+        """Return the digests of what a backward may add to beside gradients, by name.
 
-        A backward may change them: a hook that adds up squares of gradients, say. Forwards may
-        run again in a backward, so what they write is left out.
+        That is buffers, to which a hook may add squares of gradients, and what a user has attached
+        to parameters, such as `weight.main_grad`. Forwards may run again in a backward, so the
+        buffers to which they write are left out.
         """
-        buffers = collect_buffers(self._model_modules)
-        return self._digester.digest_all(
-            {
-                key: buffer
-                for key, buffer in buffers.items()
-                if buffer.is_floating_point() and key not in self._written_buffers
-            }
-        )
+        tensors = {
+            f"{self.names[module]}.{name}".strip("."): buffer
+            for (module, name), buffer in collect_buffers(self._model_modules).items()
+            if buffer.is_floating_point() and (module, name) not in self._written_buffers
+        }
+        for module in self._model_modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.__dict__:
+                    path = f"{self.names[module]}.{name}".strip(".")
+                    attached = _list_attached([parameter])
+                    tensors |= {f"{path}.{key}": tensor for key, tensor in attached}
+        return self._digester.digest_all(tensors)
 
-    def find_backward_writes(self, before: Mapping[BufferKey, Digest]) -> dict[BufferKey, Digest]:
-        """Return the digests of what a backward has added to these buffers."""
-        now = self._digester.digest_all({key: getattr(*key) for key in before})
-        return {key: now[key].minus(old) for key, old in before.items() if now[key] != old}
+    def find_backward_writes(self, before: Mapping[str, Digest]) -> dict[str, Digest]:
+        """Return the digests of what a backward has added to this state."""
+        now = self.digest_backward_state() if before else {}
+        return {name: now[name].minus(old) for name, old in before.items() if now[name] != old}
 
     def _has_changed(self, key: BufferKey) -> bool:
         """Return whether a forward has changed a buffer. Inside an isolation, it is a copy."""
@@ -926,7 +934,8 @@ class Reference:
         small: dict[tuple[int, int], Tensor] = {}
 
         def note_gradient(leaf: Tensor) -> None:
-            assert leaf.grad is not None
+            if leaf.grad is None:  # the backward of an `autograd.Function` has returned None
+                return
             key = id(self._aliases.get(leaf, leaf)), len(sums) + len(small)
             if is_small(leaf.grad):
                 small[key] = leaf.grad
@@ -970,6 +979,16 @@ def _list_entries(container: Any) -> list[Any]:
 def list_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of modules, without those of their children."""
     return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
+def _list_attached(parameters: Iterable[nn.Parameter]) -> list[tuple[str, Tensor]]:
+    """Return the tensors in attributes of parameters, with the names of the attributes."""
+    return [
+        (name, value)
+        for parameter in parameters
+        for name, value in parameter.__dict__.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
 
 
 class HostDrawsError(Exception):

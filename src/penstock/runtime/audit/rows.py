@@ -43,7 +43,6 @@ from penstock.runtime.audit.precision import find_split_tolerance
 from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.audit.row_dims import RowDims, vary_by_row
 from penstock.runtime.audit.row_operations import RowOperations
-from penstock.runtime.audit.state_watch import BufferKey
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
 from penstock.stage.host_rng import HostRngState
@@ -151,13 +150,13 @@ class _RowsResult:
         forward: The forward.
         gradients: The gradients, by id of their leaves.
         input_ids: The ids of the inputs.
-        buffer_writes: What the backward has added to buffers.
+        writes: What the backward has added to beside gradients, by name: buffers, say.
     """
 
     forward: ReferenceForward
     gradients: Mapping[int, Digest]
     input_ids: frozenset[int] = frozenset()
-    buffer_writes: Mapping[BufferKey, Digest] = field(default_factory=dict)
+    writes: Mapping[str, Digest] = field(default_factory=dict)
 
     def measure_input_gradients(self) -> float:
         """Return the norm of the gradients of all inputs."""
@@ -275,17 +274,20 @@ class RowsCheck:
         factor = self._find_large_seed()
         rows = self.inputs.rows._replace(counts=tuple([stop - start for start, stop in ranges]))
         try:
-            small, large = (
+            results = [
                 self._run_rows(
                     ranges,
                     True,
                     _select_seeds(self._build_seeds(rows, [1.0], ranges), 0, ranges, scale),
-                ).gradients
+                )
                 for scale in (1.0, factor)
-            )
+            ]
         except Exception as error:  # not every model runs on so few rows
             close_failed_checkpoints(error)
             return None
+        small, large = [result.gradients for result in results]
+        if results[0].writes:
+            return _describe_weighted_write(next(iter(results[0].writes)))
         tolerance = self._find_gradient_tolerance()
         largest = max((d.norm for d in large.values() if math.isfinite(d.norm)), default=0.0)
         zero = Digest(0.0, 0.0)
@@ -638,9 +640,9 @@ class RowsCheck:
                     self._watches.append(forward.row_watch)
             pairs = seeds(forward.values) if seeds is not None else ()
             has_hooks = bool(pairs) and self.reference.may_have_own_gradients
-            buffers = self.reference.digest_unwritten_buffers() if has_hooks else {}
+            state = self.reference.digest_backward_state() if has_hooks else {}
             gradients = self.reference.run_backward(pairs) if pairs else {}
-            writes = self.reference.find_backward_writes(buffers)
+            writes = self.reference.find_backward_writes(state)
             for key, digest in forward.own_gradients.items():
                 gradients[key] = digest.plus(gradients.get(key))
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
@@ -836,14 +838,14 @@ class RowsCheck:
             digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
             if digest.find_difference(expected, tolerance, scale, least_size):
                 return _describe_gradient(f"the gradient of '{name}'")
-        written = dict.fromkeys(key for part in (*parts, whole) for key in part.buffer_writes)
-        for buffer in written:
+        for name in dict.fromkeys(name for part in (*parts, whole) for name in part.writes):
             digest = zero
             for part in parts:
-                digest = digest.plus(part.buffer_writes.get(buffer))
-            if digest.find_difference(whole.buffer_writes.get(buffer, zero), tolerance):
-                name = f"{self.reference.names[buffer[0]]}.{buffer[1]}".strip(".")
-                return _describe_gradient(f"what a backward adds to the buffer '{name}'")
+                digest = digest.plus(part.writes.get(name))
+            if digest.find_difference(whole.writes.get(name, zero), tolerance):
+                if scale != 1:
+                    return _describe_weighted_write(name)
+                return _describe_gradient(f"what a backward adds to '{name}'")
         # Those of the inputs have other places in the whole, so only their sizes are compared.
         size = whole.measure_input_gradients() * scale
         part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
@@ -870,6 +872,14 @@ def _describe_gradient(what: str) -> str:
         "that is detached. Or a forward calls backward by itself, on a mean over its rows. Or it "
         "mixes rows, and weights that are very small so far hide it in the results. Let each row "
         "have its own gradient, change the gradients after the step, or use chunks=1."
+    )
+
+
+def _describe_weighted_write(name: str) -> str:
+    return (
+        f"a backward adds to '{name}', and the loss has weights, so gradients have their final "
+        "scale only after the backwards. Use reduction='sum' and divide by the weight of the whole "
+        "batch in loss_fn, or compute it after the step."
     )
 
 
