@@ -54,6 +54,7 @@ from penstock.model.framework_attributes import (
     has_attribute,
     has_method,
 )
+from penstock.model.outside_state import preserve_outside_state
 from penstock.model.placement import (
     MemoryCap,
     PlacedPartition,
@@ -279,6 +280,7 @@ class Pipe(nn.Module):
         with (
             guard as call_name,
             explained_example(module, example),
+            preserve_outside_state(module, loss_fn),
         ):
             chunks = resolve_chunks(chunks, n_microbatches)
             check_chunks(chunks)

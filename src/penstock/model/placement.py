@@ -42,6 +42,7 @@ from penstock.model.cut import (
 from penstock.model.describe import measure_transfer_bytes
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
+from penstock.model.outside_state import preserve_outside_state
 from penstock.model.partition import Partition
 from penstock.model.profiler import ExampleLoss, OutputLoss, measure_layer_bytes, profile_layers
 from penstock.model.sequential import (
@@ -696,5 +697,5 @@ def split(
     count = count_stages(stages)
     ranks = -(-count // default_stages_per_rank(request.schedule))  # rounded up
     placement = choose_placement(request.schedule, ranks, count)
-    with explained_example(model, example):
+    with explained_example(model, example), preserve_outside_state(model):
         return partition_model(model, request, stages, [device] * count, placement)

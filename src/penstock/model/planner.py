@@ -19,6 +19,7 @@ from penstock.display import Progress, shown_progress
 from penstock.errors import ArgumentError, PenstockError, PenstockTypeError
 from penstock.model.example_hints import check_example, explained_example
 from penstock.model.model_profile import profile_model, resolve_optimizer, trace_for_plan
+from penstock.model.outside_state import preserve_outside_state
 from penstock.model.placement import (
     MemoryCap,
     SplitRequest,
@@ -127,7 +128,7 @@ def plan(
             if shown is not None:
                 shown(what, start + share * fraction)
 
-        with explained_example(model, example):
+        with explained_example(model, example), preserve_outside_state(model, loss_fn):
             profile = profile_model(
                 model,
                 example,

@@ -35,6 +35,7 @@ from penstock.microbatch import (
     take_rows,
 )
 from penstock.model.huggingface import build_default_kwargs
+from penstock.model.outside_state import preserve_outside_state
 from penstock.model.partition import Partition, StageMap, TensorExchange
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.model.traced.assignment import (
@@ -567,9 +568,7 @@ class TracedPartition(Partition):
         self._add_to_cache(key, compiled)
         if is_full:
             family.add_reference(self._memory.call_count, trace, compiled.kind)
-            family.learn(
-                lambda traces: learn_unit_shapes(self.model, self.units, traces, self._device)
-            )
+            family.learn(self._learn_unit_shapes)
             warn_of_changes(family, _name_tensors(args, kwargs))
         return TracedMicrobatch(compiled, leaves, spec, tensors)
 
@@ -581,7 +580,9 @@ class TracedPartition(Partition):
             with suppress(SizesDiffer):
                 return *self._derive_trace(args, kwargs, family.shapes), False
         try:
-            return *trace_model(self.model, self.units, args, dict(kwargs), self._device), True
+            with preserve_outside_state(self.model, *self.units.values()):
+                traced = trace_model(self.model, self.units, args, dict(kwargs), self._device)
+            return *traced, True
         except EscapedTensor as escaped:
             # While the example is traced, the unit would be opened and its children become units.
             # Now the units are fixed.
@@ -589,6 +590,10 @@ class TracedPartition(Partition):
                 f"at {escaped.location}, with these inputs {escaped.problem}. This did not happen "
                 "with the example. Make the Pipe with an example like these inputs."
             ) from None
+
+    def _learn_unit_shapes(self, traces: Sequence[Trace]) -> UnitShapes | None:
+        with preserve_outside_state(self.model, *self.units.values()):
+            return learn_unit_shapes(self.model, self.units, traces, self._device)
 
     def _derive_trace(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: UnitShapes

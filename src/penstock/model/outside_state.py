@@ -1,0 +1,117 @@
+"""What the code of a model changes outside of the model, put back after a dry run.
+
+A forward may count its calls in a closure, draw from a generator of its own, or log to a list. The
+Pipe runs parts of a model before the first step: to trace it, and to measure it. Then the first
+step must not find other numbers than in the unsplit model.
+
+    numbers in variables, in entries of       those from before
+    dicts, and in attributes of objects
+    lists, sets and deques                    the same items
+    small tensors and arrays of NumPy         the same values
+    random generators                         the same state
+    an entry that is new or was None, and     kept: they are caches, which the trace has found
+    tensors in a list that was empty          filled
+
+State of the modules themselves is not looked at: `isolated` restores it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.model.isolation import StateSnapshot
+from penstock.model.traced.containers import has_same_contents, set_contents
+from penstock.state_copy import Variable, find_reachable, is_of_numpy
+from penstock.torch_compat import FakeTensor
+
+_NUMBER_TYPES = frozenset((int, float, complex, Fraction, Decimal))
+_MAX_BYTES = 1 << 16  # of tensors and arrays: larger ones are data
+_MAX_ITEMS = 4096
+
+
+@contextmanager
+def preserve_outside_state(*roots: Any) -> Iterator[None]:
+    """Restore what code reached from modules and functions changes outside of the modules."""
+    reached = find_reachable(roots)
+    modules = reached.find(nn.Module)
+    own_ids = {id(value) for module in modules for value in vars(module).values()}
+    own_ids |= {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+    snapshot = StateSnapshot(())
+    restorers: list[Callable[[], object]] = []
+    for variable in reached.variables:
+        if variable.namespace is not None and type(variable.value) in _NUMBER_TYPES:
+            restorers.append(partial(_restore_variable, variable))
+        elif variable.namespace is not None and variable.value is None:
+            restorers.append(partial(_drop_fake, variable))
+    namespaces = [vars(value) for value in reached.find(SimpleNamespace)]
+    for container in (*reached.list_containers(), *namespaces):
+        if id(container) in own_ids or _count_items(container) > _MAX_ITEMS:
+            continue
+        if isinstance(container, dict):
+            restorers.append(partial(_restore_entries, container, dict(container)))
+        elif isinstance(container, list | set | deque):
+            restorers.append(partial(_restore_items, container, container.copy()))
+    for value in reached.objects.values():
+        if id(value) not in own_ids and _has_small_state(value):
+            snapshot.record(value)
+    try:
+        yield
+    finally:
+        for restore in restorers:
+            restore()
+        snapshot.restore()
+
+
+def _count_items(container: Any) -> int:
+    return len(container) if hasattr(container, "__len__") else 0
+
+
+def _has_small_state(value: Any) -> bool:
+    """Return whether a value is a random generator, or a tensor or array with few numbers."""
+    if type(value) is Tensor:
+        return not isinstance(value, FakeTensor) and value.nbytes <= _MAX_BYTES
+    if is_of_numpy(value):
+        return not hasattr(value, "nbytes") or value.nbytes <= _MAX_BYTES
+    return isinstance(value, torch.Generator | random.Random)
+
+
+def _restore_variable(variable: Variable) -> None:
+    if not variable.is_set():
+        variable.set(variable.value)
+
+
+def _drop_fake(variable: Variable) -> None:
+    """Empty a variable again that the trace has filled with a tensor without numbers."""
+    if isinstance(variable.read(), FakeTensor):
+        variable.set(None)
+
+
+def _restore_entries(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for key, value in list(table.items()):
+        old = before.get(key)
+        if isinstance(value, FakeTensor):
+            if key in before:
+                table[key] = old
+            else:
+                del table[key]
+        elif type(old) in _NUMBER_TYPES and value is not old:
+            table[key] = old
+
+
+def _restore_items(container: Any, before: Any) -> None:
+    if before or any(isinstance(item, FakeTensor) for item in container):
+        if not has_same_contents(container, before):
+            set_contents(container, before)
+    elif not any(isinstance(item, Tensor) for item in container):  # no cache
+        container.clear()

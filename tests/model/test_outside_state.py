@@ -1,0 +1,257 @@
+"""State outside of the modules: what dry runs and measurements leave as it was."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock
+from penstock import Pipe
+from penstock.model.outside_state import preserve_outside_state
+
+WIDTH, ROWS = 4, 8
+Function = Callable[[Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Layer(function), nn.Linear(WIDTH, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Owner:
+    calls = 0
+    scale: Any = None
+
+
+def count_in_list() -> tuple[Function, Callable[[], Any]]:
+    counts = [0]
+
+    def function(x: Tensor) -> Tensor:
+        counts[0] += 1
+        return x * counts[0]
+
+    return function, lambda: counts[0]
+
+
+def count_in_closure() -> tuple[Function, Callable[[], Any]]:
+    count = Fraction(0)
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * float(count)
+
+    return function, lambda: count
+
+
+def count_in_class() -> tuple[Function, Callable[[], Any]]:
+    Owner.calls = 0
+
+    def function(x: Tensor) -> Tensor:
+        Owner.calls += 1
+        return x * Owner.calls
+
+    return function, lambda: Owner.calls
+
+
+def count_in_object() -> tuple[Function, Callable[[], Any]]:
+    owner = SimpleNamespace(calls=0)
+
+    def function(x: Tensor) -> Tensor:
+        owner.calls += 1
+        x = x * owner.calls
+        return x
+
+    return function, lambda: owner.calls
+
+
+def count_in_tensor() -> tuple[Function, Callable[[], Any]]:
+    count = torch.zeros(())
+
+    def function(x: Tensor) -> Tensor:
+        count.add_(1)
+        return x * count.clone()
+
+    return function, lambda: count.item()
+
+
+def count_in_array() -> tuple[Function, Callable[[], Any]]:
+    count = numpy.zeros(1)
+
+    def function(x: Tensor) -> Tensor:
+        count[0] += 1
+        return x * float(count[0])
+
+    return function, lambda: count[0]
+
+
+def log_calls() -> tuple[Function, Callable[[], Any]]:
+    log: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        log.append(len(x))
+        return x * len(log)
+
+    return function, lambda: len(log)
+
+
+def rotate_deque() -> tuple[Function, Callable[[], Any]]:
+    factors = deque([0.5, 1.0, 1.5])
+
+    def function(x: Tensor) -> Tensor:
+        factors.rotate(1)
+        x = x * factors[0]
+        return x
+
+    return function, lambda: list(factors)
+
+
+def draw_from_torch() -> tuple[Function, Callable[[], Any]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def function(x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=generator)
+
+    return function, lambda: generator.get_state().tolist()
+
+
+def draw_from_numpy() -> tuple[Function, Callable[[], Any]]:
+    generator = numpy.random.default_rng(3)
+
+    def function(x: Tensor) -> Tensor:
+        return x * generator.random()
+
+    return function, lambda: generator.bit_generator.state["state"]
+
+
+def draw_from_python() -> tuple[Function, Callable[[], Any]]:
+    generator = random.Random(3)
+
+    def function(x: Tensor) -> Tensor:
+        return x * generator.random()
+
+    return function, generator.getstate
+
+
+KINDS = [
+    count_in_list,
+    count_in_closure,
+    count_in_class,
+    count_in_object,
+    count_in_tensor,
+    count_in_array,
+    log_calls,
+    rotate_deque,
+    draw_from_torch,
+    draw_from_numpy,
+    draw_from_python,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pipe_finds_the_state_that_the_unsplit_model_finds(kind: Any) -> None:
+    function, read_state = kind()
+    before, model = read_state(), Model(function)
+    x = torch.randn(ROWS, WIDTH)
+    options: dict[str, Any] = {"stages": 2, "devices": ["cpu"] * 2, "schedule": "1f1b"}
+    pipe = Pipe(model, 1, "never", example=x, loss_fn=functional.mse_loss, **options)
+    assert read_state() == before
+    penstock.split(model, stages=2, example=x)
+    assert read_state() == before
+    Pipe(nn.Sequential(*model.layers), 1, example=x, **options)
+    assert read_state() == before
+    target = torch.zeros(ROWS, 1)
+    loss = pipe.step(x, target=target).loss
+    unsplit = Model(kind()[0])
+    unsplit.load_state_dict(model.state_dict())
+    torch.testing.assert_close(loss, functional.mse_loss(unsplit(x), target).detach())
+
+
+def test_plan_leaves_a_counter_as_it_was() -> None:
+    function, read_state = count_in_list()
+    penstock.plan(
+        Model(function), example=torch.randn(ROWS, WIDTH), devices=["cpu"] * 2, solver_seconds=0
+    )
+    assert read_state() == 0
+
+
+def test_trace_of_another_size_leaves_a_counter_as_it_was() -> None:
+    function, read_state = count_in_list()
+    pipe = Pipe(
+        Model(function),
+        1,
+        "never",
+        stages=2,
+        devices=["cpu"] * 2,
+        example=torch.randn(ROWS, WIDTH),
+        audit="off",
+    )
+    for count, rows in enumerate((ROWS, 4, 6, 5), 1):
+        pipe(torch.randn(rows, WIDTH))
+        assert read_state() == count
+
+
+def test_caches_stay_filled() -> None:
+    """The trace has found them filled, and so must the first step."""
+    masks: dict[int, Tensor] = {}
+    entries: list[Tensor] = []
+    Owner.scale = None
+
+    def function(x: Tensor) -> Tensor:
+        if len(x) not in masks:
+            masks[len(x)] = torch.ones(len(x), 1)
+        if not entries:
+            entries.append(torch.ones(()))
+        if Owner.scale is None:
+            Owner.scale = 0.5
+        x = x * masks[len(x)] * entries[0] * Owner.scale
+        return x
+
+    with preserve_outside_state(Layer(function)):
+        function(torch.ones(3, 1))
+    assert list(masks) == [3]
+    assert len(entries) == 1
+    assert Owner.scale == 0.5
+
+
+def test_tensors_without_numbers_do_not_stay() -> None:
+    masks: dict[str, Any] = {"old": None}
+    entries: list[Tensor] = []
+    Owner.scale = None
+
+    def function(x: Tensor) -> Tensor:
+        masks["old"] = masks["new"] = Owner.scale = x
+        entries.append(x)
+        return x
+
+    fake = torch._subclasses.fake_tensor.FakeTensorMode()
+    with preserve_outside_state(Layer(function)), fake:
+        function(torch.ones(3))
+    assert masks == {"old": None}
+    assert entries == []
+    assert Owner.scale is None
