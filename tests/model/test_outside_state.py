@@ -84,8 +84,8 @@ def count_in_object() -> tuple[Function, Callable[[], Any]]:
 
     def function(x: Tensor) -> Tensor:
         owner.calls += 1
-        x = x * owner.calls
-        return x
+        output: Tensor = x * owner.calls
+        return output
 
     return function, lambda: owner.calls
 
@@ -125,8 +125,8 @@ def rotate_deque() -> tuple[Function, Callable[[], Any]]:
 
     def function(x: Tensor) -> Tensor:
         factors.rotate(1)
-        x = x * factors[0]
-        return x
+        output: Tensor = x * factors[0]
+        return output
 
     return function, lambda: list(factors)
 
@@ -229,8 +229,8 @@ def test_caches_stay_filled() -> None:
             entries.append(torch.ones(()))
         if Owner.scale is None:
             Owner.scale = 0.5
-        x = x * masks[len(x)] * entries[0] * Owner.scale
-        return x
+        output: Tensor = x * masks[len(x)] * entries[0] * Owner.scale
+        return output
 
     with preserve_outside_state(Layer(function)):
         function(torch.ones(3, 1))
