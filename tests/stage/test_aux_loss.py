@@ -243,6 +243,40 @@ def inside(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
     return wrapped
 
 
+class AnyModel(nn.Module):
+    """A model that is no Sequential. Its second layer adds losses, or its own forward does."""
+
+    def __init__(self, adds_between: bool) -> None:
+        super().__init__()
+        second = nn.Linear(8, 8) if adds_between else Penalised(8, 8)
+        self.layers = nn.ModuleList([nn.Linear(6, 8), second, nn.Linear(8, 3)]).double()
+        self.adds_between = adds_between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x).tanh())
+        if self.adds_between:
+            add_loss(x.square().mean())
+        output: Tensor = self.layers[2](x)
+        return output
+
+
+@pytest.mark.parametrize("balance", ["time", "parameters"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_unit_of_any_model_adds_losses(schedule: str, balance: str) -> None:
+    """Making the pipe runs the units, with nothing to collect their losses."""
+    model = AnyModel(adds_between=False)
+    options: dict[str, Any] = {"stages": 3, "devices": ["cpu"] * 3, "schedule": schedule}
+    options |= {"balance": balance, "loss_fn": functional.mse_loss, "example": batch(7)[0]}
+    pipe = Pipe(copy.deepcopy(model), 3, **options)
+    for rows in (7, 5):
+        pipe.zero_grad()
+        model.zero_grad()
+        assert agrees(model, pipe, rows)
+    between = Pipe(AnyModel(adds_between=True), 3, **options)
+    with pytest.raises(RunError, match="Put that code into one unit"):
+        between.step(batch(7)[0], target=batch(7)[1])
+
+
 @each_runtime
 @each_checkpoint
 def test_add_loss_inside_non_reentrant_torch_checkpoint(checkpoint: str, runtime: str) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from penstock.model.isolation import StateSnapshot
 from penstock.model.traced.containers import has_same_contents, set_contents
+from penstock.stage.aux_loss import added_losses
 from penstock.state_copy import Variable, find_reachable, is_of_numpy
 from penstock.torch_compat import FakeTensor
 
@@ -42,7 +43,10 @@ _MAX_ITEMS = 4096
 
 @contextmanager
 def preserve_outside_state(*roots: Any) -> Iterator[None]:
-    """Restore what code reached from modules and functions changes outside of the modules."""
+    """Restore what code reached from modules and functions changes outside of the modules.
+
+    Losses that layers add with `penstock.add_loss` are dropped: no step collects them.
+    """
     reached = find_reachable(roots)
     modules = reached.find(nn.Module)
     own_ids = {id(value) for module in modules for value in vars(module).values()}
@@ -66,7 +70,8 @@ def preserve_outside_state(*roots: Any) -> Iterator[None]:
         if id(value) not in own_ids and _has_small_state(value):
             snapshot.record(value)
     try:
-        yield
+        with added_losses():
+            yield
     finally:
         for restore in restorers:
             restore()

@@ -337,4 +337,5 @@ def find_attribute_names(function: Any) -> set[str]:
 def is_of_library(value: Any) -> bool:
     """Return whether a function, class or module is not the work of the model's author."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-    return (name or "").partition(".")[0] in LIBRARY_PACKAGES
+    package = (name or "").partition(".")[0]
+    return package in LIBRARY_PACKAGES or package == "penstock"
