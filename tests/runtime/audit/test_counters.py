@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.nn.utils import spectral_norm as old_spectral_norm
 
 from penstock import AuditError, Pipe
 
@@ -436,6 +438,93 @@ def test_weights_that_a_layer_keeps_are_not_written_to(
     train(layer)
     for name in ("weights.0", "weights.1"):
         assert torch.equal(layer.state_dict()[name], before[name])
+
+
+# ---- state that has converged --------------------------------------------------------------------
+
+
+def make_spectral(kind: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+    if kind == "own":
+        return PowerIteration(linear)
+    make: Any = old_spectral_norm if kind == "old" else parametrizations.spectral_norm
+    layer: nn.Module = make(linear)
+    return layer
+
+
+class PowerIteration(nn.Module):
+    """A spectral norm that a user has written, which makes a new vector in each forward."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("u", torch.ones(WIDTH, dtype=linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        with torch.no_grad():
+            v = functional.normalize(weight.T @ self.u, dim=0)
+            self.u: Any = functional.normalize(weight @ v, dim=0)
+        return functional.linear(x, weight / (self.u @ weight @ v), self.linear.bias)
+
+
+def converge(layer: nn.Module, dtype: torch.dtype) -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(3000):
+            layer(x)
+
+
+@each_door
+@each_dtype
+@pytest.mark.parametrize("is_traced", [False, True], ids=["Sequential", "any model"])
+@pytest.mark.parametrize("is_converged", [False, True], ids=["new", "converged"])
+@pytest.mark.parametrize("kind", ["parametrization", "old", "own"])
+def test_spectral_norm_is_found(
+    kind: str, is_converged: bool, is_traced: bool, dtype: torch.dtype, door: str
+) -> None:
+    """The vectors of a trained model do not move any more until the optimizer has stepped."""
+    layer = make_spectral(kind, dtype)
+    if is_converged:
+        converge(layer, dtype)
+    with pytest.raises(AuditError, match="and that of the next one computes with it"):
+        train(layer, door, is_traced=is_traced)
+
+
+@pytest.mark.parametrize("kind", ["parametrization", "old"])
+def test_spectral_norm_in_evaluation_mode_is_equal(kind: str) -> None:
+    layer = make_spectral(kind, torch.float64)
+    converge(layer, torch.float64)
+    train(layer.eval(), steps=2)
+
+
+class Rewrites(nn.Module):
+    """A layer that writes numbers into its buffers which they have already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        for name in ("limited", "copied", "normed", "fixed", "average"):
+            self.register_buffer(name, torch.ones(WIDTH, dtype=torch.float64) / WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        buffers: Any = self
+        with torch.no_grad():
+            buffers.limited.clamp_(0.0, 1.0)
+            buffers.copied.copy_(torch.arange(WIDTH))
+            buffers.normed = buffers.normed / buffers.normed.sum()
+            buffers.fixed.lerp_(x.mean(0), 0.0)
+            buffers.average.lerp_(torch.ones(WIDTH, dtype=x.dtype) / WIDTH, 0.1)
+        y = self.linear(x) * buffers.limited.clone() * buffers.normed
+        return y + buffers.copied.clone() + buffers.fixed.clone()
+
+
+@each_door
+def test_buffers_that_are_rewritten_with_the_same_numbers_are_left_alone(door: str) -> None:
+    layer = Rewrites()
+    layer.copied = torch.arange(WIDTH, dtype=torch.float64)
+    train(layer, door, steps=2)
 
 
 # ---- cost ---------------------------------------------------------------------------------------

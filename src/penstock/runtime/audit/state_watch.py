@@ -30,6 +30,8 @@ BufferKey = tuple[nn.Module, str]
 AttributeKey = tuple[nn.Module, str]
 UNNAMED_VARIABLE = "a variable outside of the modules"
 
+_SETTLED = 1e-3  # by what part of their size numbers have changed that are settled
+
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
@@ -80,14 +82,15 @@ class StateWatch:
         self._copier = StructureCopier(clone_state)
         self._before = self._read()
         self._table_sizes = self._measure_tables()
+        # With their version counters: a forward may write the numbers that a buffer has already.
         self._buffers = {
-            (module, name): buffer
+            (module, name): (buffer, buffer._version)
             for module in names
             if not has_write_only_buffers(module)
             for name, buffer in module._buffers.items()
             if buffer is not None and is_state(buffer)
         }
-        for buffer in self._buffers.values():
+        for buffer, _ in self._buffers.values():
             self._copier(buffer)
         for _, value in self._before.values():
             self._copier(value)
@@ -164,7 +167,7 @@ class StateWatch:
                     key, is_buffer = (module, name), table is module._buffers
                     _, before = self._before.get(key, ("", None))
                     if is_buffer:
-                        before = self._buffers.get(key, before)
+                        before, _ = self._buffers.get(key, (before, 0))
                     elif before is None:
                         before = getattr(type(module), name, None)
                     put: Callable[[Any], object] = partial(table.__setitem__, name)
@@ -176,6 +179,25 @@ class StateWatch:
             put_variable = variable.set if walk.has_copies else None
             yield from walk.find_moved((index, ""), value, before, put_variable)
 
+    def find_settled_buffers(self) -> list[BufferKey]:
+        """Return the buffers that a forward has written without changing their numbers much."""
+        return [
+            (module, name)
+            for (module, name), (buffer, version) in self._buffers.items()
+            if (now := module._buffers.get(name)) is not None
+            and (now is not buffer or now._version != version)
+            and _is_settled(now, self._copier(buffer))
+        ]
+
+    @torch.no_grad()
+    def disturb(self, buffers: Iterable[BufferKey]) -> None:
+        """Change the numbers of buffers by up to a half, but not their signs."""
+        for module, name in buffers:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            angles = torch.arange(buffer.numel(), device=buffer.device, dtype=torch.float32) * 2.3
+            buffer.mul_((1.0 + 0.5 * torch.cos(angles + 1.0)).reshape(buffer.shape))
+
     def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
         """Return the names of the state that has changed, if a later forward may compute with it.
 
@@ -186,6 +208,10 @@ class StateWatch:
             for module, name in changed_buffers
             if not (has_write_only_buffers(module) and name in _RUNNING_STATISTICS)
         )
+        names += [
+            f"{self._names[module]}.{name}".lstrip(".")
+            for module, name in self.find_settled_buffers()
+        ]
         written = self._write_log.find_written()
         names += [
             f"{prefix}.{name}".lstrip(".")
@@ -210,6 +236,16 @@ class StateWatch:
         if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
             names.append(UNNAMED_VARIABLE)
         return list(dict.fromkeys(name for name in names if name != UNNAMED_VARIABLE)) or names[:1]
+
+
+def _is_settled(value: Tensor, before: Tensor) -> bool:
+    """Return whether numbers have hardly changed."""
+    if not is_state(value) or not value.is_floating_point() or value.shape != before.shape:
+        return False
+    if value.device != before.device:
+        return False
+    change, size = map(torch.linalg.vector_norm, (value.detach() - before, before))
+    return bool((change <= _SETTLED * size) & (size > 0))
 
 
 def _is_host_generator(value: Any) -> bool:
