@@ -67,6 +67,7 @@ AUDITED = tuple(
         "runtime/audit/test_hidden_outputs.py",
         "runtime/audit/test_row_dims.py",
         "stage/test_loss_kinks.py",
+        "runtime/audit/test_counters.py",
         "runtime/audit/test_state.py",
         "runtime/audit/test_layer_settings.py",
         "gpu/test_audit_on_gpu.py",

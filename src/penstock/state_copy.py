@@ -178,6 +178,10 @@ class StructureCopier:
                 object.__setattr__(new, name, self(entry))
         return new
 
+    def find_copy(self, value: Any) -> Any:
+        """Return the copy of a value that was copied, or the value itself."""
+        return self._copies[id(value)][1] if id(value) in self._copies else value
+
     def list_originals(self) -> list[Any]:
         """Return the values that were copied, with everything in them."""
         return [original for original, _ in self._copies.values()]

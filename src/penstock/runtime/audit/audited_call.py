@@ -71,6 +71,7 @@ from penstock.runtime.audit.rows import (
 from penstock.runtime.audit.state_watch import (
     AttributeKey,
     BufferKey,
+    StateWatch,
     collect_buffers,
     read_plain_attributes,
 )
@@ -425,36 +426,82 @@ class Audit:
         Otherwise return whether they are the same but for a counter that is far ahead. Raise a
         `ShowsNothingError` if they are 0 or not finite, as without targets that count.
         """
-        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
-        expected: dict[Any, Digest] = {}
-        rounding = find_repetition_rounding(self._reference.rounding)
-        for runs_first, is_ahead in ((False, False), (True, False), (True, True)):
+        with self._reference.isolate():
+            watch = self._reference.watch_state()
+            expected = self._digest_results(self._run_rows(later, microbatch))
+            after_later = watch.describe_counters()
+        if not _shows_something(expected):
+            raise ShowsNothingError
+        with self._reference.isolate():
+            watch = self._reference.watch_state()
+            self._run_first_rows(first, watch)
+            after_first = watch.describe_counters()
+            settled = watch.find_settled_buffers()
+            actual = self._digest_results(self._run_rows(later, microbatch))
+            after_both = watch.describe_counters()
+            both = after_first.keys() & after_both.keys()
+            moving = {key for key in both if after_first[key] != after_both[key]}
+            both = after_first.keys() & after_later.keys()
+            constant = {key for key in both if after_first[key] == after_later[key]}
+            # Only to see whether there is anything to advance: the isolation ends here.
+            distances = [n for n in (1, 0) if watch.advance_counters(moving, constant, n)]
+        if self._do_results_differ(actual, expected):
+            return False
+        if settled and self._is_iterated(settled, first, later, microbatch):
+            return False
+        # A layer may go by the number of its calls only when there were many, or now and then. It
+        # may count before it asks, or after.
+        for steps_before in distances:
             with self._reference.isolate():
-                if runs_first:
-                    watch = self._reference.watch_state()
-                    self._run_rows(first, self.microbatch)
-                    watch.rewind_generators()
-                    # A layer may go by the number of its calls only when there were many.
-                    if is_ahead and not watch.advance_counters():
-                        return None
+                watch = self._reference.watch_state()
+                self._run_first_rows(first, watch)
+                watch.advance_counters(moving, constant, steps_before)
                 actual = self._digest_results(self._run_rows(later, microbatch))
-            expected = expected or actual
-            products = [digest.product for digest in expected.values()]
-            if not (any(products) and all(map(math.isfinite, products))):
-                raise ShowsNothingError
-            largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
-            zero = Digest(0.0, 0.0)
-            if any(
-                actual.get(key, zero).find_difference(
-                    expected.get(key, zero),
-                    rounding,
-                    least_size=rounding * largest if key in parameters else 0.0,
-                )
-                for key in {**expected, **actual}
-                if key in parameters or isinstance(key, str)
-            ):
-                return is_ahead
+            if self._do_results_differ(actual, expected):
+                return True
         return None
+
+    def _is_iterated(
+        self, buffers: Collection[BufferKey], first: Rows, later: Rows, microbatch: int
+    ) -> bool:
+        """Return whether each forward goes on from numbers that have hardly changed.
+
+        The vectors of a spectral norm may have converged when training begins, and move again when
+        the optimizer has stepped. So others are set, and the rows are compared again.
+        """
+        results = []
+        for runs_first in (False, True):
+            with self._reference.isolate():
+                watch = self._reference.watch_state()
+                watch.disturb(buffers)
+                if runs_first:
+                    self._run_first_rows(first, watch)
+                results.append(self._digest_results(self._run_rows(later, microbatch)))
+        expected, actual = results
+        return _shows_something(expected) and self._do_results_differ(actual, expected)
+
+    def _run_first_rows(self, first: Rows, watch: StateWatch) -> None:
+        self._run_rows(first, self.microbatch)
+        watch.rewind_generators()
+
+    def _do_results_differ(self, actual: dict[Any, Digest], expected: dict[Any, Digest]) -> bool:
+        """Return whether two runs on the same rows have other results or gradients.
+
+        Outside of isolations, which have other parameters.
+        """
+        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
+        rounding = find_repetition_rounding(self._reference.rounding)
+        largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
+        zero = Digest(0.0, 0.0)
+        return any(
+            actual.get(key, zero).find_difference(
+                expected.get(key, zero),
+                rounding,
+                least_size=rounding * largest if key in parameters else 0.0,
+            )
+            for key in {**expected, **actual}
+            if key in parameters or isinstance(key, str)
+        )
 
     def _run_rows(self, rows: Rows, microbatch: int) -> ReferenceForward:
         batch = self._reference.take_batch(rows)
@@ -951,6 +998,12 @@ class Audit:
             self._auditor.note_equal_rows(self._kind)
         else:
             self._auditor.note_audited(self._kind, self._term_sizes)
+
+
+def _shows_something(results: Mapping[Any, Digest]) -> bool:
+    """Return whether results are finite, and not all 0."""
+    products = [digest.product for digest in results.values()]
+    return any(products) and all(map(math.isfinite, products))
 
 
 def _list_by_path(value: Any) -> dict[str, Tensor]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.isolation import (
-    StateSnapshot,
-)
+from penstock.model.isolation import StateSnapshot
+from penstock.runtime.audit.counters import CounterWalk, Key, MovedValue, is_state
 from penstock.runtime.audit.write_log import WriteLog, get_storage_address
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.recompute import has_write_only_buffers
@@ -32,11 +30,7 @@ BufferKey = tuple[nn.Module, str]
 AttributeKey = tuple[nn.Module, str]
 UNNAMED_VARIABLE = "a variable outside of the modules"
 
-# How far the state that has changed is moved, to see whether a forward computes with it.
-_FAR_AHEAD = 1_000_000
-_LONGER = 100_000  # entries of a list
-_LARGER = 1_000.0
-_MAX_STATE = 1 << 20  # numbers of a buffer
+_SETTLED = 1e-3  # by what part of their size numbers have changed that are settled
 
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
@@ -88,19 +82,16 @@ class StateWatch:
         self._copier = StructureCopier(clone_state)
         self._before = self._read()
         self._table_sizes = self._measure_tables()
+        # With their version counters: a forward may write the numbers that a buffer has already.
         self._buffers = {
-            (module, name): float(buffer)
-            for module in names
-            for name, buffer in module._buffers.items()
-            if buffer is not None and _is_counter(buffer)
-        }
-        self._float_buffers = {
-            (module, name): buffer.detach().clone()
+            (module, name): (buffer, buffer._version)
             for module in names
             if not has_write_only_buffers(module)
             for name, buffer in module._buffers.items()
-            if buffer is not None and _is_float_state(buffer)
+            if buffer is not None and is_state(buffer)
         }
+        for buffer, _ in self._buffers.values():
+            self._copier(buffer)
         for _, value in self._before.values():
             self._copier(value)
         self._host_generators = StateSnapshot(())
@@ -141,76 +132,71 @@ class StateWatch:
         values = [v for v in self._copier.list_originals() if type(v) not in _NO_GENERATORS]
         return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
 
-    def advance_counters(self) -> bool:
+    def describe_counters(self) -> dict[Key, Any]:
+        """Return what a forward has moved, by where it is, so that it can be compared."""
+        return {moved.key: moved.describe() for moved in self._find_moved()}
+
+    def advance_counters(
+        self, moving: Collection[Key], constant: Collection[Key], steps_before: int
+    ) -> bool:
         """Let the counters that a forward has changed be far ahead. Return whether there are any.
 
-        A counter is a whole number in an attribute, a buffer, a variable or an object, a list that
-        grows, or an `itertools.count`. Other numbers in buffers grow, too: a running maximum may be
-        read only where it is above a limit.
+        Args:
+            moving: The places of the values that move in each forward.
+            constant: The places of the values that are the same whatever rows have run.
+            steps_before: By how many steps a counter stays below a multiple of many numbers.
         """
-        has_counters = False
+        moved_values = list(self._find_moved())
+        advanced = [
+            moved.advance(steps_before, moved.key in moving, moved.key in constant)
+            for moved in moved_values
+        ]
+        return any(advanced)
+
+    def _find_moved(self) -> Iterator[MovedValue]:
+        """Yield the numbers, lengths and iterators that a forward has moved."""
+        walk = CounterWalk(self._copier)
         for module in self._names:
             if has_write_only_buffers(module):
                 continue
-            tables: tuple[dict[str, Any], ...] = vars(module), module._buffers
+            tables: tuple[dict[str, Any], ...] = module._buffers, vars(module)
             for table in tables:
                 for name, value in list(table.items()):
                     if name in MODULE_INTERNALS:
                         continue
-                    _, old = self._before.get(
-                        (module, name), ("", self._buffers.get((module, name)))
-                    )
-                    before = self._float_buffers.get((module, name))
-                    if _is_counter(value) and isinstance(old, int | float) and float(value) != old:
-                        value.add_(_FAR_AHEAD)
-                        has_counters = True
-                    elif before is not None and _is_float_state(value):
-                        has_counters |= _let_changes_grow(value, before)
-                    else:
-                        old = getattr(type(module), name, None) if old is None else old
-                        has_counters |= self._advance(table, name, value, old)
+                    key, is_buffer = (module, name), table is module._buffers
+                    _, before = self._before.get(key, ("", None))
+                    if is_buffer:
+                        before, _ = self._buffers.get(key, (before, 0))
+                    elif before is None:
+                        before = getattr(type(module), name, None)
+                    put: Callable[[Any], object] = partial(table.__setitem__, name)
+                    walk.has_copies = module not in self._other_modules
+                    yield from walk.find_moved(key, value, before, put, is_buffer=is_buffer)
         for index, variable in enumerate(self._variables):
-            value, (_, old) = variable.read(), self._before.get(index, ("", None))
-            if variable.namespace is not None:
-                slot = {"": value}
-                if self._advance(slot, "", value, old):
-                    variable.set(slot[""])
-                    has_counters = True
-            if self._copier.has_changed(value) and not isinstance(value, Tensor | nn.Module):
-                has_counters |= self._advance_entries(value)
-        return has_counters
+            value, (_, before) = variable.read(), self._before.get(index, ("", None))
+            walk.has_copies = variable.namespace is not None
+            put_variable = variable.set if walk.has_copies else None
+            yield from walk.find_moved((index, ""), value, before, put_variable)
 
-    def _advance_entries(self, value: Any) -> bool:
-        """Let the counters in a dict, or in the attributes of an object, be far ahead."""
-        before = self._copier(value)
-        table, old_table = (
-            (value, before)
-            if isinstance(value, dict)
-            else (getattr(value, "__dict__", {}), getattr(before, "__dict__", {}))
-        )
-        has_counters = False
-        for name, entry in list(table.items()):
-            # A counter of a class becomes one of the object when it is first raised.
-            old = old_table.get(name, 0 if type(entry) is int and entry == 1 else None)
-            has_counters |= self._advance(table, name, entry, old)
-        return has_counters
+    def find_settled_buffers(self) -> list[BufferKey]:
+        """Return the buffers that a forward has written without changing their numbers much."""
+        return [
+            (module, name)
+            for (module, name), (buffer, version) in self._buffers.items()
+            if (now := module._buffers.get(name)) is not None
+            and (now is not buffer or now._version != version)
+            and _is_settled(now, self._copier(buffer))
+        ]
 
-    def _advance(self, table: dict[Any, Any], name: Any, value: Any, old: Any) -> bool:
-        """Let one value be far ahead, if it is a counter that has changed. Return whether it is."""
-        if type(value) is int and type(old) is int:
-            if value == old:
-                return False
-            table[name] = value + _FAR_AHEAD
-            return True
-        if old is value:  # it has been copied before
-            old = self._copier(value)
-        if type(value) is list and len(value) > (len(old) if isinstance(old, list) else 0):
-            value.extend([value[-1]] * _LONGER)
-            return True
-        if isinstance(value, itertools.count) and repr(value) != repr(old):
-            table[name] = itertools.count(next(copy.copy(value)) + _FAR_AHEAD)
-            return True
-        return False
+    @torch.no_grad()
+    def disturb(self, buffers: Iterable[BufferKey]) -> None:
+        """Change the numbers of buffers by up to a half, but not their signs."""
+        for module, name in buffers:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            angles = torch.arange(buffer.numel(), device=buffer.device, dtype=torch.float32) * 2.3
+            buffer.mul_((1.0 + 0.5 * torch.cos(angles + 1.0)).reshape(buffer.shape))
 
     def find_changes(self, changed_buffers: Iterable[BufferKey]) -> list[str]:
         """Return the names of the state that has changed, if a later forward may compute with it.
@@ -222,6 +208,10 @@ class StateWatch:
             for module, name in changed_buffers
             if not (has_write_only_buffers(module) and name in _RUNNING_STATISTICS)
         )
+        names += [
+            f"{self._names[module]}.{name}".lstrip(".")
+            for module, name in self.find_settled_buffers()
+        ]
         written = self._write_log.find_written()
         names += [
             f"{prefix}.{name}".lstrip(".")
@@ -248,32 +238,14 @@ class StateWatch:
         return list(dict.fromkeys(name for name in names if name != UNNAMED_VARIABLE)) or names[:1]
 
 
-def _is_float_state(value: Any) -> bool:
-    """Return whether a tensor has numbers that a forward may let grow, and is not large."""
-    if type(value) is not Tensor or value.is_meta or value.is_inference():
+def _is_settled(value: Tensor, before: Tensor) -> bool:
+    """Return whether numbers have hardly changed."""
+    if not is_state(value) or not value.is_floating_point() or value.shape != before.shape:
         return False
-    is_plain = value.layout is torch.strided and value.numel() <= _MAX_STATE
-    return is_plain and value.is_floating_point() and not value.requires_grad
-
-
-def _let_changes_grow(value: Tensor, before: Tensor) -> bool:
-    """Multiply the numbers that have changed. Return whether there are any.
-
-    The others may belong to rows with other ids.
-    """
-    if value.shape != before.shape or value.device != before.device:
+    if value.device != before.device:
         return False
-    has_changed = value.detach() != before
-    with torch.no_grad():
-        value.copy_(torch.where(has_changed, value * _LARGER, value))
-    return bool(has_changed.any())
-
-
-def _is_counter(value: Any) -> bool:
-    """Return whether a tensor is a whole number."""
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
-        return False
-    return value.dtype is not torch.bool and float(value).is_integer()  # no infinite number is
+    change, size = map(torch.linalg.vector_norm, (value.detach() - before, before))
+    return bool((change <= _SETTLED * size) & (size > 0))
 
 
 def _is_host_generator(value: Any) -> bool:

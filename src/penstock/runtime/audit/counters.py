@@ -1,0 +1,323 @@
+"""Numbers and lengths that a forward moves, set far ahead.
+
+A layer may read a counter only when it has grown, or at every hundredth call. `CounterWalk` goes
+through the state of modules and variables, and finds what a forward has moved. `MovedValue.advance`
+lets that be far ahead:
+
+    a number             moved by the same step millions of times, to a multiple of many numbers;
+                         or close to 0, if it becomes smaller
+    tensor, array        the same, or 1,000 times as large
+    list, deque, set     with many more entries
+    itertools.count      goes on from a large number
+
+A value that is computed once and then kept, such as a scale or a table, is not a counter. So most
+values count only if they move in two forwards, and the others only if they do or become something
+else with other rows (`MovedValue.is_certain`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import numbers
+from collections import deque
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.state_copy import SCALAR_TYPES, StructureCopier, get_attributes, is_of_numpy
+
+# A multiple of all numbers up to 16, and of 20, 25, 30, 50, 100 and 1,000.
+_FAR_AHEAD = 18_018_000
+_LONGER = 100_800  # entries of a list: a multiple of all numbers up to 10, of 16, 50 and 100
+_LARGER = 1_000.0
+_SMALLER = 1e-9
+_RESERVE = 16  # steps before the largest number of a dtype, which would become the smallest one
+_MAX_STATE = 1 << 20  # numbers of a tensor
+_MAX_ENTRIES = 1_000  # of a container that is looked through
+_MAX_DEPTH = 4  # of containers in containers
+
+Key = tuple[Any, ...]
+SetValue = Callable[[Any], object]
+
+
+class MovedValue(NamedTuple):
+    """A value that a forward has moved.
+
+    Attributes:
+        key: Where it is, the same in each run.
+        value: The value that it has now.
+        before: The value from before the forward.
+        set: Gives the place another value. None: there is no way.
+        is_in_place: Whether the same object was there before the forward. Another one may share
+            its memory with a parameter, so it is not written to.
+        is_certain: Whether it counts although the next forward does not move it, unless it is the
+            same for all rows. That is so for whole numbers, lists, iterators and buffers right in a
+            module or a variable.
+    """
+
+    key: Key
+    value: Any
+    before: Any
+    set: SetValue | None
+    is_in_place: bool
+    is_certain: bool
+
+    def describe(self) -> Any:
+        """Return something that differs from that of another time if the value has moved."""
+        value = self.value
+        if isinstance(value, Tensor):
+            values = value.detach().double()
+            if value.numel() <= _MAX_ENTRIES:
+                return values.cpu().numpy().tobytes()
+            return float(values.sum()), float(torch.linalg.vector_norm(values))
+        if isinstance(value, list | deque | set):
+            return len(value)
+        return value.tobytes() if is_of_numpy(value) else repr(value)
+
+    def advance(self, steps_before: int, moves_again: bool, is_constant: bool = False) -> bool:
+        """Let the value be far ahead. Return whether it has been moved.
+
+        Args:
+            steps_before: By how many steps a number stays below the multiple of many numbers: a
+                layer may count before it asks, or after.
+            moves_again: Whether the next forward moves the value, too.
+            is_constant: Whether forwards of all rows leave the same value, such as a table.
+        """
+        value, before = self.value, self.before
+        if not moves_again and (is_constant or not self.is_certain):
+            return False
+        if self.set is None and not self.is_in_place:
+            return False
+        is_new = True
+        if isinstance(value, list | deque | set):
+            new = _lengthen(value if self.is_in_place else copy.copy(value), before, steps_before)
+        elif isinstance(value, Tensor):
+            new = value if self.is_in_place else value.detach().clone()
+            is_new = _advance_tensor(new, before, steps_before, moves_again)
+        elif _is_array(value):
+            new = value if self.is_in_place else value.copy()
+            tensors = torch.from_numpy(new), torch.from_numpy(before)
+            is_new = _advance_tensor(*tensors, steps_before, moves_again)
+        elif isinstance(value, itertools.count):
+            new = itertools.count(_move_number(next(copy.copy(value)), 1, steps_before))
+        else:
+            new = _move_number(value, value - before, steps_before)
+            is_new = new is not None
+        if new is not value and new is not None and self.set is not None:
+            self.set(new)
+        return is_new
+
+
+class CounterWalk:
+    """Finds what has moved in values, and in the containers and objects in them.
+
+    Attributes:
+        has_copies: Whether the values are copies that an isolation has made. Otherwise it puts back
+            what they hold, except for attributes in `__slots__`.
+
+    Args:
+        copier: Has copied the state from before the forward.
+    """
+
+    def __init__(self, copier: StructureCopier) -> None:
+        self._copier = copier
+        self.has_copies = False
+        self._visited: set[int] = set()
+
+    def find_moved(
+        self, key: Key, value: Any, before: Any, put: SetValue | None, *, is_buffer: bool = False
+    ) -> Iterator[MovedValue]:
+        """Yield what has moved in a value since it was copied.
+
+        Args:
+            key: Where it is.
+            value: The value.
+            before: What was there before the forward.
+            put: Gives the place another value.
+            is_buffer: Whether it is a buffer of a module.
+        """
+        before = self._copier.find_copy(before)
+        is_direct = len(key) == 2
+        if _is_number(value):
+            if type(value) is type(before) and _differ(value, before):
+                is_certain = type(value) is int and is_direct
+                yield MovedValue(key, value, before, put, False, is_certain)
+            return
+        if type(value) in SCALAR_TYPES or id(value) in self._visited:
+            return
+        self._visited.add(id(value))
+        is_in_place = self._copier.find_copy(value) is not value
+        moved = partial(MovedValue, key, value, before, put, is_in_place)
+        if isinstance(value, Tensor):
+            if _have_moved(value, before):
+                yield moved(is_certain=is_buffer)
+        elif _is_array(value):
+            if _have_arrays_moved(value, before):
+                yield moved(is_certain=False)
+        elif isinstance(value, itertools.count):
+            if put is not None and repr(value) != repr(before):
+                yield MovedValue(key, value, before, put, False, is_certain=is_direct)
+        elif isinstance(value, list | deque | set) and len(value) > _measure(before):
+            yield moved(is_certain=type(value) is type(before) is list and is_direct)
+        elif len(key) < 2 + _MAX_DEPTH:
+            yield from self._find_in_parts(key, value, before)
+
+    def _find_in_parts(self, key: Key, value: Any, before: Any) -> Iterator[MovedValue]:
+        """Yield what has moved in the entries of a container, or in the attributes of an object."""
+        if type(value) is not type(before) or isinstance(value, nn.Module | type):
+            return
+        entries: dict[Any, Any] = {}
+        old_entries: dict[Any, Any] = {}
+        put_entry: Callable[[Any, Any], object] | None = None
+        if isinstance(value, dict):
+            entries, old_entries, put_entry = value, before, value.__setitem__
+        elif isinstance(value, list | tuple | deque):
+            entries, old_entries = dict(enumerate(value)), dict(enumerate(before))
+            put_entry = None if isinstance(value, tuple) else value.__setitem__
+        elif before is not value:  # an object that has been copied
+            read: Callable[[Any], dict[str, Any]] = (
+                get_attributes if self.has_copies else _read_dict
+            )
+            entries, old_entries = read(value), read(before)
+            self._visited.add(id(getattr(value, "__dict__", None)))
+            put_entry = partial(object.__setattr__, value)
+        if len(entries) > _MAX_ENTRIES:
+            return
+        for name, entry in list(entries.items()):
+            # A counter of a class becomes one of the object when it is first raised, and a
+            # `collections.Counter` begins without entries.
+            in_class = getattr(type(value), name, None) if isinstance(name, str) else None
+            default = in_class if type(in_class) is type(entry) else None
+            old = old_entries.get(name, 0 if default is None and type(entry) is int else default)
+            put = None if put_entry is None else partial(put_entry, name)
+            yield from self.find_moved((*key, name), entry, old, put)
+
+
+def is_counter(value: Any) -> bool:
+    """Return whether a tensor is a whole number."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or value.is_complex():
+        return False
+    return value.dtype is not torch.bool and float(value).is_integer()  # no infinite number is
+
+
+def is_state(value: Any) -> bool:
+    """Return whether a tensor has numbers that a forward may move, and is not large."""
+    if type(value) is not Tensor or value.is_meta or value.is_inference() or value.requires_grad:
+        return False
+    is_plain = value.layout is torch.strided and value.numel() <= _MAX_STATE
+    return is_plain and (value.is_floating_point() or is_counter(value))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number of Python or NumPy, or one such as a `Decimal`."""
+    return isinstance(value, numbers.Real | Decimal) and not isinstance(value, bool)
+
+
+def _is_array(value: Any) -> bool:
+    is_array = is_of_numpy(value) and hasattr(value, "flags") and hasattr(value, "__setitem__")
+    return is_array and value.flags.writeable
+
+
+def _differ(value: Any, before: Any) -> bool:
+    try:
+        return bool(value != before) and math.isfinite(value - before)
+    except (ArithmeticError, TypeError, ValueError):  # too large, or of a library
+        return False
+
+
+def _have_moved(value: Any, before: Any) -> bool:
+    if not (is_state(value) and isinstance(before, Tensor)) or value.shape != before.shape:
+        return False
+    return value.device == before.device and not torch.equal(value, before)
+
+
+def _have_arrays_moved(value: Any, before: Any) -> bool:
+    if not _is_array(before) or value.dtype != before.dtype:
+        return False
+    try:
+        return _have_moved(torch.from_numpy(value), torch.from_numpy(before))
+    except (TypeError, ValueError):  # a dtype or strides that PyTorch does not have
+        return False
+
+
+def _read_dict(value: Any) -> dict[str, Any]:
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    return attributes
+
+
+def _measure(value: Any) -> int:
+    return len(value) if isinstance(value, list | deque | set) else 0
+
+
+def _move_number(value: Any, step: Any, steps_before: int) -> Any:
+    """Return a number after millions of steps, or None if it cannot be computed.
+
+    It is a multiple of many numbers, less some steps, if the value is a number of steps itself. One
+    that is not whole and becomes smaller is close to 0 in one of two runs.
+    """
+    try:
+        is_whole = isinstance(value, numbers.Integral)
+        if not (is_whole or steps_before) and abs(value) < abs(value - step):
+            return type(value)(float(value) * _SMALLER)
+        count = value / step
+        whole = round(count)
+        if abs(count - whole) > 1e-6:
+            return type(value)(value + step * _FAR_AHEAD)
+        multiple = max(whole, 0) // _FAR_AHEAD + 1
+        return type(value)(step * (multiple * _FAR_AHEAD - steps_before))
+    except (ArithmeticError, TypeError, ValueError):
+        return None
+
+
+def _advance_tensor(value: Tensor, before: Tensor, steps_before: int, moves_again: bool) -> bool:
+    """Let the numbers of a tensor that have changed be far ahead. Return whether that is new.
+
+    The other numbers may belong to rows with other ids.
+    """
+    is_whole = is_counter(value) and is_counter(before)
+    if not (is_whole or value.is_floating_point()):
+        return False
+    is_smaller = value.numel() == 1 and abs(float(value)) < abs(float(before))
+    is_one_number = is_whole or (value.numel() == 1 and (is_smaller or not steps_before))
+    with torch.no_grad():
+        if not is_one_number:
+            value.copy_(torch.where(value != before, value * _LARGER, value))
+            return bool(steps_before)
+        if not (is_whole or moves_again):
+            return False
+        kind = int if is_whole else float
+        number = _move_number(kind(value), kind(value) - kind(before), steps_before)
+        if number is None:
+            return False
+        if not value.is_floating_point():
+            limits = torch.iinfo(value.dtype)
+            number = min(max(number, limits.min), limits.max - _RESERVE)
+        value.fill_(number)
+    return True
+
+
+def _lengthen(value: Any, before: Any, steps_before: int) -> Any:
+    """Give a list, a deque or a set many more entries, and return it."""
+    length = len(value)
+    growth = length - _measure(before)
+    added = (length // _LONGER + 1) * _LONGER - growth * steps_before - length
+    if not isinstance(value, set):
+        value.extend([value[-1]] * added)
+        return value
+    kind = type(next(iter(value)))
+    make = kind if kind in (int, float, str) else _make_object
+    largest = max((entry for entry in value if type(entry) is int), default=0)
+    new = map(make, itertools.count(max(largest, length) + 1))
+    while len(value) < length + added:
+        value.update(itertools.islice(new, length + added - len(value)))
+    return value
+
+
+def _make_object(_: int) -> object:
+    return object()
