@@ -75,16 +75,11 @@ class WeightProxy(Tensor):
         `__torch_function__` therefore compute the same result, with the usual gradient.
         """
         proxy = original.as_subclass(WeightProxy)
+        if original.__dict__:  # attributes of the user's own, such as `weight.main_grad`
+            proxy.__dict__.update(original.__dict__)
         proxy.original, proxy.parameter, proxy.recorder = original, parameter, recorder
         proxy._stands_for = unwrap_proxy(parameter)
         return proxy
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's own, such as `weight.main_grad`."""
-        original = self.__dict__.get("original")
-        if original is None:
-            raise AttributeError(name)
-        return getattr(original, name)
 
     @classmethod
     def __torch_function__(
