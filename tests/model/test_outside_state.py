@@ -200,6 +200,20 @@ def test_plan_leaves_a_counter_as_it_was() -> None:
     assert read_state() == 0
 
 
+def test_check_leaves_a_counter_as_it_was() -> None:
+    count = 0
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(function), nn.Tanh(), nn.Linear(WIDTH, 1))
+    report = penstock.check(layers, torch.randn(ROWS, WIDTH), quick=True, quiet=True)
+    assert report.ok
+    assert count == 0
+
+
 def test_trace_of_another_size_leaves_a_counter_as_it_was() -> None:
     function, read_state = count_in_list()
     pipe = Pipe(

@@ -31,6 +31,7 @@ from penstock.config import RUNTIMES
 from penstock.display import shown_progress, write_line
 from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.model.isolation import preserve_rng
+from penstock.model.outside_state import preserve_outside_state
 from penstock.model.sequential import is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.schedules.families import FAMILIES, family_of
@@ -123,7 +124,11 @@ def check(
         combinations = [c for c in combinations if (c.schedule_name, *c[2:]) in _QUICK_COMBINATIONS]
     if target is not None and loss_fn is None:
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
-    with _preserve_global_state(), _shown_runs(progress) as shown:
+    with (
+        _preserve_global_state(),
+        preserve_outside_state(model, loss_fn, drops_losses=False),
+        _shown_runs(progress) as shown,
+    ):
         arguments = _collect_arguments(model, batch, side, target)
         checked = CheckedModel(model, arguments, loss_fn, reduction, stages, chunks, units)
         expected, checked = _prepare_reference(checked.copy_to_float64())

@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -42,10 +42,13 @@ _MAX_ITEMS = 4096
 
 
 @contextmanager
-def preserve_outside_state(*roots: Any) -> Iterator[None]:
+def preserve_outside_state(*roots: Any, drops_losses: bool = True) -> Iterator[None]:
     """Restore what code reached from modules and functions changes outside of the modules.
 
-    Losses that layers add with `penstock.add_loss` are dropped: no step collects them.
+    Args:
+        roots: The modules and functions.
+        drops_losses: Whether losses that layers add with `penstock.add_loss` are dropped, as no
+            step collects them.
     """
     reached = find_reachable(roots)
     modules = reached.find(nn.Module)
@@ -70,7 +73,7 @@ def preserve_outside_state(*roots: Any) -> Iterator[None]:
         if id(value) not in own_ids and _has_small_state(value):
             snapshot.record(value)
     try:
-        with added_losses():
+        with added_losses() if drops_losses else nullcontext():
             yield
     finally:
         for restore in restorers:

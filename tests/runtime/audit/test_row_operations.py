@@ -80,6 +80,7 @@ ROW_BY_ROW: dict[str, Function] = {
         .view(4, len(x), WIDTH)
         .sum(0)
     ),
+    "constants that are filled": lambda x: x + x.new_zeros(WIDTH).fill_(0.5),
     "positions that are expanded": lambda x: x + TABLE[:1].expand(len(x), -1),
 }
 MIXED: dict[str, Function] = {

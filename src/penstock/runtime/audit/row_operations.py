@@ -56,6 +56,10 @@ _FREE = _split_names(
     new_empty stack view_dtype thnn_fused_lstm_cell thnn_fused_gru_cell isnan frexp
     """
 )
+# Those whose result has nothing of the numbers of their tensor.
+_CONSTANT = _split_names(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
+)
 _REDUCTIONS = _split_names(
     """
     sum nansum mean nanmean prod std var std_mean var_mean max min amax amin aminmax any all
@@ -264,6 +268,8 @@ class RowOperations(CompileFriendlyDispatchMode):
         elif has_rows:
             if not _is_row_by_row(func, operation):
                 self.problem = f"{func} may mix rows"
+            if operation.name in _CONSTANT:
+                return
             for tensor in operation.results:
                 if id(tensor) not in operation.row_dims:
                     self._totals[id(tensor)] = tensor
