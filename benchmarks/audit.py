@@ -59,8 +59,10 @@ from torch.nn import functional
 
 import penstock
 from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.cell_recorder import CellRecorder
 from penstock.runtime.audit.reference import Reference
 from penstock.runtime.audit.rows import RowsCheck
+from penstock.runtime.audit.state_check import StateCheck
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -70,8 +72,12 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "forward": [(Reference, "run_forward")],
     "backward": [(Reference, "run_backward")],
     "rows": [(RowsCheck, "compare_rows")],
-    "states": [(Audit, "_compare_states")],
-    "digests": [(Audit, "before_compute"), (Audit, "after_compute"), (Audit, "check_step")],
+    "states": [(StateCheck, "compare")],
+    "digests": [
+        (CellRecorder, "before_compute"),
+        (CellRecorder, "after_compute"),
+        (Audit, "check_step"),
+    ],
 }
 
 

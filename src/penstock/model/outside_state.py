@@ -1,4 +1,4 @@
-"""What the code of a model changes outside of the model, put back after a dry run.
+"""Put back after a dry run what the code of a model has changed outside of the model.
 
 A forward may count its calls in a closure, draw from a generator of its own, or log to a list. The
 Pipe runs parts of a model before the first step: to trace it, and to measure it. Then the first

@@ -104,7 +104,7 @@ class StepLoss(Protocol):
 
 
 class CellObserver(Protocol):
-    """The interface of an audit, which watches the computations of a call."""
+    """The interface of what watches the computations of a call, as an audit does."""
 
     def take_turn(self, action: Compute) -> AbstractContextManager[object]:
         """Return a context for a computation, in which other ranks may have to wait."""

@@ -141,7 +141,7 @@ def find_slopes(side: Tensor | None, name: str, input_count: int) -> list[Tensor
 
 
 class _Entries(Enum):
-    """What the numbers of a node of a loss are computed from."""
+    """The source of the numbers of a node of a loss."""
 
     CONSTANTS = auto()  # parameters, and tensors without a gradient
     ONE_ROW = auto()  # in a loop over rows: `[relu(1 - x[i].norm()) for i in range(n)]`

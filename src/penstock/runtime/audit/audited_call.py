@@ -2,15 +2,16 @@
 
 In the first step of each kind of batch, the user's own forward runs on one micro-batch before the
 pipe does: on the same modules and devices, with the same random numbers, and with nothing left
-behind (reference.py). While the pipe runs, the audit watches the cells of that micro-batch.
-Then it compares:
+behind (reference.py). While the pipe runs, the cells of that micro-batch are recorded
+(cell_recorder.py). Then the audit compares:
 
     the loss         of the micro-batch, or the outputs of `pipe(x)`
     the gradients    that the micro-batch adds to each parameter, and those of its inputs
     the buffers      after the forward of the micro-batch
     Python numbers   that the forward changes, before and after a recomputation
-    the split        the loss, or the outputs, of some rows with those of two parts of them; and
-                     some rows with the state that others have left, and without, if they leave any
+    the split        the loss, or the outputs, of some rows with those of two parts (rows.py)
+    the state        some rows with the state that others have left, and without, if they leave any
+                     (state_check.py)
 
 If the operations of the loss function do not prove that it is a mean over rows (row_means.py), each
 step also compares its loss with that of the outputs of all micro-batches together.
@@ -23,12 +24,10 @@ new ways after a number that a layer has read (branches.py).
 
 from __future__ import annotations
 
-import itertools
 import math
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -40,10 +39,15 @@ from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.nested_values import iter_hidden_tensors
+from penstock.runtime.audit.cell_recorder import (
+    CellRecord,
+    CellRecorder,
+    list_by_path,
+    list_objects_by_path,
+)
 from penstock.runtime.audit.digest import Digest, Digester
 from penstock.runtime.audit.precision import (
     LEAST_DIFFERENCE,
-    find_repetition_rounding,
     find_split_tolerance,
 )
 from penstock.runtime.audit.problems import (
@@ -51,62 +55,36 @@ from penstock.runtime.audit.problems import (
     KEPT_FOR_LOSS,
     describe_hidden_output,
     describe_hooks,
-    describe_state,
 )
 from penstock.runtime.audit.reference import (
     HostDrawsError,
     Reference,
     ReferenceForward,
 )
-from penstock.runtime.audit.rows import (
-    SMALL_MICROBATCH,
+from penstock.runtime.audit.row_results import (
     SPLIT_CURE,
-    Rows,
-    RowsCheck,
-    ShowsNothingError,
     counts_nothing,
     find_loss,
     format_different,
 )
-from penstock.runtime.audit.state_watch import (
-    AttributeKey,
-    BufferKey,
-    StateWatch,
-    collect_buffers,
-    read_plain_attributes,
-)
+from penstock.runtime.audit.rows import SMALL_MICROBATCH, RowsCheck
+from penstock.runtime.audit.state_check import StateCheck
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.loss import LossReduction
 from penstock.stage.loss_terms import TermComparison, TermSizes
-from penstock.stage.payload import Payload, flatten_values, unflatten_values
+from penstock.stage.payload import Payload, flatten_values
 from penstock.stage.rng import peek_seed
-from penstock.stage.stage import OUTSIDE, Stage
-from penstock.stage.stage_runner import StageRunner
+from penstock.stage.stage import Stage
 from penstock.state_copy import ReachedState
 from penstock.torch_compat import (
     close_failed_checkpoints,
-    pytree,
 )
 
 if TYPE_CHECKING:
     from penstock.runtime.audit.auditor import Auditor
-
-
-@dataclass
-class CellRecord:
-    """The results of the audited micro-batch in the pipe."""
-
-    gradients: dict[int, Digest] = field(default_factory=dict)  # by id of the parameter
-    # What cells of other stages may have added. See `_find_foreign_gradients`.
-    foreign_gradients: dict[int, Digest] = field(default_factory=dict)
-    buffers: dict[BufferKey, Digest] = field(default_factory=dict)
-    outputs: dict[str, Digest] = field(default_factory=dict)  # of `pipe(x)`, by path
-    output_paths: list[str | None] = field(default_factory=list)  # of the tensors in the output
-    object_paths: frozenset[str] = frozenset()  # of what else is in the output
-    recounted: set[AttributeKey] = field(default_factory=set)  # changed by a recomputation
 
 
 class _AuditedMicrobatch(NamedTuple):
@@ -124,7 +102,7 @@ class _AuditedMicrobatch(NamedTuple):
 
 
 class Audit:
-    """The audit of one call. It is the observer of its workers."""
+    """The audit of one call."""
 
     def __init__(
         self,
@@ -142,12 +120,7 @@ class Audit:
         self._auditor, self._kind = auditor, kind
         # Not the execution, whose workers refer to the audit: the cycle would keep its tensors.
         self._cell_io, self._reduction = execution.cell_io, reduction
-        self._digester, self._record, self._lock = Digester(), CellRecord(), threading.Lock()
-        self._grads_before: dict[tuple[int, int], dict[int, Digest]] = {}
-        # Of parameters of other stages, before a backward. See `_find_foreign_gradients`.
-        self._other_grads_before: dict[int, Digest] = {}
-        self._backward_lock = threading.Lock()
-        self._attributes_before: dict[int, dict[AttributeKey, Any]] = {}  # by stage
+        self._digester, self._record = Digester(), CellRecord()
         forwards = [
             action
             for lane in program.lanes
@@ -199,7 +172,6 @@ class Audit:
         self._failure: Exception | None = None  # an error of the unsplit model
         self._term_sizes: TermSizes = {}
         self._compares_row_counts = False
-        self._changes_buffers = False  # of the model
         self._shows_no_state = False  # no later micro-batch has targets that the loss counts
 
     # ---- before the call -----------------------------------------------------------------------
@@ -261,12 +233,12 @@ class Audit:
 
     def _run_isolated(self, loss: LossAccumulator | None) -> _AuditedMicrobatch:
         """Run the unsplit model on the micro-batch, and find out what state it changes."""
-        rows = self._reference.find_rows(self.microbatch)
+        rows = self._reference.rows.find_rows(self.microbatch)
         batch = self._reference.take_batch(rows)
         self._input_copies = list(
             {id(t): t for t in list_tensors(batch) if t.requires_grad}.values()
         )
-        counted = self._reference.get_counted_targets(rows)
+        counted = self._reference.rows.get_counted_targets(rows)
         state = self._reference.digest_loss_state() if self._reorders_losses else {}
         watch = self._reference.watch_state()
         forward = self._reference.run_forward(
@@ -292,9 +264,13 @@ class Audit:
         forward, changes, keeps_state = microbatch
         refusal = None
         is_first = self.microbatch == self._first_microbatch
-        self._changes_buffers = bool(forward.changed_buffers)
         if changes and self._later_microbatches:
-            self._compare_states(changes)
+            later = self._later_microbatches if is_first else [self.microbatch]
+            check = self._build_state_check()
+            self._state_problem = check.compare(changes, later, bool(forward.changed_buffers))
+            self._shows_no_state = check.shows_nothing
+            if check.tested_ids is not None:
+                self._auditor.note_state_by_id(self._kind, check.tested_ids)
             other = self._later_microbatches[0] if is_first else self._first_microbatch
             if self._reference.reads_earlier_stages(self.microbatch, other):
                 refusal = KEPT_FOR_LOSS
@@ -315,7 +291,8 @@ class Audit:
         if self._reference.has_hiding_weights:
             self._auditor.note_hiding_weights(self._kind)
         if keeps_state:
-            self._compare_loss_orders()
+            problem = self._build_state_check().compare_loss_orders(self._loss_order)
+            self._split_problem = problem or self._split_problem
         if forward.changed_hooks is not None:
             refusal = describe_hooks(forward.changed_hooks)
         if self._reduction is not None and self._inputs.chunks > 1:
@@ -324,6 +301,16 @@ class Audit:
             self._forward = forward._replace(output=None)
         else:
             self._state_problem = refusal
+
+    def _build_state_check(self) -> StateCheck:
+        return StateCheck(
+            self._reference,
+            self._digester,
+            self._first_microbatch,
+            self.microbatch,
+            compares_loss_only=self._reduction is not None,
+            parameter_ids=self._name_parameters(),
+        )
 
     def _compare_branches(self, forward: ReferenceForward) -> str | None:
         """Compare the whole batch if its forward may go another way than that of micro-batches."""
@@ -343,212 +330,12 @@ class Audit:
             return f"the forward goes by the number of its rows, as `if len(x) > 4` does: {problem}"
         return problem
 
-    def _compare_states(self, changes: Sequence[str]) -> None:
-        """Find out whether a later micro-batch computes with the state that the first one changes.
-
-        The unsplit model computes every row with the state from before the batch. So some rows of
-        the later micro-batch run with that state and with the changed one, and the results must
-        agree.
-        """
-        is_first = self.microbatch == self._first_microbatch
-        for microbatch in self._later_microbatches if is_first else [self.microbatch]:
-            if self._compare_later_state(changes, microbatch):
-                return
-        self._shows_no_state = True
-
-    def _compare_later_state(self, changes: Sequence[str], microbatch: int) -> bool:
-        """Compare a later micro-batch. Return False if its loss counts nothing."""
-        ranges = (
-            self._reference.find_rows(self._first_microbatch),
-            self._reference.find_rows(microbatch),
-        )
-        # A quarter of a micro-batch shows as much as all of it, if the model runs on so few rows.
-        few = [(start, start + max(1, (stop - start) // 4)) for start, stop in ranges]
-        # With 16 bits, rounding hides a small difference. Not every model computes with more.
-        precisions = [torch.float32, None] if self._reference.has_low_precision else [None]
-        has_shown = False
-        for dtype, (first, later) in itertools.product(precisions, (few, ranges)):
-            try:
-                with nullcontext() if dtype is None else self._reference.in_precision(dtype):
-                    is_ahead = self._find_state_difference(first, later, microbatch)
-            except ShowsNothingError:
-                has_shown = False
-                continue
-            except Exception as error:  # the pipe shows whether it is an error of the model
-                close_failed_checkpoints(error)
-                has_shown = True
-            else:
-                has_shown = True
-                if is_ahead is not None:
-                    self._state_problem = describe_state(changes, is_ahead)
-                break
-        if self._state_problem is None:
-            for rows in (few[1], ranges[1]) if has_shown else ():
-                if self._compare_states_by_id(changes, rows, microbatch):
-                    break
-        return has_shown
-
-    def _compare_states_by_id(self, changes: Sequence[str], rows: Rows, microbatch: int) -> bool:
-        """Find out whether rows with the same id, such as a user, compute with each other's state.
-
-        If no two micro-batches have an id in common, later batches may. That is not known if
-        the id is none of the inputs. Return False if the loss
-        counts nothing of these rows.
-        """
-        try:
-            difference = self._find_state_difference(rows, rows, microbatch)
-            if difference is None:
-                return True
-            if not self._reference.has_row_ids(with_target=not self._changes_buffers):
-                # The id is computed, as the code of a row is in vector quantization. Rows of other
-                # micro-batches may always have the same one.
-                self._state_problem = describe_state(changes, difference)
-                return True
-            shared = self._reference.find_shared_ids()
-            for _, row, other in shared:
-                difference = self._find_state_difference(
-                    (row, row + 1), (other, other + 1), microbatch
-                )
-                if difference is not None:
-                    self._state_problem = describe_state(changes, difference)
-                    return True
-        except ShowsNothingError:
-            return False
-        except Exception as error:  # the model may not run on single rows
-            close_failed_checkpoints(error)
-            return True
-        self._auditor.note_state_by_id(self._kind, [index for index, *_ in shared])
-        return True
-
-    def _find_state_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
-        """Return None if the results of later rows are the same after others have run.
-
-        Otherwise return whether they are the same but for a counter that is far ahead. Raise a
-        `ShowsNothingError` if they are 0 or not finite, as without targets that count.
-        """
-        with self._reference.isolate():
-            watch = self._reference.watch_state()
-            expected = self._digest_results(self._run_rows(later, microbatch))
-            after_later = watch.describe_counters()
-        if not _shows_something(expected):
-            raise ShowsNothingError
-        with self._reference.isolate():
-            watch = self._reference.watch_state()
-            self._run_first_rows(first, watch)
-            after_first = watch.describe_counters()
-            settled = watch.find_settled_buffers()
-            actual = self._digest_results(self._run_rows(later, microbatch))
-            after_both = watch.describe_counters()
-            both = after_first.keys() & after_both.keys()
-            moving = {key for key in both if after_first[key] != after_both[key]}
-            both = after_first.keys() & after_later.keys()
-            constant = {key for key in both if after_first[key] == after_later[key]}
-            # Only to see whether there is anything to advance: the isolation ends here.
-            distances = [n for n in (1, 0) if watch.advance_counters(moving, constant, n)]
-        if self._do_results_differ(actual, expected):
-            return False
-        if settled and self._is_iterated(settled, first, later, microbatch):
-            return False
-        # A layer may go by the number of its calls only when there were many, or now and then. It
-        # may count before it asks, or after.
-        for steps_before in distances:
-            with self._reference.isolate():
-                watch = self._reference.watch_state()
-                self._run_first_rows(first, watch)
-                watch.advance_counters(moving, constant, steps_before)
-                actual = self._digest_results(self._run_rows(later, microbatch))
-            if self._do_results_differ(actual, expected):
-                return True
-        return None
-
-    def _is_iterated(
-        self, buffers: Collection[BufferKey], first: Rows, later: Rows, microbatch: int
-    ) -> bool:
-        """Return whether each forward goes on from numbers that have hardly changed.
-
-        The vectors of a spectral norm may have converged when training begins, and move again when
-        the optimizer has stepped. So others are set, and the rows are compared again.
-        """
-        results = []
-        for runs_first in (False, True):
-            with self._reference.isolate():
-                watch = self._reference.watch_state()
-                watch.disturb(buffers)
-                if runs_first:
-                    self._run_first_rows(first, watch)
-                results.append(self._digest_results(self._run_rows(later, microbatch)))
-        expected, actual = results
-        return _shows_something(expected) and self._do_results_differ(actual, expected)
-
-    def _run_first_rows(self, first: Rows, watch: StateWatch) -> None:
-        self._run_rows(first, self.microbatch)
-        watch.rewind_generators()
-
-    def _do_results_differ(self, actual: dict[Any, Digest], expected: dict[Any, Digest]) -> bool:
-        """Return whether two runs on the same rows have other results or gradients.
-
-        Outside of isolations, which have other parameters.
-        """
-        parameters = self._name_parameters()  # not the inputs, of which each run has a copy
-        rounding = find_repetition_rounding(self._reference.rounding)
-        largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
-        zero = Digest(0.0, 0.0)
-        return any(
-            actual.get(key, zero).find_difference(
-                expected.get(key, zero),
-                rounding,
-                least_size=rounding * largest if key in parameters else 0.0,
-            )
-            for key in {**expected, **actual}
-            if key in parameters or isinstance(key, str)
-        )
-
-    def _run_rows(self, rows: Rows, microbatch: int) -> ReferenceForward:
-        batch = self._reference.take_batch(rows)
-        counted = self._reference.get_counted_targets(rows)
-        return self._reference.run_forward(batch, microbatch, counted)
-
-    def _digest_results(self, forward: ReferenceForward) -> dict[Any, Digest]:
-        """Return the digests of the loss or the outputs, and of all gradients by parameter."""
-        tensors, _ = flatten_values(forward.values)
-        compared = tensors[:1] if self._reduction is not None else tensors
-        digests: dict[Any, Digest] = {
-            f"output {index}": digest
-            for index, digest in self._digester.digest_all(dict(enumerate(compared))).items()
-        }
-        roots = [tensor for tensor in tensors if tensor.requires_grad]
-        if roots:
-            pairs = [(root, torch.ones_like(root)) for root in roots]
-            digests.update(self._reference.run_backward(pairs))
-        return digests
-
-    def _compare_loss_orders(self) -> None:
-        """Find out whether the state of `loss_fn` depends on the order of the micro-batches."""
-        first, second = self._loss_order[:2]
-        states = []
-        for order in ((first, second), (second, first)):
-            with self._reference.isolate(), torch.no_grad():
-                for microbatch in order:
-                    self._run_rows(self._reference.find_rows(microbatch), microbatch)
-                states.append(self._reference.digest_loss_state())
-        if any(
-            digest.find_difference(states[1].get(key, digest), self._rounding)
-            for key, digest in states[0].items()
-        ):
-            order_text = ", ".join(map(str, self._loss_order))
-            self._split_problem = (
-                "loss_fn keeps state that depends on the order of the micro-batches, and this "
-                f"schedule computes their losses in the order {order_text}, because it recomputes "
-                "the last stage. Use a schedule such as '1f1b', or checkpoint='never', which take "
-                "them in order."
-            )
-
     def _note_outputs(self, values: tuple[Any, ...], loss: LossAccumulator | None) -> None:
         tensors, layout = flatten_values(values)
         if loss is None:
-            self._reference_outputs = self._digest_by_path(values[0])
-            self._roots, self._state = _list_by_path(values[0]), self._reference.take_snapshot()
-            for path, leaf in _list_objects_by_path(values[0]).items():
+            self._reference_outputs = self._digester.digest_all(list_by_path(values[0]))
+            self._roots, self._state = list_by_path(values[0]), self._reference.take_snapshot()
+            for path, leaf in list_objects_by_path(values[0]).items():
                 if any(tensor.requires_grad for tensor in iter_hidden_tensors(leaf)):
                     self._hidden_outputs[path] = describe_hidden_output(leaf)
             return
@@ -566,106 +353,18 @@ class Audit:
         if pairs:
             self._reference_grads = self._reference.run_backward(pairs)
 
-    def _digest_by_path(self, value: Any) -> dict[str, Digest]:
-        return self._digester.digest_all(_list_by_path(value))
-
-    # ---- while the pipe runs -------------------------------------------------------------------
-
-    def take_turn(self, action: Compute) -> AbstractContextManager[object]:
-        """Return a context for a computation.
-
-        If a backward may give gradients to other stages, one backward runs at a time in this call,
-        so that it is known which one has given what.
-        """
-        is_backward = action.op not in (Op.F, Op.R)
-        return self._backward_lock if is_backward and self._has_own_gradients() else nullcontext()
-
-    def before_compute(self, stage_runner: StageRunner, action: Compute) -> None:
-        """Note the gradients before a backward, and attributes before a recomputation."""
-        if action.microbatch != self.microbatch or action.op is Op.F:
-            return
-        if action.op is Op.R:
-            attributes = read_plain_attributes(stage_runner.stage.modules())
-            self._attributes_before[action.stage] = attributes
-            return
-        loss = self._cell_io.loss
-        if loss is not None and action.op is not Op.W:
-            # It sets gradients of earlier steps aside, if it has to.
-            loss.before_backward(stage_runner, action.microbatch)
-        self._grads_before[action.stage, action.microbatch] = self._digest_gradients(stage_runner)
-        self._other_grads_before = self._digest_other_gradients(action.stage)
-
-    def after_compute(
-        self, stage_runner: StageRunner, action: Compute, payloads: Mapping[int, Payload]
-    ) -> None:
-        """Note what the cell has added to the gradients, or written to its buffers."""
-        record = self._record
-        if action.microbatch != self.microbatch:
-            return
-        if self._reduction is None and action.op is Op.F and OUTSIDE in payloads:
-            payload = payloads[OUTSIDE]
-            values = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
-            record.outputs = self._digest_by_path(values[0])
-            paths = {id(tensor): path for path, tensor in _list_by_path(values[0]).items()}
-            record.output_paths = [paths.get(id(tensor)) for tensor in payload.tensors]
-            record.object_paths = frozenset(_list_objects_by_path(values[0]))
-        if action.op is Op.F:
-            record.buffers.update(
-                self._digester.digest_all(collect_buffers(stage_runner.stage.modules()))
-            )
-        elif action.op is Op.R:
-            attributes = self._attributes_before.pop(action.stage)
-            now = read_plain_attributes(stage_runner.stage.modules())
-            record.recounted |= {key for key, old in attributes.items() if now.get(key) != old}
-        else:
-            before = self._grads_before.pop((action.stage, action.microbatch))
-            after = self._digest_gradients(stage_runner)
-            with self._lock:  # a tied parameter is on several ranks
-                for key, old, new in self._find_foreign_gradients(action.stage):
-                    added = new.minus(old)
-                    record.foreign_gradients[key] = added.plus(record.foreign_gradients.get(key))
-                for key, digest in after.items():
-                    added = digest.minus(before.get(key))
-                    record.gradients[key] = added.plus(record.gradients.get(key))
-
-    def _digest_gradients(self, stage_runner: StageRunner) -> dict[int, Digest]:
-        gradients = {
-            id(parameter): gradient
-            for parameter, gradient in stage_runner.iter_gradients()
-            if gradient is not None
-        }
-        return self._digester.digest_all(gradients)
-
-    def _find_foreign_gradients(self, stage_index: int) -> Iterator[tuple[int, Digest, Digest]]:
-        """Yield the gradients that a backward gave to parameters of other stages, before and after.
-
-        The backward of an `autograd.Function` that spans stages may call `backward` by itself, as
-        that of reversible layers does. It gives gradients to the parameters of earlier stages, in
-        whose own cells nothing is added any more. A rank that ends its lane meanwhile may change
-        gradients, too, so these count only where the gradient of a parameter differs without them.
-        """
-        before = self._other_grads_before
-        for key, digest in self._digest_other_gradients(stage_index).items():
-            old = before.get(key, Digest(0.0, 0.0))
-            if digest != old:
-                yield key, old, digest
-
-    def _digest_other_gradients(self, stage_index: int) -> dict[int, Digest]:
-        """Return the gradients of all stages but one. No backward changes them meanwhile."""
-        if not self._has_own_gradients():
-            return {}
-        gradients = {
-            id(parameter): parameter.grad
-            for stage in self._placed.partition.stages
-            if stage.index != stage_index
-            for module in stage.modules()
-            for parameter in module.parameters(recurse=False)
-            if parameter.grad is not None
-        }
-        return self._digester.digest_all(gradients)
-
-    def _has_own_gradients(self) -> bool:
-        return self._forward is not None and self._forward.has_own_gradients
+    def observe(self) -> CellRecorder:
+        """Return what observes the workers, so that the pipe can be compared with the reference."""
+        recorder = CellRecorder(
+            self._placed.partition.stages,
+            self.microbatch,
+            self._digester,
+            self._cell_io,
+            records_outputs=self._reduction is None,
+            has_own_gradients=self._forward is not None and self._forward.has_own_gradients,
+        )
+        self._record = recorder.record
+        return recorder
 
     # ---- after the call ------------------------------------------------------------------------
 
@@ -998,25 +697,6 @@ class Audit:
             self._auditor.note_equal_rows(self._kind)
         else:
             self._auditor.note_audited(self._kind, self._term_sizes)
-
-
-def _shows_something(results: Mapping[Any, Digest]) -> bool:
-    """Return whether results are finite, and not all 0."""
-    products = [digest.product for digest in results.values()]
-    return any(products) and all(map(math.isfinite, products))
-
-
-def _list_by_path(value: Any) -> dict[str, Tensor]:
-    """Return the tensors of an output by where they are in it."""
-    leaves = pytree.tree_flatten_with_path(value)[0]
-    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-
-
-def _list_objects_by_path(value: Any) -> dict[str, Any]:
-    """Return what an output has beside tensors and None, by where it is."""
-    leaves = pytree.tree_flatten_with_path(value)[0]
-    objects = (pair for pair in leaves if not isinstance(pair[1], Tensor | None))
-    return {pytree.keystr(path): leaf for path, leaf in objects}
 
 
 def _find_loss_order(program: Program, last_stage: int) -> list[int]:

@@ -505,8 +505,9 @@ class CallAudits:
         )
         assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
         audit.run_reference(loss)
+        recorder = audit.observe()
         for worker in execution.workers:
-            worker.observer = audit
+            worker.observer = recorder
         return audit
 
     def check(self, sizes: TermSizes | None, comparison: TermComparison | None = None) -> None:

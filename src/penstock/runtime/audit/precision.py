@@ -18,14 +18,16 @@ in 16 bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.microbatch import list_tensors
-from penstock.torch_compat import pytree
+from penstock.torch_compat import DisableTorchFunction, pytree
 
 LOW_PRECISION_DTYPES = frozenset((torch.float16, torch.bfloat16))
 _BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64: 64}
@@ -92,6 +94,54 @@ class WideMode(TorchFunctionMode):
 
     def _is_narrow(self, value: Any) -> bool:
         return isinstance(value, torch.dtype) and _BITS.get(value, 64) < self._bits
+
+
+@contextmanager
+def widened_units(
+    units: Iterable[nn.Module],
+    dtype: torch.dtype,
+    note_parameter: Callable[[nn.Parameter, nn.Parameter], None],
+) -> Iterator[None]:
+    """Convert the parameters of each unit before it runs in this context, and put them back after.
+
+    So there is no second copy of the model. With gradients there is, as a backward may recompute
+    a unit: then its parameters stay until the caller puts back the old ones.
+
+    Args:
+        units: The units.
+        dtype: The dtype to which parameters with fewer bits are converted.
+        note_parameter: Is called with each parameter that stays, and the one it stands in for.
+    """
+    replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []  # by unit that is running
+
+    def widen_parameters(unit: nn.Module, _: object) -> None:
+        replaced.append([])
+        with DisableTorchFunction():  # the watch looks for operations in float32
+            for module in unit.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if type(parameter) is not nn.Parameter:
+                        continue
+                    values = widen(parameter.detach(), dtype)
+                    if values.dtype == parameter.dtype:
+                        continue
+                    wide = nn.Parameter(values, parameter.requires_grad)
+                    setattr(module, name, wide)  # an RNN has a list of them, too
+                    if torch.is_grad_enabled():
+                        note_parameter(wide, parameter)
+                    else:
+                        replaced[-1].append((module, name, parameter))
+
+    def restore_parameters(*_: object) -> None:
+        for module, name, parameter in replaced.pop():
+            setattr(module, name, parameter)
+
+    with ExitStack() as hooks:
+        for unit in units:
+            before = unit.register_forward_pre_hook(widen_parameters, prepend=True)
+            after = unit.register_forward_hook(restore_parameters, always_call=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        yield
 
 
 def find_split_tolerance(

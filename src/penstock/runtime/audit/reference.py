@@ -8,7 +8,6 @@ something is about to write to it. (Parameters of a small model are copied befor
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.microbatch import (
-    find_related_rows,
-    find_shared_ids,
-    find_unlike_rows,
     list_tensors,
     take_rows,
 )
@@ -34,6 +30,7 @@ from penstock.model.isolation import (
 from penstock.model.partition import Partition, StageMap
 from penstock.model.stage_inputs import StageInputs
 from penstock.model.unsplit import UnsplitCells
+from penstock.runtime.audit.batch_rows import BatchRows
 from penstock.runtime.audit.digest import Digest, Digester, find_rounding, is_small
 from penstock.runtime.audit.kept_tensors import KeptPlace, find_kept_places
 from penstock.runtime.audit.precision import (
@@ -42,6 +39,7 @@ from penstock.runtime.audit.precision import (
     LOW_PRECISION_DTYPES,
     WideMode,
     widen,
+    widened_units,
 )
 from penstock.runtime.audit.row_operations import RowOperations
 from penstock.runtime.audit.state_watch import (
@@ -73,7 +71,6 @@ from penstock.state_copy import (
 )
 from penstock.torch_compat import (
     BatchNormBase,
-    DisableTorchFunction,
     force_eager,
 )
 
@@ -153,6 +150,7 @@ class Reference:
 
     Attributes:
         names: The modules of the model, with their names.
+        rows: The rows of the batch.
 
     Args:
         partition: The model, cut.
@@ -180,8 +178,8 @@ class Reference:
     ) -> None:
         self._partition, self._devices = partition, devices
         self._reached = reached
-        self._request, self._rows, self._seed = request, inputs.rows, seed
-        self._inputs = inputs
+        self._request, self._seed = request, seed
+        self.rows = BatchRows(request, inputs)
         self._reduction, self._digester = reduction, digester
         self._stage_map: StageMap | None = None
         self._adds_losses = self._draws_in_loss = False
@@ -209,78 +207,11 @@ class Reference:
         self._dtypes = frozenset([*autocast_dtypes, *self._list_dtypes()])
         self._wide_dtype: torch.dtype | None = None  # see `in_precision`
 
-    def find_rows(self, microbatch: int) -> tuple[int, int]:
-        """Return the first row of a micro-batch, and the one after its last."""
-        counts = self._rows.counts
-        start = sum(counts[:microbatch])
-        return start, start + (counts[microbatch] if counts else 0)
-
-    def get_counted_targets(self, *ranges: tuple[int, int]) -> tuple[Any, ...] | None:
-        """Return the labels that the model's own loss counts in some rows, if that is known."""
-        if self._reduction is None or self._request.target or not self._inputs.has_target:
-            return None
-        return (self.take_labels([target for (target,) in self._inputs.targets], ranges),)
-
-    def take_counted_targets(self, *ranges: tuple[int, int]) -> tuple[Any, ...]:
-        """Return the targets of some rows, by which their loss may be weighted."""
-        counted = self.get_counted_targets(*ranges)
-        if counted is not None:
-            return counted
-        target: tuple[Any, ...] = take_rows(self._request.target, self._rows, *ranges)
-        return target
-
-    def take_labels(self, labels: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Return some rows of the labels of the micro-batches. A row may have several labels.
-
-        A range has rows of one micro-batch.
-        """
-        pieces = []
-        for start, stop in ranges:
-            ends = itertools.accumulate(self._rows.counts)
-            microbatch = next(index for index, end in enumerate(ends) if start < end)
-            begin, end = self.find_rows(microbatch)
-            piece = labels[microbatch]
-            if (start, stop) != (begin, end):
-                times = len(piece) // (end - begin)
-                piece = piece[(start - begin) * times : (stop - begin) * times]
-            pieces.append(piece)
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-    def find_unlike_rows(self) -> tuple[int, int] | None:
-        """Return the two rows of the batch of which a loss may count most differently, if any."""
-        request = self._request
-        batch = request.target, request.inputs, dict(request.keyword_inputs)
-        return find_unlike_rows(batch, sum(self._rows.counts))
-
-    def find_related_rows(self) -> list[tuple[int, int, int]]:
-        """Return rows that the model may relate by a number that an input has for each row.
-
-        The target is left out: each step compares a loss function with the whole batch if it has
-        to.
-        """
-        inputs = self._request.inputs, dict(self._request.keyword_inputs)
-        return find_related_rows(inputs, sum(self._rows.counts))
-
-    def find_shared_ids(self) -> list[tuple[int, int, int]]:
-        """Return rows of different micro-batches that have the same id, by number of its tensor."""
-        return find_shared_ids(self._request.list_batch(), self._rows.counts)
-
-    def has_row_ids(self, with_target: bool) -> bool:
-        """Return whether an input, or the target, has one whole number for each row."""
-        row_count = sum(self._rows.counts)
-        request = self._request
-        target = request.target if with_target else ()
-        tensors = list_tensors((request.inputs, dict(request.keyword_inputs), target))
-        return any(
-            t.dim() and len(t) == t.numel() == row_count and not t.is_floating_point()
-            for t in tensors
-        )
-
     def take_batch(self, *ranges: tuple[int, int]) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return copies of some rows: the inputs, the inputs by name and the target."""
         request = self._request
         batch = request.inputs, dict(request.keyword_inputs), request.target
-        pieces = take_rows(batch, self._rows, *ranges)
+        pieces = take_rows(batch, self.rows.inputs.rows, *ranges)
         device = self._devices[-1]
 
         def copy_tensor(tensor: Tensor) -> Tensor:
@@ -292,20 +223,6 @@ class Reference:
             kwargs,
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
-
-    def have_different_inputs(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Return whether not all parts have the same inputs. Mixed rows would not show then."""
-        if len(ranges) < 2:
-            return False
-        inputs = self._request.inputs, dict(self._request.keyword_inputs)
-        size = min(stop - start for start, stop in ranges)
-        first, *others = (
-            list_tensors(take_rows(inputs, self._rows, (start, start + size)))
-            for start, _ in ranges
-        )
-        pairs = [pair for other in others for pair in zip(first, other, strict=True)]
-        split = [(one, other) for one, other in pairs if one is not other]
-        return not split or any(_are_different(one, other) for one, other in split)
 
     def watch_state(self) -> StateWatch:
         """Return an object that finds what a forward changes, inside an isolation."""
@@ -432,7 +349,7 @@ class Reference:
         model, unless gradients are computed. A model may insist on its dtypes, and raises then.
         """
         if self._stage_map is None:
-            args, kwargs, _ = self.take_batch(self.find_rows(0))
+            args, kwargs, _ = self.take_batch(self.rows.find_rows(0))
             self._stage_map = self._partition.map_stages(args, kwargs)
         before = self._wide_dtype, self._uses_float32, dict(self._aliases)
         self._wide_dtype, self._uses_float32 = dtype, None
@@ -453,48 +370,16 @@ class Reference:
         assert self._stage_map is not None
         return {id(p) for unit, _ in self._stage_map[0] for p in unit.parameters()}
 
-    @contextmanager
-    def _widen_units(self) -> Iterator[None]:
-        """Convert the parameters of each unit before it runs in this context."""
+    def _build_unit_widening(self) -> AbstractContextManager[object]:
+        """Return a context in which the parameters of each unit are converted before it runs."""
         if self._wide_dtype is None:
-            yield
-            return
+            return nullcontext()
         assert self._stage_map is not None
-        replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []  # by unit that is running
+        units = [unit for unit, _ in self._stage_map[0]]
+        return widened_units(units, self._wide_dtype, self._note_wide_parameter)
 
-        def widen_parameters(unit: nn.Module, _: object) -> None:
-            replaced.append([])
-            with DisableTorchFunction():  # the watch looks for operations in float32
-                widen_modules(unit)
-
-        def widen_modules(unit: nn.Module) -> None:
-            for module in unit.modules():
-                for name, parameter in list(module._parameters.items()):
-                    if type(parameter) is not nn.Parameter:
-                        continue
-                    values = self._widen(parameter.detach())
-                    if values.dtype == parameter.dtype:
-                        continue
-                    wide = nn.Parameter(values, parameter.requires_grad)
-                    setattr(module, name, wide)  # an RNN has a list of them, too
-                    # A backward may recompute the unit, so its parameters stay until the isolation
-                    # ends.
-                    if torch.is_grad_enabled():
-                        self._aliases[wide] = self._aliases.get(parameter, parameter)
-                    else:
-                        replaced[-1].append((module, name, parameter))
-
-        def restore_parameters(*_: object) -> None:
-            for module, name, parameter in replaced.pop():
-                setattr(module, name, parameter)
-
-        with ExitStack() as hooks:
-            for unit, _ in self._stage_map[0]:
-                before = unit.register_forward_pre_hook(widen_parameters, prepend=True)
-                after = unit.register_forward_hook(restore_parameters, always_call=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-            yield
+    def _note_wide_parameter(self, wide: nn.Parameter, parameter: nn.Parameter) -> None:
+        self._aliases[wide] = self._aliases.get(parameter, parameter)
 
     # ---- forwards ------------------------------------------------------------------------------
 
@@ -539,7 +424,7 @@ class Reference:
             self._build_wide_mode(),
             watch if is_watched else nullcontext(),
             cells.emulate(microbatch),
-            self._widen_units(),
+            self._build_unit_widening(),
         ):
             is_logged = not (fixes_draws and self.is_stateless and self._writes_nothing)
             values, output = self._compute(
@@ -604,8 +489,8 @@ class Reference:
         buffers = {id(t) for m in self.modules for t in m._buffers.values()}
         if microbatch is None:
             return _ForwardWatch(buffer_ids=buffers)
-        start, stop = self.find_rows(microbatch)
-        counts = self._rows.counts
+        start, stop = self.rows.find_rows(microbatch)
+        counts = self.rows.inputs.rows.counts
         row_counts = RowCounts(stop - start, {*counts, sum(counts)}, buffers)
         watch = _ForwardWatch(row_counts=row_counts, statistics=RowStatistics(), buffer_ids=buffers)
         watch.replaces_sizes = self.replaces_sizes
@@ -762,7 +647,7 @@ class Reference:
         loss_fn, last_stage = self._request.loss_fn, len(self._partition.stages) - 1
         if loss_fn is None or not last_stage or self._reduction is None:
             return False
-        args, kwargs, target = self.take_batch(self.find_rows(microbatch))
+        args, kwargs, target = self.take_batch(self.rows.find_rows(microbatch))
         assert self._stage_map is not None  # a forward has run
         last_units = [unit for unit, stages in self._stage_map[0] if set(stages) == {last_stage}]
         digests = []
@@ -776,7 +661,7 @@ class Reference:
                 output = self._partition.run_unsplit(args, kwargs)
             for is_beside in (False, False, True):
                 if is_beside:
-                    args, kwargs, _ = self.take_batch(self.find_rows(other))
+                    args, kwargs, _ = self.take_batch(self.rows.find_rows(other))
                     hooks = [unit.register_forward_pre_hook(stop) for unit in last_units]
                     try:
                         with self._write_log.log(), cells.emulate(other):
@@ -963,13 +848,6 @@ class Reference:
         for (key, _), digest in parts.items():
             digests[key] = digest.plus(digests.get(key))
         return digests
-
-
-def _are_different(first: Tensor, second: Tensor) -> bool:
-    try:
-        return not torch.equal(first, second)
-    except (RuntimeError, NotImplementedError):  # of tensors without plain memory
-        return True
 
 
 def _list_entries(container: Any) -> list[Any]:

@@ -28,38 +28,47 @@ does not work, as with the random numbers of Python, everything runs in eval mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.microbatch import MicrobatchRows, gather, list_tensors
+from penstock.microbatch import MicrobatchRows, list_tensors
 from penstock.model.stage_inputs import StageInputs
+from penstock.runtime.audit.batch_rows import Rows
 from penstock.runtime.audit.digest import Digest
 from penstock.runtime.audit.precision import find_split_tolerance
 from penstock.runtime.audit.reference import Reference, ReferenceForward
-from penstock.runtime.audit.row_dims import RowDims, vary_by_row
+from penstock.runtime.audit.row_gradients import (
+    LossSeeds,
+    OutputSeeds,
+    RowDims,
+    RowsResult,
+    Seeds,
+    compare_gradients,
+    describe_weighted_write,
+    select_seeds,
+)
 from penstock.runtime.audit.row_operations import RowOperations
+from penstock.runtime.audit.row_results import (
+    Losses,
+    ShowsNothingError,
+    compare_losses,
+    compare_outputs,
+    find_loss,
+    find_step_output,
+    find_weight,
+    is_close,
+)
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.stage.branches import RowWatch
 from penstock.stage.host_rng import HostRngState
 from penstock.stage.loss import LossExtras, LossReduction
 from penstock.stage.payload import Payload, flatten_values
-from penstock.torch_compat import BatchNormBase, close_failed_checkpoints, pytree
-
-Rows = tuple[int, int]  # the first row, and the one after the last
-# Returns the tensors of a forward with which a backward begins, and their gradients.
-Seeds = Callable[[tuple[Any, ...]], Sequence[tuple[Tensor, Tensor]]]
-
-SPLIT_CURE = (
-    "So the loss of a batch depends on how it is split. It is not a mean over rows: it mixes rows, "
-    "divides by a number that is given, or does not count all targets. Return "
-    "penstock.Weighted(loss, weight) if it is a mean over something else, or pass reduction='sum' "
-    "if it is a sum. A loss that mixes rows needs chunks=1."
-)
+from penstock.torch_compat import BatchNormBase, close_failed_checkpoints
 
 _SPLIT_INPUT_PROBLEM = (
     "the results of the micro-batches are not those of the whole batch, and the model does not run "
@@ -78,16 +87,12 @@ _RARE_LEVELS = 0.01, 0.99  # of uniform numbers
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
-class ShowsNothingError(Exception):
-    """The results would be the same if rows were mixed: they are not finite, or count nothing."""
-
-
 class _RandomResultsError(Exception):
     """The results depend on random numbers, so that they cannot be compared."""
 
 
 class _Verdict(NamedTuple):
-    """What a comparison has found.
+    """The result of a comparison.
 
     Attributes:
         problem: How the results of the parts do not combine, or None.
@@ -98,22 +103,6 @@ class _Verdict(NamedTuple):
     problem: str | None
     has_difference: bool = False
     uses_float32: bool = False
-
-
-class _Losses(NamedTuple):
-    """The losses of parts, and of all together.
-
-    Attributes:
-        parts: The losses of the parts.
-        combined: What they combine to.
-        whole: The loss of all together.
-        dtype: Its dtype.
-    """
-
-    parts: Sequence[float]
-    combined: float
-    whole: float
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -140,27 +129,6 @@ class _RowsRun:
     def is_followed(self) -> bool:
         """Whether its operations are followed. Those in eval mode may be others."""
         return self.follows_operations and self.in_training
-
-
-@dataclass(frozen=True)
-class _RowsResult:
-    """The forward of some rows, and perhaps its backward.
-
-    Attributes:
-        forward: The forward.
-        gradients: The gradients, by id of their leaves.
-        input_ids: The ids of the inputs.
-        writes: What the backward has added to beside gradients, by name: buffers, say.
-    """
-
-    forward: ReferenceForward
-    gradients: Mapping[int, Digest]
-    input_ids: frozenset[int] = frozenset()
-    writes: Mapping[str, Digest] = field(default_factory=dict)
-
-    def measure_input_gradients(self) -> float:
-        """Return the norm of the gradients of all inputs."""
-        return math.hypot(*(d.norm for k, d in self.gradients.items() if k in self.input_ids))
 
 
 @dataclass(frozen=True)
@@ -245,7 +213,7 @@ class RowsCheck:
             if problem is not None:
                 return problem
         # Others may differ, or have targets that the loss counts.
-        start, stop = self.reference.find_rows(self.microbatch)
+        start, stop = self.reference.rows.find_rows(self.microbatch)
         middle = (start + stop) // 2
         if self.shows_nothing and start < middle:
             problem = self._try_modes([(start, middle), (middle, stop)], None, with_gradients)
@@ -278,7 +246,7 @@ class RowsCheck:
                 self._run_rows(
                     ranges,
                     True,
-                    _select_seeds(self._build_seeds(rows, [1.0], ranges), 0, ranges, scale),
+                    select_seeds(self._build_seeds(rows, [1.0], ranges), 0, ranges, scale),
                 )
                 for scale in (1.0, factor)
             ]
@@ -287,7 +255,7 @@ class RowsCheck:
             return None
         small, large = [result.gradients for result in results]
         if results[0].writes:
-            return _describe_weighted_write(next(iter(results[0].writes)))
+            return describe_weighted_write(next(iter(results[0].writes)))
         tolerance = self._find_gradient_tolerance()
         largest = max((d.norm for d in large.values() if math.isfinite(d.norm)), default=0.0)
         zero = Digest(0.0, 0.0)
@@ -350,8 +318,8 @@ class RowsCheck:
 
         That is if parts of it are compared with it. Otherwise the forwards of a few rows suffice.
         """
-        start, stop = self.reference.find_rows(self.microbatch)
-        if 2 <= stop - start < SMALL_MICROBATCH and self.reference.find_unlike_rows() is None:
+        start, stop = self.reference.rows.find_rows(self.microbatch)
+        if 2 <= stop - start < SMALL_MICROBATCH and self.reference.rows.find_unlike_rows() is None:
             return RowOperations(stop - start)
         return None
 
@@ -384,14 +352,14 @@ class RowsCheck:
 
         At most half of the rows of a micro-batch, or four of them, run for a pair.
         """
-        start, stop = self.reference.find_rows(self.microbatch)
+        start, stop = self.reference.rows.find_rows(self.microbatch)
         # Those of which a loss may count most differently, wherever they are.
-        pair = self.reference.find_unlike_rows()
+        pair = self.reference.rows.find_unlike_rows()
         if stop - start < 2:
             pair = pair or (0, 1)
         if pair is not None:
             yield [(row, row + 1) for row in pair], None
-        for related in self.reference.find_related_rows()[:_MAX_RELATED]:
+        for related in self.reference.rows.find_related_rows()[:_MAX_RELATED]:
             yield [(row, row + 1) for row in related], None
         size = (stop - start) // 8
         if pair is None and stop - start < SMALL_MICROBATCH and self._can_reuse(whole):
@@ -427,7 +395,7 @@ class RowsCheck:
         return self._try_modes(self._list_microbatches()) if self._has_parts() else None
 
     def _list_microbatches(self) -> list[Rows]:
-        return [self.reference.find_rows(index) for index in range(self.inputs.chunks)]
+        return [self.reference.rows.find_rows(index) for index in range(self.inputs.chunks)]
 
     def _has_parts(self) -> bool:
         return self.inputs.chunks >= 2 and sum(self.inputs.rows.counts) >= 2
@@ -435,7 +403,7 @@ class RowsCheck:
     def _find_two_microbatches(self) -> list[Rows]:
         """Return the rows of the audited micro-batch and of one beside it, in order."""
         first = min(self.microbatch, self.inputs.chunks - 2)
-        return [self.reference.find_rows(first), self.reference.find_rows(first + 1)]
+        return [self.reference.rows.find_rows(first), self.reference.rows.find_rows(first + 1)]
 
     def _try_modes(
         self,
@@ -527,19 +495,19 @@ class RowsCheck:
             host_state = HostRngState()
             recorded = [] if whole is None or whole.operations is None else [whole.operations]
 
-            def run_rows(rows: Sequence[Rows], seeds: Seeds | None) -> _RowsResult:
+            def run_rows(rows: Sequence[Rows], seeds: Seeds | None) -> RowsResult:
                 count = sum(stop - start for start, stop in rows)
                 operations = self._build_operations(count, recorded) if run.is_followed else None
                 return self._run_rows(rows, run.in_training, seeds, operations)
 
             parts = []
             for index, rows in enumerate(ranges):
-                seeds = _select_seeds(part_seeds, index, [rows], run.seed_factor)
+                seeds = select_seeds(part_seeds, index, [rows], run.seed_factor)
                 parts.append(run_rows([rows], seeds))
             if whole is not None:
-                together = _RowsResult(whole, {})
+                together = RowsResult(whole, {})
             else:
-                seeds = _select_seeds(whole_seeds, 0, ranges, run.seed_factor)
+                seeds = select_seeds(whole_seeds, 0, ranges, run.seed_factor)
                 together = run_rows(ranges, seeds)
             if run.is_followed:
                 self._compare_three_rows(recorded)
@@ -555,16 +523,19 @@ class RowsCheck:
                 )
                 if problem is not None or part_seeds is None or whole_seeds is None:
                     return problem
-                if any(_find_weight(part) == 0 for part in forwards):
+                if any(find_weight(part) == 0 for part in forwards):
                     raise ShowsNothingError  # the scale of gradients is another one
                 scale = whole_seeds.read_scale() / part_seeds.read_scale()
-                return self._compare_gradients(parts, together, scale, is_strict)
+                tolerance = self._find_gradient_tolerance(is_strict)
+                if not math.isfinite(scale) or together.forward.adds_losses:
+                    return None
+                return compare_gradients(parts, together, self.parameter_names, scale, tolerance)
 
             problem = find_problem(is_strict=False)
             if problem is not None:
                 return _Verdict(problem)
             counted = self._find_counted(ranges, forwards, shares)
-            self._proofs.append(self.reference.have_different_inputs(counted))
+            self._proofs.append(self.reference.rows.have_different_inputs(counted))
             has_difference = find_problem(is_strict=True) is not None or self._has_other_outputs(
                 forwards, together.forward
             )
@@ -580,7 +551,7 @@ class RowsCheck:
         return [
             rows
             for rows, part in zip(ranges, parts, strict=True)
-            if _find_weight(part) != 0 and float(find_loss(part)) != 0
+            if find_weight(part) != 0 and float(find_loss(part)) != 0
         ]
 
     def _build_operations(
@@ -617,12 +588,12 @@ class RowsCheck:
         in_training: bool,
         seeds: Seeds | None,
         operations: RowOperations | None = None,
-    ) -> _RowsResult:
+    ) -> RowsResult:
         modules = self.reference.modules
         switched = [m for m in modules if not in_training or isinstance(m, BatchNormBase)]
         with self.reference.isolate(), _in_eval_mode(switched):
             batch = self.reference.take_batch(*ranges)
-            counted = self.reference.get_counted_targets(*ranges)
+            counted = self.reference.rows.get_counted_targets(*ranges)
             forward = self.reference.run_forward(
                 batch,
                 self.microbatch,
@@ -646,7 +617,7 @@ class RowsCheck:
             for key, digest in forward.own_gradients.items():
                 gradients[key] = digest.plus(gradients.get(key))
         input_ids = frozenset(id(tensor) for tensor in list_tensors(batch))
-        return _RowsResult(forward, gradients, input_ids, writes)
+        return RowsResult(forward, gradients, input_ids, writes)
 
     # ---- losses and outputs --------------------------------------------------------------------
 
@@ -657,14 +628,14 @@ class RowsCheck:
         if self.inputs.counted_labels is None:
             return [1.0] * len(ranges) if self._adds_losses() else rows.fractions()
         labels, count = self.inputs.counted_labels
-        counts = [float(count(self.reference.take_labels(labels, [part]))) for part in ranges]
+        counts = [float(count(self.reference.rows.take_labels(labels, [part]))) for part in ranges]
         return [part_count / (sum(counts) or 1.0) for part_count in counts]
 
     def _find_problem(
         self,
         parts: Sequence[ReferenceForward],
         whole: ReferenceForward,
-        losses: _Losses | None,
+        losses: Losses | None,
         rows: MicrobatchRows,
         shares: Sequence[float],
         is_strict: bool,
@@ -673,29 +644,26 @@ class RowsCheck:
 
         Raise a `ShowsNothingError` if the parts alone are not finite, so that they show nothing.
         """
+
+        def find_tolerance(dtype: torch.dtype) -> float:
+            rounding = self.reference.rounding
+            return find_split_tolerance(dtype, whole.uses_float32, rounding, is_strict)
+
         if self.reduction is None:
             outputs = [part.values[0] for part in parts]
             merged = replace(self.inputs, rows=rows, loss_shares=shares).merge_outputs(outputs)
-            return self._compare_outputs(
-                outputs, whole.values[0], merged, whole.uses_float32, is_strict
-            )
+            return compare_outputs(outputs, whole.values[0], merged, self.inputs, find_tolerance)
         problem = None
         if losses is not None:
-            problem = self._compare_losses(losses, whole.uses_float32, is_strict)
-        outputs = [_find_step_output(part) for part in (*parts, whole)]
-        if problem is not None or not all(outputs):
+            problem = compare_losses(losses, find_tolerance(losses.dtype))
+        step_outputs = [find_step_output(part) for part in (*parts, whole)]
+        if problem is not None or not all(step_outputs):
             return problem
-        *parts_outputs, (expected,) = outputs
+        *outputs, expected = [output for (output,) in step_outputs]
         merged = replace(self.inputs, rows=rows).merge_step_outputs(
-            [output for (output,) in parts_outputs], self._combine_losses(parts, rows)
+            outputs, self._combine_losses(parts, rows)
         )
-        return self._compare_outputs(
-            [output for (output,) in parts_outputs],
-            expected,
-            merged,
-            whole.uses_float32,
-            is_strict,
-        )
+        return compare_outputs(outputs, expected, merged, self.inputs, find_tolerance)
 
     def _has_other_outputs(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward
@@ -716,49 +684,9 @@ class RowsCheck:
             tolerance = find_split_tolerance(
                 expected.dtype, whole.uses_float32, self.reference.rounding, is_strict=True
             )
-            if not _is_close(torch.cat(pieces), expected, tolerance):
+            if not is_close(torch.cat(pieces), expected, tolerance):
                 return True
         return False
-
-    def _compare_outputs(
-        self, parts: Sequence[Any], whole: Any, merged: Any, uses_float32: bool, is_strict: bool
-    ) -> str | None:
-        """Return how the merged outputs of the parts differ from those of all together, or None."""
-        expected = dict(pytree.tree_flatten_with_path(whole)[0])
-        tables = _find_tables(parts, whole)
-        for path in tables:
-            if self._is_joined(path, whole):
-                return (
-                    f"the output{pytree.keystr(path)} of shape {tuple(expected[path].shape)} has "
-                    "no rows: it is the same size for any number of them. Here it has as many "
-                    "entries on dim 0 as each micro-batch has rows, so that the pipe would join it "
-                    "as if they were rows. Return only what has rows, or use another number of "
-                    "chunks."
-                )
-        for path, leaf in pytree.tree_flatten_with_path(merged)[0]:
-            other = expected.get(path)
-            if path in tables or not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
-                continue  # the pipe returns a list, with an entry for each micro-batch
-            tolerance = find_split_tolerance(
-                other.dtype, uses_float32, self.reference.rounding, is_strict
-            )
-            if leaf.shape == other.shape and _is_close(leaf.detach(), other.detach(), tolerance):
-                if not torch.equal(leaf.isnan(), other.isnan()):
-                    raise ShowsNothingError
-                continue
-            return (
-                f"the output{pytree.keystr(path)}, joined from {_count_parts(parts)} of the batch, "
-                f"has shape {tuple(leaf.shape)} and is not that of the same rows together, which "
-                f"has shape {tuple(other.shape)}. So the output depends on how the batch is split: "
-                "it has no rows on dim 0, is a number other than a mean over rows, or mixes rows. "
-                "Return what has rows, or use chunks=1."
-            )
-        return None
-
-    def _is_joined(self, path: Any, whole: Any) -> bool:
-        """Return whether the call joins this output of its micro-batches, which has this shape."""
-        joined = gather([whole] * self.inputs.chunks, self.inputs.rows)
-        return path in dict(pytree.tree_flatten_with_path(joined)[0])
 
     def _adds_losses(self) -> bool:
         """Return whether `pipe(x)` adds the losses of micro-batches."""
@@ -766,37 +694,21 @@ class RowsCheck:
 
     def _measure_losses(
         self, parts: Sequence[ReferenceForward], whole: ReferenceForward, rows: MicrobatchRows
-    ) -> _Losses | None:
+    ) -> Losses | None:
         """Return the losses of a step for parts and for all together, or None."""
         if self.reduction is None:
             return None
         is_counted = self.reduction.target_counter is not None
-        if whole.adds_losses and not is_counted and _find_weight(whole) is not None:
+        if whole.adds_losses and not is_counted and find_weight(whole) is not None:
             return None  # auxiliary losses share the weight of the loss, and not the rows
         losses = [float(self._combine_losses([part], MicrobatchRows((1,)))) for part in parts]
         total = self._combine_losses([whole], MicrobatchRows((1,)))
         combined = float(self._combine_losses(parts, rows))
         # A part whose targets count nothing has a mean of nan, and a weight of 0.
-        counted = [x for x, part in zip(losses, parts, strict=True) if _find_weight(part) != 0]
+        counted = [x for x, part in zip(losses, parts, strict=True) if find_weight(part) != 0]
         if not all(math.isfinite(x) for x in (float(total), combined, *counted)):
             raise ShowsNothingError
-        return _Losses(losses, combined, float(total), total.dtype)
-
-    def _compare_losses(self, measured: _Losses, uses_float32: bool, is_strict: bool) -> str | None:
-        losses, combined, total, dtype = measured
-        distance = abs(combined - total)
-        size = max(abs(x) for x in (*losses, total) if math.isfinite(x))
-        tolerance = find_split_tolerance(dtype, uses_float32, self.reference.rounding, is_strict)
-        if distance <= tolerance * size:
-            return None
-        *others, last = [f"{loss:.6g}" for loss in losses[:4]]
-        combined_text, total_text = format_different(combined, total)
-        more = " and others" if len(losses) > 4 else ""
-        return (
-            f"the losses of {_count_parts(losses)} of the batch, "
-            f"{', '.join(others)}{', ' if more else ' and '}{last}{more}, combine to "
-            f"{combined_text}, but the loss of the same rows together is {total_text}. {SPLIT_CURE}"
-        )
+        return Losses(losses, combined, float(total), total.dtype)
 
     def _combine_losses(self, parts: Sequence[ReferenceForward], rows: MicrobatchRows) -> Tensor:
         assert self.reduction is not None
@@ -810,183 +722,13 @@ class RowsCheck:
 
     def _build_seeds(
         self, rows: MicrobatchRows, shares: Sequence[float], *parts: Sequence[Rows]
-    ) -> _LossSeeds | _OutputSeeds:
+    ) -> LossSeeds | OutputSeeds:
         """Return the gradients of parts. For one part, `shares` are those of the whole."""
         if self.reduction is None:
-            return _OutputSeeds(shares or rows.fractions(), self._row_dims)
+            return OutputSeeds(shares or rows.fractions(), self._row_dims)
         fractions = [1.0] if len(shares) == 1 else rows.fractions()
-        targets = [self.reference.take_counted_targets(*ranges) for ranges in parts]
-        return _LossSeeds(LossAccumulator(self.reduction, fractions, targets))
-
-    def _compare_gradients(
-        self, parts: Sequence[_RowsResult], whole: _RowsResult, scale: float, is_strict: bool
-    ) -> str | None:
-        """Return whose gradients of the parts do not add up to that of the whole, or None."""
-        if not math.isfinite(scale) or whole.forward.adds_losses:
-            return None
-        sums: dict[int, Digest] = {}
-        for part in parts:
-            for key, digest in part.gradients.items():
-                sums[key] = digest.plus(sums.get(key))
-        names = self.parameter_names
-        zero = Digest(0.0, 0.0)
-        tolerance = self._find_gradient_tolerance(is_strict)
-        # Some gradients are 0 but for rounding, such as that of the bias of the keys of attention.
-        norms = [digest.norm for key, digest in sums.items() if key in names]
-        least_size = tolerance * max(filter(math.isfinite, norms), default=0.0)
-        for key, name in names.items():
-            digest, expected = sums.get(key, zero), whole.gradients.get(key, zero)
-            if digest.find_difference(expected, tolerance, scale, least_size):
-                return _describe_gradient(f"the gradient of '{name}'")
-        for name in dict.fromkeys(name for part in (*parts, whole) for name in part.writes):
-            digest = zero
-            for part in parts:
-                digest = digest.plus(part.writes.get(name))
-            if digest.find_difference(whole.writes.get(name, zero), tolerance):
-                if scale != 1:
-                    return _describe_weighted_write(name)
-                return _describe_gradient(f"what a backward adds to '{name}'")
-        # Those of the inputs have other places in the whole, so only their sizes are compared.
-        size = whole.measure_input_gradients() * scale
-        part_size = math.hypot(*(part.measure_input_gradients() for part in parts))
-        if abs(size - part_size) > tolerance * max(size, part_size):
-            return _describe_gradient("the gradient of the inputs")
-        return None
-
-
-def format_different(first: float, second: float) -> tuple[str, str]:
-    """Return two numbers with six digits, or with as many as show that they differ.
-
-    >>> format_different(0.5, 0.500000012)
-    ('0.5', '0.50000001')
-    """
-    texts = ((f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(6, 17))
-    return next((pair for pair in texts if pair[0] != pair[1]), (repr(first), repr(second)))
-
-
-def _describe_gradient(what: str) -> str:
-    return (
-        f"{what} for some rows together is not the sum of those for two parts of them, although "
-        "their losses or outputs combine. So the backward mixes rows, or depends on their number: "
-        "in a hook of a tensor or a module, in the backward of an autograd.Function, or by a value "
-        "that is detached. Or a forward calls backward by itself, on a mean over its rows. Or it "
-        "mixes rows, and weights that are very small so far hide it in the results. Let each row "
-        "have its own gradient, change the gradients after the step, or use chunks=1."
-    )
-
-
-def _describe_weighted_write(name: str) -> str:
-    return (
-        f"a backward adds to '{name}', and the loss has weights, so gradients have their final "
-        "scale only after the backwards. Use reduction='sum' and divide by the weight of the whole "
-        "batch in loss_fn, or compute it after the step."
-    )
-
-
-@dataclass(frozen=True)
-class _LossSeeds:
-    """The gradients of the losses of parts in a step."""
-
-    losses: LossAccumulator
-
-    def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
-        """Return the seeds of one part, which has these rows."""
-
-        def list_pairs(values: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-            tensors, layout = flatten_values(values)
-            gradients = self.losses.compute_output_gradients(
-                index, Payload(tuple(tensors), layout)
-            ).tensors
-            pairs = zip(tensors, gradients, strict=True)
-            return [(t, g) for t, g in pairs if g is not None and t.requires_grad]
-
-        return list_pairs
-
-    def read_scale(self) -> float:
-        """Return the factor that the gradients still need, after the last part."""
-        factor = self.losses.rescale_factor
-        return 1.0 if factor is None else float(factor)
-
-
-@dataclass(frozen=True)
-class _OutputSeeds:
-    """Gradients for the outputs of `pipe(x)`: each row has one of its own, a loss its share."""
-
-    shares: Sequence[float]
-    row_dims: RowDims
-
-    def for_part(self, index: int, ranges: Sequence[Rows]) -> Seeds:
-        """Return the seeds of one part, which has these rows."""
-
-        def list_pairs(values: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-            row_numbers = [row for start, stop in ranges for row in range(start, stop)]
-            pairs = []
-            for leaf_index, tensor in enumerate(flatten_values(values)[0]):
-                if not tensor.requires_grad:
-                    continue
-                if tensor.dim():
-                    dim = self.row_dims.find(leaf_index, tensor, len(row_numbers))
-                    pairs.append((tensor, vary_by_row(tensor, row_numbers, dim)))
-                else:
-                    pairs.append((tensor, torch.full_like(tensor, self.shares[index])))
-            return pairs
-
-        return list_pairs
-
-    def read_scale(self) -> float:
-        """Return 1: the gradients have their final size."""
-        return 1.0
-
-
-def _find_tables(parts: Sequence[Any], whole: Any) -> list[Any]:
-    """Return where an output has tensors without rows, such as tables or weights.
-
-    They have the same shape for every number of rows.
-    """
-    leaves_by_part = [dict(pytree.tree_flatten_with_path(part)[0]) for part in parts]
-    tables = []
-    for path, leaf in pytree.tree_flatten_with_path(whole)[0]:
-        if isinstance(leaf, Tensor) and leaf.dim():
-            others = [leaves.get(path) for leaves in leaves_by_part]
-            if all(isinstance(o, Tensor) and o.shape == leaf.shape for o in others):
-                tables.append(path)
-    return tables
-
-
-def find_loss(forward: ReferenceForward) -> Tensor:
-    """Return the loss of a step."""
-    loss: Tensor = flatten_values(forward.values)[0][0]
-    return loss.detach()
-
-
-def _find_weight(forward: ReferenceForward) -> float | None:
-    """Return the weight of the loss of a step, if it has one."""
-    extras = (value for value in forward.values if isinstance(value, LossExtras))
-    return next((float(e.weight) for e in extras if e.weight is not None), None)
-
-
-def counts_nothing(forward: ReferenceForward) -> bool:
-    """Return whether the loss of a step has counted no targets, so that nothing shows in it."""
-    return _find_weight(forward) == 0 or not math.isfinite(find_loss(forward))
-
-
-def _find_step_output(forward: ReferenceForward) -> tuple[Any, ...]:
-    """Return the output of a model in a tuple, if a step has returned it beside its loss."""
-    extras = (value for value in forward.values if isinstance(value, LossExtras))
-    return next((extra.output for extra in extras), ())
-
-
-def _count_parts(parts: Sequence[Any]) -> str:
-    return "two parts" if len(parts) == 2 else f"{len(parts)} parts"
-
-
-def _select_seeds(
-    seeds: _LossSeeds | _OutputSeeds | None, index: int, ranges: Sequence[Rows], factor: float
-) -> Seeds | None:
-    if seeds is None:
-        return None
-    list_pairs = seeds.for_part(index, ranges)
-    return lambda values: [(tensor, gradient * factor) for tensor, gradient in list_pairs(values)]
+        targets = [self.reference.rows.take_counted_targets(*ranges) for ranges in parts]
+        return LossSeeds(LossAccumulator(self.reduction, fractions, targets))
 
 
 @contextmanager
@@ -999,12 +741,3 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
-
-
-def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return True  # an index of a maximum may differ by rounding
-    actual, expected = actual.detach(), expected.detach()  # float() warns of what requires grad
-    size = max(float(expected.abs().nan_to_num().max()), 1e-30) if expected.numel() else 1.0
-    distance = (actual - expected).abs().nan_to_num(0.0, 0.0)
-    return not expected.numel() or float(distance.max()) <= tolerance * size

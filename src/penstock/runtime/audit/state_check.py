@@ -1,0 +1,295 @@
+"""Whether a micro-batch depends on the state that another one has left.
+
+The unsplit model computes every row with the state from before the batch. So some rows of a later
+micro-batch run twice, with that state and with the one that rows of the first micro-batch have
+left, and the results and gradients must agree. Where they do, three things may still hide state:
+
+    a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
+                           run again with the counter far ahead (counters.py).
+    a settled buffer       The vectors of a spectral norm may have converged before training. The
+                           rows run again with other numbers in the buffer.
+    an id of a row         State of a user or a class matters to rows with the same id, and the
+                           micro-batches may have none in common. The rows run after themselves.
+
+`loss_fn` may keep state, too. Its own order of micro-batches must not matter where a schedule
+computes the losses in another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from penstock.runtime.audit.batch_rows import Rows
+from penstock.runtime.audit.digest import Digest, Digester
+from penstock.runtime.audit.precision import find_repetition_rounding
+from penstock.runtime.audit.problems import describe_state
+from penstock.runtime.audit.reference import Reference, ReferenceForward
+from penstock.runtime.audit.row_results import ShowsNothingError
+from penstock.runtime.audit.state_watch import BufferKey, StateWatch
+from penstock.stage.payload import flatten_values
+from penstock.torch_compat import close_failed_checkpoints
+
+
+class StateCheck:
+    """Compares the results of some rows with the state that others have left, and without.
+
+    Attributes:
+        shows_nothing: Whether every micro-batch that was compared counts nothing for the loss.
+        tested_ids: The tensors with ids that several micro-batches have and that made no
+            difference, though the same rows compute with what they have left. None: they do not.
+
+    Args:
+        reference: The unsplit model.
+        digester: Makes the digests.
+        first_microbatch: The micro-batch that comes first, and changes the state.
+        microbatch: The audited micro-batch, with whose random numbers its rows run.
+        compares_loss_only: Whether the results are a loss with its extras.
+        parameter_ids: The ids of the parameters whose gradients are compared.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        digester: Digester,
+        first_microbatch: int,
+        microbatch: int,
+        compares_loss_only: bool,
+        parameter_ids: Collection[int],
+    ) -> None:
+        self._reference, self._digester = reference, digester
+        self._first_microbatch, self._microbatch = first_microbatch, microbatch
+        self._compares_loss_only = compares_loss_only
+        self._parameter_ids = parameter_ids
+        self.shows_nothing = False
+        self.tested_ids: list[int] | None = None
+
+    def compare(
+        self,
+        changes: Sequence[str],
+        later_microbatches: Sequence[int],
+        changes_buffers: bool,
+    ) -> str | None:
+        """Return how a micro-batch computes with the state that the first one leaves, or None.
+
+        Args:
+            changes: The names of what a forward changes.
+            later_microbatches: The micro-batches to compare, until one counts for the loss.
+            changes_buffers: Whether a forward changes buffers of the model.
+        """
+        for microbatch in later_microbatches:
+            try:
+                return self._compare_microbatch(changes, microbatch, changes_buffers)
+            except ShowsNothingError:
+                continue
+        self.shows_nothing = True
+        return None
+
+    def _compare_microbatch(
+        self, changes: Sequence[str], microbatch: int, changes_buffers: bool
+    ) -> str | None:
+        """Compare a later micro-batch. Raise a `ShowsNothingError` if its loss counts nothing."""
+        ranges = (
+            self._reference.rows.find_rows(self._first_microbatch),
+            self._reference.rows.find_rows(microbatch),
+        )
+        # A quarter of a micro-batch shows as much as all of it, if the model runs on so few rows.
+        few = [(start, start + max(1, (stop - start) // 4)) for start, stop in ranges]
+        # With 16 bits, rounding hides a small difference. Not every model computes with more.
+        precisions = [torch.float32, None] if self._reference.has_low_precision else [None]
+        has_shown = False
+        for dtype, (first_rows, later_rows) in itertools.product(precisions, (few, ranges)):
+            try:
+                with nullcontext() if dtype is None else self._reference.in_precision(dtype):
+                    is_ahead = self._find_difference(first_rows, later_rows, microbatch)
+            except ShowsNothingError:
+                has_shown = False
+                continue
+            except Exception as error:  # the pipe shows whether it is an error of the model
+                close_failed_checkpoints(error)
+                has_shown = True
+            else:
+                has_shown = True
+                if is_ahead is not None:
+                    return describe_state(changes, is_ahead)
+                break
+        if not has_shown:
+            raise ShowsNothingError
+        for rows in (few[1], ranges[1]):
+            try:
+                return self._compare_ids(changes, rows, microbatch, changes_buffers)
+            except ShowsNothingError:
+                continue
+        return None
+
+    def _compare_ids(
+        self, changes: Sequence[str], rows: Rows, microbatch: int, changes_buffers: bool
+    ) -> str | None:
+        """Return how rows with the same id, such as a user, compute with each other's state.
+
+        If no two micro-batches have an id in common, later batches may. That is not known if
+        the id is none of the inputs. Raise a `ShowsNothingError` if the loss counts nothing of
+        these rows.
+        """
+        try:
+            difference = self._find_difference(rows, rows, microbatch)
+            if difference is None:
+                return None
+            if not self._reference.rows.has_row_ids(with_target=not changes_buffers):
+                # The id is computed, as the code of a row is in vector quantization. Rows of other
+                # micro-batches may always have the same one.
+                return describe_state(changes, difference)
+            shared = self._reference.rows.find_shared_ids()
+            for _, row, other in shared:
+                difference = self._find_difference((row, row + 1), (other, other + 1), microbatch)
+                if difference is not None:
+                    return describe_state(changes, difference)
+        except ShowsNothingError:
+            raise
+        except Exception as error:  # the model may not run on single rows
+            close_failed_checkpoints(error)
+            return None
+        self.tested_ids = [index for index, *_ in shared]
+        return None
+
+    def _find_difference(self, first: Rows, later: Rows, microbatch: int) -> bool | None:
+        """Return None if the results of later rows are the same after others have run.
+
+        Otherwise return whether they are the same but for a counter that is far ahead. Raise a
+        `ShowsNothingError` if they are 0 or not finite, as without targets that count.
+        """
+        with self._reference.isolate():
+            watch = self._reference.watch_state()
+            expected = self._digest_results(self._run_rows(later, microbatch))
+            after_later = watch.describe_counters()
+        if not _shows_something(expected):
+            raise ShowsNothingError
+        with self._reference.isolate():
+            watch = self._reference.watch_state()
+            self._run_first_rows(first, watch)
+            after_first = watch.describe_counters()
+            settled = watch.find_settled_buffers()
+            actual = self._digest_results(self._run_rows(later, microbatch))
+            after_both = watch.describe_counters()
+            common_keys = after_first.keys() & after_both.keys()
+            moving = {key for key in common_keys if after_first[key] != after_both[key]}
+            common_keys = after_first.keys() & after_later.keys()
+            constant = {key for key in common_keys if after_first[key] == after_later[key]}
+            # Only to see whether there is anything to advance: the isolation ends here.
+            distances = [n for n in (1, 0) if watch.advance_counters(moving, constant, n)]
+        if self._do_results_differ(actual, expected):
+            return False
+        if settled and self._is_iterated(settled, first, later, microbatch):
+            return False
+        # A layer may go by the number of its calls only when there were many, or now and then. It
+        # may count before it asks, or after.
+        for steps_before in distances:
+            with self._reference.isolate():
+                watch = self._reference.watch_state()
+                self._run_first_rows(first, watch)
+                watch.advance_counters(moving, constant, steps_before)
+                actual = self._digest_results(self._run_rows(later, microbatch))
+            if self._do_results_differ(actual, expected):
+                return True
+        return None
+
+    def _is_iterated(
+        self, buffers: Collection[BufferKey], first: Rows, later: Rows, microbatch: int
+    ) -> bool:
+        """Return whether each forward goes on from numbers that have hardly changed.
+
+        The vectors of a spectral norm may have converged when training begins, and move again when
+        the optimizer has stepped. So others are set, and the rows are compared again.
+        """
+        results = []
+        for runs_first in (False, True):
+            with self._reference.isolate():
+                watch = self._reference.watch_state()
+                watch.disturb(buffers)
+                if runs_first:
+                    self._run_first_rows(first, watch)
+                results.append(self._digest_results(self._run_rows(later, microbatch)))
+        expected, actual = results
+        return _shows_something(expected) and self._do_results_differ(actual, expected)
+
+    def compare_loss_orders(self, order: Sequence[int]) -> str | None:
+        """Return how the state of `loss_fn` depends on the order of the micro-batches, or None.
+
+        Args:
+            order: The order in which the schedule computes their losses.
+        """
+        first, second = order[:2]
+        states = []
+        for pair in ((first, second), (second, first)):
+            with self._reference.isolate(), torch.no_grad():
+                for microbatch in pair:
+                    self._run_rows(self._reference.rows.find_rows(microbatch), microbatch)
+                states.append(self._reference.digest_loss_state())
+        rounding = self._reference.rounding
+        if not any(
+            digest.find_difference(states[1].get(key, digest), rounding)
+            for key, digest in states[0].items()
+        ):
+            return None
+        order_text = ", ".join(map(str, order))
+        return (
+            "loss_fn keeps state that depends on the order of the micro-batches, and this "
+            f"schedule computes their losses in the order {order_text}, because it recomputes "
+            "the last stage. Use a schedule such as '1f1b', or checkpoint='never', which take "
+            "them in order."
+        )
+
+    # ---- runs of rows --------------------------------------------------------------------------
+
+    def _run_first_rows(self, first: Rows, watch: StateWatch) -> None:
+        self._run_rows(first, self._microbatch)
+        watch.rewind_generators()
+
+    def _run_rows(self, rows: Rows, microbatch: int) -> ReferenceForward:
+        batch = self._reference.take_batch(rows)
+        counted = self._reference.rows.get_counted_targets(rows)
+        return self._reference.run_forward(batch, microbatch, counted)
+
+    def _digest_results(self, forward: ReferenceForward) -> dict[Any, Digest]:
+        """Return the digests of the loss or the outputs, and of all gradients by parameter."""
+        tensors, _ = flatten_values(forward.values)
+        compared = tensors[:1] if self._compares_loss_only else tensors
+        digests: dict[Any, Digest] = {
+            f"output {index}": digest
+            for index, digest in self._digester.digest_all(dict(enumerate(compared))).items()
+        }
+        roots = [tensor for tensor in tensors if tensor.requires_grad]
+        if roots:
+            pairs = [(root, torch.ones_like(root)) for root in roots]
+            digests.update(self._reference.run_backward(pairs))
+        return digests
+
+    def _do_results_differ(self, actual: dict[Any, Digest], expected: dict[Any, Digest]) -> bool:
+        """Return whether two runs on the same rows have other results or gradients.
+
+        Each run has a copy of the inputs, so their gradients are not compared.
+        """
+        parameters = self._parameter_ids
+        rounding = find_repetition_rounding(self._reference.rounding)
+        largest = max((d.norm for k, d in expected.items() if k in parameters), default=0.0)
+        zero = Digest(0.0, 0.0)
+        return any(
+            actual.get(key, zero).find_difference(
+                expected.get(key, zero),
+                rounding,
+                least_size=rounding * largest if key in parameters else 0.0,
+            )
+            for key in {**expected, **actual}
+            if key in parameters or isinstance(key, str)
+        )
+
+
+def _shows_something(results: Mapping[Any, Digest]) -> bool:
+    """Return whether results are finite, and not all 0."""
+    products = [digest.product for digest in results.values()]
+    return any(products) and all(map(math.isfinite, products))
