@@ -385,12 +385,6 @@ keeps_graph: Callable[[], bool] = _probe(
     "torch._C._autograd._get_current_graph_task_keep_graph", "A backward through pipe(x)"
 )
 
-# How many nodes of backward graphs this thread has made so far. The public API would need a walk of
-# a graph. Without it, the audit does not see that a forward runs other operations than before.
-count_graph_nodes: Callable[[], int] = _probe(
-    "torch._C._autograd._get_sequence_nr", "The audit of later steps", fallback=lambda: 0
-)
-
 # Sets the numbers of writes that autograd has counted for tensors. Without it, a layer that writes
 # to its parameters is refused where an audit ran between its forward and its backward.
 set_version_counters: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _probe(

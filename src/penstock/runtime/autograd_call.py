@@ -119,12 +119,15 @@ class AutogradCall:
             cell_io.output_gradients[self._last_stage, microbatch] = Payload(tuple(piece))
         for runner in self.execution.stage_runners:
             runner.start_collecting_grads()
-        audit = self.execution.audit
+        audits = self.execution.audits
         try:
             self.execution.run(self._backward_phase, retain_graph)
-            if audit is not None:
-                cell = self._last_stage, audit.microbatch
-                audit.check_backward(cell_io.output_gradients[cell].tensors)
+            if audits is not None:
+                audits.check_backward(
+                    lambda microbatch: (
+                        cell_io.output_gradients[self._last_stage, microbatch].tensors
+                    )
+                )
         except BaseException:
             # Some cells have run their backward and some have not. There is no state to resume.
             self.execution.clear()

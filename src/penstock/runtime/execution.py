@@ -80,16 +80,16 @@ class TiedWeights(Protocol):
         """Add the gradients of the proxies to those of the original parameters."""
 
 
-class CallAudit(Protocol):
-    """The interface of an audit that compares `pipe(x)` with the unsplit model."""
-
-    microbatch: int  # the one that is compared
+class OutputAudits(Protocol):
+    """The interface of the audits that compare `pipe(x)` with the unsplit model."""
 
     def check_outputs(self) -> None:
-        """Raise if the outputs of the micro-batch differ."""
+        """Raise if the outputs of the audited micro-batch differ."""
 
-    def check_backward(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise if the gradients of the micro-batch differ."""
+    def check_backward(
+        self, get_output_gradients: Callable[[int], Sequence[torch.Tensor | None]]
+    ) -> None:
+        """Raise if gradients differ. The argument returns those of a micro-batch's outputs."""
 
 
 class RngPolicy(NamedTuple):
@@ -161,7 +161,7 @@ class Execution:
     ) -> None:
         self.cell_io = CellIO()
         self.cell_io.inputs = inputs
-        self.audit: CallAudit | None = None
+        self.audits: OutputAudits | None = None
         self.executor = executor
         self._devices, self._placement = devices, placement
         self._torch_devices = {device.device for device in devices.values()}
@@ -227,13 +227,17 @@ class Execution:
         runners = self.stage_runners
         return [parameter for runner in runners for parameter in runner.find_hooked_parameters()]
 
-    def read_graph_sizes(self) -> tuple[int | None, ...]:
-        """Return how many nodes of a graph the layers of each stage made for the last micro-batch.
+    def describe_graphs(self, microbatch: int) -> None:
+        """Let the stages describe the graph that their layers make for a micro-batch."""
+        for runner in self.stage_runners:
+            runner.described_microbatch = microbatch
 
-        None: it has no graph yet, or needs none. Others are recomputed, so they get it later.
+    def read_graph_descriptions(self) -> tuple[int | None, ...]:
+        """Return the descriptions of the graphs of the stages.
+
+        None: it has no graph yet, or needs none. A recomputed stage gets it in its backward.
         """
-        last = max([max(r.graph_sizes) for r in self.stage_runners if r.graph_sizes], default=0)
-        return tuple([runner.graph_sizes.get(last) for runner in self.stage_runners])
+        return tuple([runner.graph_description for runner in self.stage_runners])
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
         """Run a phase. With `retain_graph`, the backwards keep what a further one would need."""

@@ -596,6 +596,6 @@ class LocalCall:
                 if torch.is_grad_enabled()
                 else autograd_call.forward()[0]
             )
-        if execution.audit is not None:
-            execution.audit.check_outputs()
+        if execution.audits is not None:
+            execution.audits.check_outputs()
         return self.inputs.merge_outputs(autograd_call.unflatten_outputs(tensors))

@@ -481,12 +481,14 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
                 watched = watch_output(stages[-1], program, call.inputs)
                 stages = [*stages[:-1], replace(stages[-1], compute=watched)]
             execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
-            execution.audit = audits.start(execution, program)
+            audits.start(execution, program)
+            execution.audits = audits
             output = call.forward(execution, program, (phases[0], phases[1]))
             sizes = None
             if watched is not None and call.is_local:
                 sizes = watched.comparisons[1].compare_device_numbers()
             audits.check(sizes)
+            execution.audits = audits if audits.needs_backward else None
             if in_caller_graph:
                 audits.guard_kept_tensors()
             return output

@@ -138,15 +138,50 @@ def has_python_nodes(roots: Iterable[Any]) -> bool:
 
 
 def _iter_nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of a graph, each once."""
-    todo = list(roots)
+    """Yield the nodes of a graph, each once, in an order that depends on the graph alone."""
+    todo = list(dict.fromkeys(roots))
     visited = set(todo)
     while todo:
         node = todo.pop()
         yield node
-        new = {n for n, _ in node.next_functions if n is not None} - visited
-        visited |= new
-        todo += new
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                todo.append(next_node)
+
+
+def describe_graph(roots: Iterable[Any]) -> int:
+    """Return a hash of the operations of a graph, and of the dims along which they compute.
+
+    Sizes are left out, and so are numbers, such as the factor of a product. It is computed in each
+    step, so nodes are walked through here and not by a generator.
+    """
+    nodes = list(dict.fromkeys(roots))
+    visited = set(nodes)
+    description: list[Any] = []
+    for node in nodes:  # it grows
+        kind = type(node)
+        name, dims = _node_kinds.get(kind) or _describe_kind(kind)
+        description.append(name)
+        for attribute in dims:
+            description.append(getattr(node, attribute))
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                nodes.append(next_node)
+    return hash(tuple(description))
+
+
+def _describe_kind(kind: type) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a type of node, and its attributes with dims."""
+    if issubclass(kind, PythonNode):  # users may make new ones in each forward
+        return kind.__name__, ()
+    dims = tuple(name for name in dir(kind) if name.startswith("_saved_dim"))
+    _node_kinds[kind] = kind.__name__, dims
+    return _node_kinds[kind]
+
+
+_node_kinds: dict[type, tuple[str, tuple[str, ...]]] = {}  # of PyTorch
 
 
 @dataclass(slots=True)
@@ -192,6 +227,10 @@ class CellGraph:
 
     def _list_nodes(self) -> list[Any]:
         return [root.node for roots in self.roots.values() for root in roots if root is not None]
+
+    def describe(self) -> int:
+        """Return a hash of the operations of the graph: see `describe_graph`."""
+        return describe_graph(self._list_nodes())
 
     def hides_parameters(self) -> bool:
         """Return whether a reentrant `torch.utils.checkpoint` keeps parameters out of the graph."""

@@ -104,7 +104,6 @@ from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grad
 from penstock.stage.weight_grad_ops import WeightGradDeferral
 from penstock.torch_compat import (
     AUTOCAST_CACHE_LACKS_GRAPH,
-    count_graph_nodes,
     find_function_mode,
 )
 
@@ -182,7 +181,9 @@ class StageRunner:
         self.parameters = contents.parameters
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False
-        self.graph_sizes: dict[int, int] = {}  # by micro-batch, the nodes that its layers made
+        # The micro-batch whose graph is described, and its description: see `describe_graph`.
+        self.described_microbatch: int | None = None
+        self.graph_description: int | None = None
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
         # The seed of the call, for draws from `random` and `numpy.random`, and the lock that a cell
@@ -654,7 +655,6 @@ class StageRunner:
         # Walking the graph is slow, so a stage is checked in one forward only.
         is_checked = behavior.uses_only_parameters if self._is_tracked else behavior.stays_in_stage
         versions = [] if is_checked else self._read_parameter_versions()
-        node_count = count_graph_nodes()
         try:
             outputs = flatten_outputs(self._run_layers(microbatch, values))
         except RuntimeError as error:
@@ -671,13 +671,14 @@ class StageRunner:
                 "leaves of a graph, which PyTorch does not let them change. Repeat the step: from "
                 "now on they get other tensors. Or change inputs in place always or never."
             ) from error
-        self.graph_sizes[microbatch] = count_graph_nodes() - node_count
         if behavior.mutates_inputs is None:
             behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {}
         for dst, flat in outputs.items():
             roots[dst] = tuple(map(find_gradient_edge, flat[0]))
         graph = CellGraph(roots, inputs_need_grad, inputs, received_grads)
+        if microbatch == self.described_microbatch:
+            self.graph_description = graph.describe()
         if not is_checked:
             behavior.written_parameter = self._find_parameter_write(versions)
             self._check_graph(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -210,7 +211,7 @@ class Keyed(nn.Module):
 class TracedKeyed(nn.Module):
     """The same layer in a model that is traced."""
 
-    def __init__(self, first: Keyed, last: nn.Module) -> None:
+    def __init__(self, first: nn.Module, last: nn.Module) -> None:
         super().__init__()
         self.first, self.last = first, last
 
@@ -280,6 +281,57 @@ def test_switch_that_is_turned_on_later_is_found(switch: str, is_traced: bool, d
         with pytest.raises(PenstockError) as caught:  # a trace may have another path
             train(pipe, door)
         assert is_traced or isinstance(caught.value, AuditError)
+
+
+class OtherDim(nn.Module):
+    """A layer whose softmax is over the rows if a setting outside of the model says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_on = (
+            logging.getLogger("a library").isEnabledFor(logging.DEBUG) or torch.is_anomaly_enabled()
+        )
+        return x * x.softmax(0 if is_on else 1)
+
+
+def turn_on_logging(is_on: bool) -> None:
+    logging.getLogger("a library").setLevel(logging.DEBUG if is_on else logging.ERROR)
+
+
+def turn_on_anomaly_mode(is_on: bool) -> None:
+    torch.autograd.set_detect_anomaly(is_on, check_nan=False)
+
+
+@pytest.mark.parametrize("turn", [turn_on_logging, turn_on_anomaly_mode])
+@each_pair(
+    is_traced=[False, True],
+    checkpoint=["never", "except_last", "always"],
+    schedule=["gpipe", "zb-h1"],
+    door=["call", "step"],
+)
+def test_same_operations_along_another_dim_are_found(
+    turn: Callable[[bool], None], is_traced: bool, checkpoint: str, schedule: str, door: str
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, WIDTH), OtherDim(), nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(*layers).double()
+    options: dict[str, Any] = {"chunks": 2, "stages": 2, "devices": ["cpu"] * 2}
+    options |= {"loss_fn": functional.mse_loss, "schedule": schedule, "checkpoint": checkpoint}
+    if is_traced:
+        traced = TracedKeyed(model[:2], model[2])
+        pipe = Pipe(traced, example=rows(), balance="parameters", **options)
+    else:
+        pipe = Pipe(model, **options)
+    turn(False)
+    for _ in range(3):
+        train(pipe, door)
+    try:
+        turn(True)
+        for _ in range(2):  # also after the error
+            with pytest.raises(AuditError):
+                train(pipe, door)
+    finally:
+        turn(False)
+    train(pipe, door)
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

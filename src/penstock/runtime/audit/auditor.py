@@ -7,7 +7,7 @@ driver of a step knows nothing else of this folder.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -54,9 +54,12 @@ _log = logging.getLogger("penstock")
 # ---- which calls are audited ---------------------------------------------------------------------
 
 
+# By stage. None: it has no graph yet, or needs none.
+GraphDescriptions = tuple[int | None, ...]
+
 _CALLS_TO_MOVE = 4
-# So many other sizes of graphs are looked at one by one, and then every doubling.
-_MAX_GRAPH_SIZES = 8
+# So many other graphs are looked at one by one, and then every doubling.
+_MAX_GRAPHS = 8
 
 
 class AuditChoice(NamedTuple):
@@ -86,8 +89,9 @@ class Auditor:
     _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
     # By kind, the call in which weights that were 0 have moved. None: it was audited.
     _repeats: dict[Any, int | None] = field(default_factory=dict)
-    # By kind, how many nodes the graphs of the stages had in calls that were found right.
-    _graph_sizes: dict[Any, set[tuple[int | None, ...]]] = field(default_factory=dict)
+    # By kind, descriptions of the graphs of the stages in calls that were found right, with whether
+    # a backward of `pipe(x)` has run.
+    _graphs: dict[Any, set[tuple[bool, GraphDescriptions]]] = field(default_factory=dict)
     # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
     _read_counts: dict[str, int] = field(default_factory=dict)
     # Those in whose calls all rows were equal so far, which shows nothing of mixed rows.
@@ -98,7 +102,7 @@ class Auditor:
     # be no rows at all: a table with as many entries as the batch has rows.
     _constant_inputs: dict[Any, list[int]] = field(default_factory=dict)
     _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
-    _size_count: int = 0  # of calls with graphs of other sizes
+    _graph_count: int = 0  # of calls with other graphs
     _kind: Any = None  # of the call that runs, if it may be audited
     _request: ref[Request] | None = None  # of the call that has this kind
     _settings: SettingsWatch | None = None
@@ -201,26 +205,32 @@ class Auditor:
                 return kind
         return None
 
-    def find_new_graph(self, sizes: tuple[int | None, ...], is_audited: bool) -> Any:
-        """Return the kind of a call if its layers have run other operations than so far, or None.
+    @property
+    def kind_with_graphs(self) -> Any:
+        """The kind of this call if its graphs are compared. Branches have a watch of their own."""
+        return None if self._kind in self._branches else self._kind
 
-        The number of nodes that they made for a backward tells, whatever they went by. Where it is
+    def is_new_graph(
+        self, kind: Any, graphs: GraphDescriptions, is_audited: bool, after_backward: bool
+    ) -> bool:
+        """Return whether the layers in a call of this kind have run other operations than so far.
+
+        The graphs that they made for a backward tell, whatever the layers went by. Where there is
         another one in many calls, as with layers that are skipped at random, it is looked at each
-        time that the number of these calls has doubled. Branches have a watch of their own.
+        time that the number of these calls has doubled.
         """
-        kind = self._kind
-        if kind is None or kind not in self._audited_kinds or kind in self._branches:
-            return None
-        known_sizes = self._graph_sizes.setdefault(kind, set())
-        if sizes in known_sizes or not any(sizes):
-            return None
-        if is_audited or not known_sizes:
-            known_sizes.add(sizes)
-            return None
-        self._size_count += 1
-        if self._size_count > _MAX_GRAPH_SIZES and self._size_count & (self._size_count - 1):
-            return None
-        return kind
+        if kind not in self._audited_kinds:
+            return False
+        known_graphs = self._graphs.setdefault(kind, set())
+        entry = after_backward, graphs
+        if entry in known_graphs or not any(graphs):
+            return False
+        if is_audited or not any(known[0] == after_backward for known in known_graphs):
+            known_graphs.add(entry)
+            return False
+        self._graph_count += 1
+        is_skipped = self._graph_count > _MAX_GRAPHS and self._graph_count & (self._graph_count - 1)
+        return not is_skipped
 
     def compares_reads(self, inputs: StageInputs) -> bool:
         """Return whether the whole batch is compared because Python reads other numbers from it.
@@ -258,12 +268,12 @@ class Auditor:
         count = self._mixing_counts[self._kind] = self._mixing_counts[self._kind] + 1
         return not count & (count - 1)
 
-    def note_graph_sizes(self, kind: Any, sizes: tuple[int | None, ...]) -> None:
-        """Remember that a call whose graphs had these sizes was found right.
+    def note_graphs(self, kind: Any, graphs: GraphDescriptions, after_backward: bool) -> None:
+        """Remember that a call with these graphs was found right.
 
         The next call of this kind is audited as a first one is.
         """
-        self._graph_sizes[kind].add(sizes)
+        self._graphs[kind].add((after_backward, graphs))
         self.forget(kind)
 
     def read_settings(self, request: Request, partition: Partition) -> None:
@@ -310,7 +320,7 @@ class Auditor:
             self._settings.read()
             alias = *kind[:-1], self._settings.key
             self._audited_kinds.setdefault(alias, audited)
-            self._graph_sizes[alias] = self._graph_sizes.setdefault(kind, set())
+            self._graphs[alias] = self._graphs.setdefault(kind, set())
             if kind in self._mixing_counts:
                 self._mixing_counts[alias] = self._mixing_counts[kind]
         self._add_age(sizes or {})
@@ -436,6 +446,8 @@ class CallAudits:
     3. `check` after the lanes have run: the audited micro-batch is compared, and what shows only
        now (new terms of the loss, new branches, other graphs, other numbers read from the inputs).
        Parameters do not change before the optimizer, so it is not too late.
+       Of `pipe(x)`, `check_outputs` compares the outputs when they are joined, and
+       `check_backward` the gradients in a backward.
     4. `guard_kept_tensors` at the end: tensors with a graph that forwards have left somewhere.
     """
 
@@ -447,6 +459,7 @@ class CallAudits:
         self._pipe, self._call, self._reduction = pipe, call, reduction
         self._auditor = pipe.auditor
         self._audit: Audit | None = None
+        self._kind_with_graphs: Any = None
         if call.is_local:  # stages in processes are not audited
             self._auditor.read_settings(call.request, pipe.placed_partition.partition)
         self._branches = self._auditor.find_branches(call.request, call.inputs)
@@ -486,18 +499,17 @@ class CallAudits:
         watched_stages, self._watched = self._branches.watch(stages)
         return watched_stages
 
-    def start(self, execution: Execution, program: Program) -> Audit | None:
-        """Run the reference if the call should be audited, and observe the workers from now on.
-
-        Return the audit of the micro-batch, or None.
-        """
-        self._execution, self._program = execution, program
+    def start(self, execution: Execution, program: Program) -> None:
+        """Run the reference if the call should be audited, and observe the workers from now on."""
+        self._execution_ref, self._program = ref(execution), program
         choice = self._auditor.select(self._call.request, self._call.inputs)
-        if choice is None:
-            return None
-        audit = self._audit = self._build_audit(choice.kind)
-        if audit is None:
-            return None
+        self._kind_with_graphs = self._auditor.kind_with_graphs
+        if self._kind_with_graphs is not None:
+            execution.describe_graphs(self._call.inputs.chunks - 1)
+        audit = None if choice is None else self._build_audit(choice.kind)
+        if choice is None or audit is None:
+            return
+        self._audit = audit
         if choice.compares_groups:
             audit.check_groups()
         loss = (
@@ -508,12 +520,9 @@ class CallAudits:
         recorder = audit.observe()
         for worker in execution.workers:
             worker.observer = recorder
-        return audit
 
     def check(self, sizes: TermSizes | None, comparison: TermComparison | None = None) -> None:
         """Raise an AuditError if something is not as in the unsplit model.
-
-        `pipe(x)` compares its outputs when they are joined.
 
         Args:
             sizes: The sizes of the terms of the loss. None: the call has no loss.
@@ -522,11 +531,47 @@ class CallAudits:
         if sizes is not None:
             self._check_terms(sizes)
         self._check_branches()
-        self._check_graph_sizes()
+        self._check_graphs()
         self._check_input_reads()
         self._check_rows()
         if comparison is not None and comparison.kept_outputs:
             self._check_whole_loss(comparison)
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether `check_backward` has something to compare, after the forward of `pipe(x)`.
+
+        If not, they need not be kept until then, with the batch.
+        """
+        if self._audit is not None:
+            return True
+        graphs = self._execution.read_graph_descriptions()
+        return self._kind_with_graphs is not None and None in graphs
+
+    @property
+    def _execution(self) -> Execution:
+        """The execution, which refers to its audits: a cycle would keep its tensors."""
+        execution = self._execution_ref()
+        assert execution is not None  # it is running
+        return execution
+
+    def check_outputs(self) -> None:
+        """Raise an AuditError if the outputs of `pipe(x)` are not those of the unsplit model."""
+        if self._audit is not None:
+            self._audit.check_outputs()
+
+    def check_backward(
+        self, get_output_gradients: Callable[[int], Sequence[Tensor | None]]
+    ) -> None:
+        """Raise an AuditError if a backward of `pipe(x)` is not that of the unsplit model.
+
+        Args:
+            get_output_gradients: Returns the gradients of the outputs of a micro-batch.
+        """
+        if self._audit is not None:
+            self._audit.check_backward(get_output_gradients(self._audit.microbatch))
+        with torch.enable_grad():  # as in the forward
+            self._check_graphs(after_backward=True)
 
     def guard_kept_tensors(self) -> None:
         """Let the backward of what forwards have left behind raise: see kept_tensors.py."""
@@ -563,16 +608,16 @@ class CallAudits:
             finally:
                 self._branches.note_compared(ways, are_equal)
 
-    def _check_graph_sizes(self) -> None:
+    def _check_graphs(self, after_backward: bool = False) -> None:
         """Audit the rows of the call if its layers have run other operations than so far."""
-        sizes = self._execution.read_graph_sizes()
-        kind = self._auditor.find_new_graph(sizes, self._audit is not None)
-        if kind is None:
+        kind, is_audited = self._kind_with_graphs, self._audit is not None
+        graphs = self._execution.read_graph_descriptions()
+        if kind is None or not self._auditor.is_new_graph(kind, graphs, is_audited, after_backward):
             return
         audit = self._build_audit(kind)
         if audit is not None:
             audit.check_new_terms({})
-        self._auditor.note_graph_sizes(kind, sizes)
+        self._auditor.note_graphs(kind, graphs, after_backward)
 
     def _check_input_reads(self) -> None:
         """Compare the whole batch if the code around the units reads other numbers from it."""
