@@ -899,11 +899,13 @@ class _ForwardWatch(RowWatch):
         """Run a function, and look at it."""
         if func in _GRADIENT_FUNCTIONS and torch.is_grad_enabled():
             self.has_own_gradients |= any(isinstance(a, Tensor) and a.requires_grad for a in args)
-            self.has_tensor_hooks |= func is Tensor.register_hook
+            self.has_tensor_hooks |= func in _HOOK_FUNCTIONS
         if not self.is_in_model:
             # The model may have returned a size.
             return func(*unwrap_numbers(args), **unwrap_numbers(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
-_GRADIENT_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.detach, torch.detach))
+# Who asks for the node of a tensor may register a hook on it.
+_HOOK_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.grad_fn.__get__))  # type: ignore[attr-defined]
+_GRADIENT_FUNCTIONS = _HOOK_FUNCTIONS | {Tensor.detach, torch.detach}
