@@ -372,10 +372,17 @@ class LossStageFunction:
                     raise
             if prover is not None and self.comparison is not None:
                 value = result.get("loss") if isinstance(result, Mapping) else result
-                is_mean = torch.is_grad_enabled() and prover.proves(value)
-                self.comparison.note_functions(prover.function_names, prover.goes_by_row_count)
-                has_new_counts = self.comparison.has_new_row_counts
-                self.comparison.keeps_outputs = has_new_counts or not is_mean
+                is_known = torch.is_grad_enabled() and prover.proves(value, self.reduction.is_sum)
+                adds_up = torch.is_grad_enabled() and prover.adds_up(value)
+                # With reduction='sum', a mean is what may be 0 at first.
+                other_totals = prover.means if self.reduction.is_sum else prover.sums
+                self.comparison.note_functions(
+                    prover.function_names,
+                    prover.goes_by_row_count,
+                    () if is_known or not adds_up else other_totals,
+                )
+                needs_batch = self.comparison.has_new_row_counts or not (is_known or adds_up)
+                self.comparison.keeps_outputs = needs_batch
         loss, extras = parse_loss(result, self.origin)
         target_counter = self.reduction.target_counter
         if extras.weight is not None:

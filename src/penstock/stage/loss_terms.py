@@ -234,6 +234,7 @@ class TermComparison:
         self._knows_row_counts = knows_row_counts
         self.has_new_row_counts = False
         self.function_names: Sequence[str] = ()  # the functions that the loss function has called
+        self._other_totals: Sequence[Tensor] = ()  # see `note_functions`
         # Whether outputs and targets are kept, so that the loss of the whole batch can be computed.
         # A proof that the loss is a mean over rows sets it to False.
         self.keeps_outputs = keeps_outputs
@@ -257,10 +258,25 @@ class TermComparison:
         """
         self._latest, self._latest_output = terms, output
 
-    def note_functions(self, names: Sequence[str], goes_by_row_count: bool) -> None:
-        """Note the functions that the loss function calls for one micro-batch."""
-        self.function_names = names
-        self.has_new_row_counts = goes_by_row_count and not self._knows_row_counts
+    def note_functions(
+        self, names: Sequence[str], goes_by_row_count: bool, other_totals: Sequence[Tensor]
+    ) -> None:
+        """Note the functions that the loss function calls for one micro-batch.
+
+        Args:
+            names: Their names.
+            goes_by_row_count: Whether it may call others for another number of rows.
+            other_totals: Sums in a loss that is averaged, or means in one that is summed. They may
+                be divided by the number of rows, or not.
+        """
+        self.function_names, self._other_totals = names, other_totals
+        needs_counts = goes_by_row_count or bool(other_totals)
+        self.has_new_row_counts = needs_counts and not self._knows_row_counts
+
+    @property
+    def shows_totals(self) -> bool:
+        """Whether each of the other totals is not 0, so that it shows how it is divided."""
+        return all(bool(total) for total in self._other_totals)
 
     def add(self, microbatch: int) -> None:
         """Compare the terms of a micro-batch with those of others, at once if that is possible."""

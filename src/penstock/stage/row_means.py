@@ -7,13 +7,18 @@ mean, and a branch may be taken later. So the operations of a micro-batch are fo
 
     outputs, targets            ROWS        a number, or several, for each row
     sigmoid, log_softmax(1)     ROWS        operations that compute each row by itself
-    mean, sum, cross_entropy    TOTAL       a sum over rows
-    TOTAL + TOTAL, 0.1 * TOTAL  TOTAL       linear operations
+    mean, cross_entropy         MEAN        a mean over rows
+    MEAN + MEAN, 0.1 * MEAN     MEAN        linear operations
+    sum                         SUM         a sum over rows
+    SUM + SUM                   SUM         linear operations, but for factors
+    MEAN + SUM, 0.1 * SUM       TOTAL       linear operations
     anything else               OTHER       no proof
 
-A loss that is a TOTAL is a mean, or a sum, over rows. (`loss_terms.py` compares what these count.)
-Of any other loss nothing is known, and it is compared with the loss of the whole batch in each
-step (`Audit.check_whole_loss`). So it is enough to know the operations of common losses.
+A loss that is a MEAN is a mean over rows. (`loss_terms.py` compares what it counts.) With
+reduction='sum', it has to be a SUM. A TOTAL may be either: 0.1 may be 1 / rows. Its sums may be 0
+in the first steps, which shows nothing, so it is compared with the loss of the whole batch until
+each was another number. Of any other loss nothing is known, and it is compared in each step
+(`Audit.check_whole_loss`). So it is enough to know the operations of common losses.
 
 The operations are those of a micro-batch. A loss that goes by the number of its rows may run others
 for the whole batch (row_counts.py).
@@ -44,8 +49,13 @@ class Kind(Enum):
 
     CONSTANT = auto()
     ROWS = auto()
+    MEAN = auto()
+    SUM = auto()
     TOTAL = auto()
     OTHER = auto()
+
+
+_TOTALS = frozenset((Kind.MEAN, Kind.SUM, Kind.TOTAL))
 
 
 # The names of functions, methods and operators, without underscores.
@@ -66,6 +76,7 @@ _LINEAR = _split_names(
     contiguous view reshape squeeze
     """
 )
+_ADDITIONS = _split_names("add radd sub rsub subtract")
 _SCALING = _split_names("mul rmul multiply div truediv divide")
 _SUMS = _split_names("sum mean")
 _RESHAPES = _split_names("view reshape flatten unflatten")
@@ -119,11 +130,15 @@ class RowMeanProver(TorchFunctionMode):
     Attributes:
         goes_by_row_count: Whether it may run other operations for another number of rows.
         function_names: The names of the functions that it has called on the batch.
+        means: The means over rows that it has computed.
+        sums: The sums over rows that it has computed.
     """
 
     def __init__(self, *batch: Any, row_counts: Sequence[int] = ()) -> None:
         super().__init__()
         self.function_names: list[str] = []
+        self.means: list[Tensor] = []
+        self.sums: list[Tensor] = []
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}  # by id of a tensor
         # Whether Python has read a number, and may go by it, or an operation in place has changed
         # other tensors with the same memory. What follows is not known.
@@ -139,14 +154,18 @@ class RowMeanProver(TorchFunctionMode):
     def goes_by_row_count(self) -> bool:  # noqa: D102 (see the class)
         return self._row_counts.is_decisive
 
-    def proves(self, loss: Any) -> bool:
-        """Return whether a tensor is a mean, or a sum, over rows.
+    def proves(self, loss: Any, is_sum: bool = False) -> bool:
+        """Return whether a tensor is a mean over rows, or with `is_sum` a sum over rows.
 
         Not if Python has read a number, even after the tensor was computed: it may choose among
         tensors by it, as in `2 * loss if target.std() > 5 else loss`.
         """
-        kinds = Kind.TOTAL, Kind.CONSTANT
+        kinds = (Kind.SUM,) if is_sum else (Kind.MEAN, Kind.CONSTANT)
         return not self._is_lost and isinstance(loss, Tensor) and self._find_kind(loss) in kinds
+
+    def adds_up(self, loss: Any) -> bool:
+        """Return whether a tensor is linear in means and sums over rows."""
+        return not self._is_lost and isinstance(loss, Tensor) and self._find_kind(loss) in _TOTALS
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -165,8 +184,9 @@ class RowMeanProver(TorchFunctionMode):
                 self.function_names.append(name)
             self._is_lost |= not outputs and name.strip("_") not in _METADATA
             self._is_lost |= _works_in_place(name) or "out" in kwargs
-            if outputs and not self._is_lost and len(kinds) == 1:
-                kind = self._derive(name.strip("_"), kinds.pop(), tensors, args, kwargs, outputs)
+            if outputs and not self._is_lost and (len(kinds) == 1 or kinds <= _TOTALS):
+                common_kind = kinds.pop() if len(kinds) == 1 else Kind.TOTAL
+                kind = self._derive(name.strip("_"), common_kind, tensors, args, kwargs, outputs)
         for output in outputs:
             self._mark(output, kind)
         self._row_counts.note_sizes(name, args, result)
@@ -192,8 +212,8 @@ class RowMeanProver(TorchFunctionMode):
         outputs: Sequence[Tensor],
     ) -> Kind:
         """Return the kind of what a function returns for arguments of one kind and constants."""
-        if kind is Kind.TOTAL and self._is_linear(name, args):
-            return Kind.TOTAL
+        if kind in _TOTALS:
+            return self._derive_total(name, kind, args)
         if kind is not Kind.ROWS or not isinstance(args[0], Tensor | list | tuple):
             return Kind.OTHER
         source = tensors[0]
@@ -202,7 +222,7 @@ class RowMeanProver(TorchFunctionMode):
         if name in _ELEMENTWISE and all(self._is_aligned(t, outputs[0]) for t in tensors):
             return Kind.ROWS
         if name in _SUMS and not outputs[0].dim():
-            return Kind.TOTAL
+            return self._note_total(outputs[0], is_sum=name == "sum")
         if name in _RESHAPES:
             has_rows = outputs[0].dim() and not len(outputs[0]) % max(self._row_count, 1)
             return Kind.ROWS if has_rows else Kind.OTHER
@@ -219,14 +239,28 @@ class RowMeanProver(TorchFunctionMode):
             return Kind.ROWS
         return Kind.OTHER
 
-    def _is_linear(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Return whether a function of totals and constants is linear in the totals."""
+    def _note_total(self, total: Tensor, is_sum: bool) -> Kind:
+        (self.sums if is_sum else self.means).append(total.detach())
+        return Kind.SUM if is_sum else Kind.MEAN
+
+    def _derive_total(self, name: str, kind: Kind, args: tuple[Any, ...]) -> Kind:
+        """Return the kind of what a function returns for means, sums or both, and constants."""
+        operands = [a for a in _list_tensors(args) if self._find_kind(a) is not Kind.CONSTANT]
         if name in _LINEAR:
-            return True
-        are_totals = [self._find_kind(a) is Kind.TOTAL for a in args if isinstance(a, Tensor)]
+            is_averaged = name == "mean" and kind is Kind.SUM
+            if kind is Kind.MEAN or is_averaged:
+                return Kind.TOTAL if is_averaged else Kind.MEAN
+            # What is added to a sum counts once for each micro-batch, and may be 0 at first.
+            values = args if name in _ADDITIONS else _list_tensors(args[:1])
+            return kind if len(values) == len(operands) else Kind.OTHER
         # Not the product of two totals, nor a constant that is divided by a total.
-        has_one = are_totals.count(True) == 1
-        return name in _SCALING and has_one and (are_totals[0] or "div" not in name)
+        if (
+            name in _SCALING
+            and len(operands) == 1
+            and (operands[0] is args[0] or "div" not in name)
+        ):
+            return Kind.MEAN if kind is Kind.MEAN else Kind.TOTAL
+        return Kind.OTHER
 
     def _derive_loss(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -242,7 +276,12 @@ class RowMeanProver(TorchFunctionMode):
             return Kind.OTHER
         if len(batch[0]) != len(batch[1]):
             return Kind.OTHER
-        return Kind.ROWS if output.dim() else Kind.TOTAL
+        if output.dim():
+            return Kind.ROWS
+        reduction = kwargs.get("reduction", "mean")
+        if any(kwargs.get(name) is not None for name in ("size_average", "reduce")):
+            return Kind.OTHER
+        return self._note_total(output, is_sum=reduction == "sum")
 
     def _is_aligned(self, tensor: Tensor, output: Tensor) -> bool:
         """Return whether each row of an elementwise result is computed from the same row."""

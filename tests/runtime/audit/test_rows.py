@@ -389,6 +389,19 @@ class Reversed(torch.autograd.Function):
         return -0.3 * gradient
 
 
+def with_node_hook(method: str) -> Function:
+    def normalise(gradients: tuple[Any, ...], *_: Any) -> tuple[Any, ...]:
+        return tuple([None if g is None else g / g.norm() for g in gradients])
+
+    def function(x: Tensor) -> Tensor:
+        y = 1.0 * x
+        if y.grad_fn is not None:
+            getattr(y.grad_fn, method)(normalise)
+        return 1.0 * y
+
+    return function
+
+
 def with_hook(hook: Function) -> Function:
     def function(x: Tensor) -> Tensor:
         x = x * 1.0
@@ -411,9 +424,11 @@ def mean_of_gradients(x: Tensor) -> Tensor:
         Normalised.apply,
         with_hook(lambda g: g / g.norm()),
         with_hook(lambda g: g / g.numel() ** 0.5),
+        with_node_hook("register_hook"),
+        with_node_hook("register_prehook"),
         mean_of_gradients,
     ],
-    ids=["autograd.Function", "hook", "number of rows", "detach"],
+    ids=["autograd.Function", "hook", "number of rows", "node", "prehook of a node", "detach"],
 )
 def test_backward_that_mixes_rows_is_found(function: Function, door: str, checkpoint: str) -> None:
     with pytest.raises(AuditError, match=r"So the backward mixes rows, or depends on their number"):

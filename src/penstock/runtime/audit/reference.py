@@ -907,5 +907,6 @@ class _ForwardWatch(RowWatch):
 
 
 # Who asks for the node of a tensor may register a hook on it.
-_HOOK_FUNCTIONS = frozenset((Tensor.register_hook, Tensor.grad_fn.__get__))  # type: ignore[attr-defined]
+_node_property: Any = Tensor.grad_fn
+_HOOK_FUNCTIONS = frozenset((Tensor.register_hook, _node_property.__get__))
 _GRADIENT_FUNCTIONS = _HOOK_FUNCTIONS | {Tensor.detach, torch.detach}
