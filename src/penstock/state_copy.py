@@ -26,6 +26,7 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
+    GeneratorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -47,7 +48,7 @@ LIBRARY_PACKAGES = frozenset(
     )
 )
 # Iterators whose copy goes on where the original is. Others, such as generators, have no copy.
-_COPYABLE_ITERATORS: tuple[type, ...] = (
+COPYABLE_ITERATORS: tuple[type, ...] = (
     itertools.count,
     type(iter([])),
     type(iter(())),
@@ -146,7 +147,7 @@ class StructureCopier:
         if isinstance(value, tuple | frozenset):
             items = map(self, value)
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, _COPYABLE_ITERATORS):
+        if isinstance(value, COPYABLE_ITERATORS):
             return _try_copy(value)
         if isinstance(value, set | deque) or _is_plain_object(value):
             return self._copy_container(value)
@@ -213,7 +214,7 @@ class StructureCopier:
             return bool(_dump_numpy(value) == _dump_numpy(before))
         if isinstance(value, itertools.count):
             return repr(value) == repr(before)
-        if isinstance(value, (*_COPYABLE_ITERATORS, random.Random)):
+        if isinstance(value, (*COPYABLE_ITERATORS, random.Random)):
             return repr(value.__reduce__()) == repr(before.__reduce__())
         if isinstance(value, set):
             return bool(value == before)
@@ -350,12 +351,12 @@ class ReachedState:
         others = (value for value in self.objects.values() if type(value) not in _COMMON_TYPES)
         return tables + containers + [v for v in others if isinstance(v, torch.Generator)]
 
-    def find_uncopyable(self) -> str | None:
-        """Return the type of an iterator that no copy can replace, such as a generator, or None."""
+    def find_uncopyable(self) -> Iterator[Any] | None:
+        """Return an iterator that no copy can replace, such as a generator, or None."""
         for value in self.objects.values():
             if type(value) in _COMMON_TYPES or isinstance(value, nn.Module):
                 continue
-            iterators = [value] if not isinstance(value, _COPYABLE_ITERATORS) else []
+            iterators = [value] if not isinstance(value, COPYABLE_ITERATORS) else []
             if isinstance(value, partial):  # what it is bound to cannot be exchanged
                 iterators += value.args
             elif isinstance(value, BuiltinMethodType | MethodWrapperType):
@@ -367,8 +368,43 @@ class ReachedState:
                     and isinstance(iterator, Iterator)
                     and not isinstance(iterator, io.IOBase)
                 ):
-                    return type(iterator).__name__
+                    return iterator
         return None
+
+
+def describe_iterator(iterator: Any) -> Any:
+    """Return something that is another value once an iterator has gone on, if that can be known.
+
+    >>> numbers = map(int, "123")
+    >>> before = describe_iterator(numbers)
+    >>> next(numbers), before == describe_iterator(numbers)
+    (1, False)
+    """
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        # Its variables as objects: a number that has moved is another one.
+        return None if frame is None else (frame.f_lasti, [*map(id, frame.f_locals.values())])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of those that will not be pickled
+        try:
+            parts = iterator.__reduce__()
+        except (AttributeError, TypeError):
+            return None
+    return _describe_parts(parts[1:])
+
+
+def _describe_parts(parts: Any) -> list[Any]:
+    descriptions: list[Any] = []
+    for part in parts:
+        if type(part) in SCALAR_TYPES:
+            descriptions.append(part)
+        elif isinstance(part, tuple):
+            descriptions.append(_describe_parts(part))
+        elif isinstance(part, Iterator):
+            descriptions.append(describe_iterator(part))
+        elif isinstance(part, list | range | str):
+            descriptions.append(len(part))
+    return descriptions
 
 
 def find_reachable(roots: Iterable[Any], known: ReachedState | None = None) -> ReachedState:

@@ -128,16 +128,16 @@ def _find_node_owner(tensor: Tensor) -> Any:
 
 def find_graph_leaves(roots: Iterable[Any]) -> list[Tensor]:
     """Return the leaves of a graph, each once, from the autograd nodes of its outputs."""
-    leaves = (getattr(node, "variable", None) for node in _iter_nodes(roots))
+    leaves = (getattr(node, "variable", None) for node in iter_nodes(roots))
     return [leaf for leaf in leaves if leaf is not None]  # only AccumulateGrad nodes have one
 
 
 def has_python_nodes(roots: Iterable[Any]) -> bool:
     """Return whether a graph has nodes of an `autograd.Function`."""
-    return any(isinstance(node, PythonNode) for node in _iter_nodes(roots))
+    return any(isinstance(node, PythonNode) for node in iter_nodes(roots))
 
 
-def _iter_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+def iter_nodes(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of a graph, each once, in an order that depends on the graph alone."""
     todo = list(dict.fromkeys(roots))
     visited = set(todo)
@@ -148,6 +148,11 @@ def _iter_nodes(roots: Iterable[Any]) -> Iterator[Any]:
             if next_node is not None and next_node not in visited:
                 visited.add(next_node)
                 todo.append(next_node)
+
+
+def has_saved_tensors(node: Any) -> bool:
+    """Return whether a node of PyTorch may have saved tensors, which the first backward frees."""
+    return any(name.startswith("_raw_saved") for name in dir(type(node)))
 
 
 def describe_graph(roots: Iterable[Any]) -> int:
@@ -234,7 +239,7 @@ class CellGraph:
 
     def hides_parameters(self) -> bool:
         """Return whether a reentrant `torch.utils.checkpoint` keeps parameters out of the graph."""
-        return any(map(is_reentrant_checkpoint, _iter_nodes(self._list_nodes())))
+        return any(map(is_reentrant_checkpoint, iter_nodes(self._list_nodes())))
 
     def check_leaves_are_parameters(self, parameters: Collection[Tensor]) -> None:
         """Raise if a leaf is neither an input nor one of the parameters."""

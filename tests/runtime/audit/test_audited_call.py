@@ -737,14 +737,20 @@ def test_state_outside_of_modules_that_a_later_micro_batch_computes_with_is_foun
 def test_model_with_an_iterator_that_cannot_be_copied_is_not_audited(
     make: Callable[[], Callable[[], int]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It was only logged, and each micro-batch computed with another number."""
     advance = make()
-    pipe = piped(Does(lambda _, x: x * advance()), checkpoint="never", runtime="inline")
+    is_on = True
+    layer = Does(lambda _, x: x * advance() if is_on else x)
+    pipe = piped(layer, checkpoint="never", runtime="inline")
     with caplog.at_level(logging.WARNING, "penstock"):
-        for _ in range(2):
-            pipe.step(rows())
+        for count in (4, 9):  # of four micro-batches each, and the next line
+            with pytest.raises(AuditError, match=f"advances a {name}"):
+                pipe.step(rows())
+            assert advance() == count + 1
+        is_on = False
+        pipe.step(rows())
     (record,) = caplog.records
     assert f"a layer or the loss uses a {name}" in record.getMessage()
-    assert advance() == 9  # two steps of four micro-batches
 
 
 GENERATOR = torch.Generator()

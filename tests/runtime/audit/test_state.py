@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import enum
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import AuditError, Pipe, PipeSequential
+from penstock import AuditError, PenstockError, Pipe, PipeSequential
 
 ROWS, WIDTH = 8, 4
 each_door = pytest.mark.parametrize("door", ["call", "step"])
@@ -339,3 +342,195 @@ def test_rows_that_are_trimmed_to_the_longest_of_a_micro_batch_are_equal() -> No
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
+
+
+# ---- state that is no number ----------------------------------------------------------------
+
+
+class Phase(enum.Enum):
+    FIRST, SECOND, THIRD, LAST = range(4)
+
+    def following(self) -> Phase:
+        return Phase(min(self.value + 1, 3))
+
+
+def move_phase(layer: Any) -> float:
+    layer.state = layer.state.following()
+    return 0.5 if layer.state is Phase.LAST else 1.0
+
+
+def pop_entry(layer: Any) -> float:
+    if layer.state:
+        layer.state.pop()
+        return 1.0
+    return 0.5
+
+
+def append_letter(layer: Any) -> float:
+    layer.state += "."
+    return 1.0 if len(layer.state) < 7 else 0.5
+
+
+def append_to_tuple(layer: Any) -> float:
+    layer.state = (*layer.state, 1)
+    return 1.0 if len(layer.state) < 7 else 0.5
+
+
+def count_in_text(layer: Any) -> float:
+    layer.state = str(int(layer.state) + 1)
+    return 1.0 if int(layer.state) < 7 else 0.5
+
+
+def move_date(layer: Any) -> float:
+    layer.state += datetime.timedelta(days=1)
+    return 1.0 if layer.state.day < 7 else 0.5
+
+
+def rotate(layer: Any) -> float:
+    layer.state.rotate(1)
+    return float(layer.state[0])
+
+
+def rotate_tuple(layer: Any) -> float:
+    layer.state = (*layer.state[1:], layer.state[0])
+    return float(layer.state[0])
+
+
+def turn(layer: Any) -> float:
+    layer.state *= 0.9j
+    return 1.0 if abs(layer.state) > 0.5 else 0.5
+
+
+def take_next(layer: Any) -> float:
+    return float(next(layer.state))
+
+
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "an enum": (lambda: Phase.FIRST, move_phase),
+    "a list that becomes shorter": (lambda: [0] * 9, pop_entry),
+    "a string that grows": (str, append_letter),
+    "a tuple that grows": (tuple, append_to_tuple),
+    "a number in a string": (lambda: "0", count_in_text),
+    "a date": (lambda: datetime.date(2020, 1, 1), move_date),
+    "a deque that is rotated": (lambda: deque([1.0, 1.0, 1.0, 1.0, 0.5]), rotate),
+    "a tuple that is rotated": (lambda: (1.0, 1.0, 1.0, 1.0, 0.5), rotate_tuple),
+    "a complex number": (lambda: 1 + 0j, turn),
+    "an iterator of a list": (lambda: iter([1.0] * 6 + [0.5] * 99), take_next),
+    "a chain": (lambda: itertools.chain([1.0] * 6, itertools.repeat(0.5)), take_next),
+    "a cycle": (lambda: itertools.cycle([1.0, 1.0, 1.0, 1.0, 1.0, 0.5]), take_next),
+    "a generator": (lambda: (1.0 if n < 6 else 0.5 for n in itertools.count()), take_next),
+}
+
+
+class Keeps(nn.Module):
+    """A layer that changes a state in each forward, and multiplies by what it says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make, self.change = STATES[kind]
+        self.state = make()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) * self.change(self)
+        return output
+
+
+class KeepsAround(Keeps):
+    """A model that does so in the code around its units."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.last = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(super().forward(x))
+        return output
+
+
+@each_door
+@pytest.mark.parametrize("kind", STATES)
+def test_state_that_is_no_number_and_matters_later_is_found(kind: str, door: str) -> None:
+    """It begins to matter in a later step, so nothing shows in the first one."""
+    pipe = build(Keeps(kind))
+    with pytest.raises(AuditError, match=r"each forward changes|changes 0\.state|advances a "):
+        train(pipe, door, rows())
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_state_that_is_no_number_around_units_is_found(kind: str) -> None:
+    options: dict[str, Any] = {"stages": 2, "devices": ["cpu"] * 2, "balance": "parameters"}
+    options |= {"checkpoint": "never", "loss_fn": functional.mse_loss}
+
+    def make_a_step() -> None:
+        train(Pipe(KeepsAround(kind), 4, example=rows(), **options), "step", rows())
+
+    with pytest.raises(PenstockError):  # the trace may show it already
+        make_a_step()
+
+
+class Notes(nn.Module):
+    """A layer that notes what it was called with, and computes without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape: tuple[int, ...] = ()
+        self.last: tuple[float, ...] = ()
+        self.name, self.log, self.is_first = "", "", True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape, self.name = tuple(x.shape), f"{x.dtype} {x.dim()}"
+        self.last = tuple(x[0].tolist())
+        self.log += f"{x.shape}\n"
+        self.is_first = False
+        return x * 1.0
+
+
+@each_door
+def test_notes_of_the_last_micro_batch_are_no_state(door: str) -> None:
+    pipe = build(Notes())
+    for _ in range(3):
+        train(pipe, door, rows())
+
+
+# ---- weights that are computed once ---------------------------------------------------------
+
+
+class CachesWeight(nn.Module):
+    """A layer that computes its weight once in each step, as a hypernetwork does."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight: Any = None
+        self.left = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.right = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            self.weight = self.function(self.left, self.right)
+        output: Tensor = x + x @ self.weight
+        return output
+
+
+@each_door
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_weight_that_is_computed_once_in_a_step_is_found(checkpoint: str, door: str) -> None:
+    """Most of its gradient was lost in a recomputation, or PyTorch raised an error."""
+    pipe = build(CachesWeight(torch.matmul), checkpoint=checkpoint)
+    with pytest.raises(AuditError, match="with a tensor and its graph from there"):
+        train(pipe, door, rows())
+
+
+def test_weight_that_is_computed_once_without_saved_tensors_is_equal() -> None:
+    model = CachesWeight(torch.add)
+    unsplit = copy.deepcopy(model)
+    pipe = build(model)
+    last = copy.deepcopy(list(pipe.parameters())[-2:])
+    x, target = rows(), rows()
+    pipe.step(x, target=target)
+    functional.mse_loss(functional.linear(unsplit(x), *last), target).backward()
+    gradient, expected = model.left.grad, unsplit.left.grad
+    assert gradient is not None
+    assert expected is not None
+    assert torch.allclose(gradient, expected)

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from penstock.errors import AuditError
 from penstock.microbatch import gather, list_tensors
 from penstock.model.isolation import StateSnapshot
 from penstock.model.placement import PlacedPartition
@@ -53,6 +52,7 @@ from penstock.runtime.audit.precision import (
 from penstock.runtime.audit.problems import (
     HOOKED_LEAF,
     KEPT_FOR_LOSS,
+    build_error,
     describe_hidden_output,
     describe_hooks,
 )
@@ -134,6 +134,11 @@ class Audit:
         # Where another micro-batch comes first, it has changed the state.
         self._first_microbatch = self.microbatch
         self._is_first_everywhere = all(order[0] == self.microbatch for order in orders.values())
+        self._recomputes = any(
+            isinstance(action, Compute) and action.op is Op.R
+            for lane in program.lanes
+            for action in lane
+        )
         self._loss_order = _find_loss_order(program, max(orders))
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
@@ -269,6 +274,7 @@ class Audit:
             check = self._build_state_check()
             self._state_problem = check.compare(changes, later, bool(forward.changed_buffers))
             self._shows_no_state = check.shows_nothing
+            refusal = self._state_problem if check.shares_graph else None
             if check.tested_ids is not None:
                 self._auditor.note_state_by_id(self._kind, check.tested_ids)
             other = self._later_microbatches[0] if is_first else self._first_microbatch
@@ -310,6 +316,7 @@ class Audit:
             self.microbatch,
             compares_loss_only=self._reduction is not None,
             parameter_ids=self._name_parameters(),
+            recomputes=self._recomputes,
         )
 
     def _compare_branches(self, forward: ReferenceForward) -> str | None:
@@ -514,10 +521,7 @@ class Audit:
             )
 
     def _fail(self, problem: str) -> NoReturn:
-        raise AuditError(
-            f"the audit of this {'step' if self._request.is_step else 'call'} found that {problem} "
-            "The optimizer has not stepped. (audit='off' turns the audit off.)"
-        )
+        raise build_error(problem, self._request.is_step)
 
     def _compare(
         self,

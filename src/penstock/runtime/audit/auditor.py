@@ -26,6 +26,7 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.audited_call import Audit
 from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import SettingsWatch
+from penstock.runtime.audit.problems import build_error, describe_advanced_iterator
 from penstock.runtime.audit.reference import list_parameters, running
 from penstock.runtime.audit.state_watch import AttributeKey
 from penstock.runtime.execution import Execution
@@ -37,7 +38,7 @@ from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.loss import LossReduction, identify_loss
 from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
 from penstock.stage.stage import Stage
-from penstock.state_copy import ReachedState, find_reachable
+from penstock.state_copy import ReachedState, describe_iterator, find_reachable
 from penstock.torch_compat import (
     are_checkpoint_hooks,
     get_eager_function,
@@ -428,13 +429,26 @@ def find_obstacle(placed: PlacedPartition, has_replicas: bool, reached: ReachedS
         return "a layer is a ScriptModule, which cannot be run without a trace"
     iterator = reached.find_uncopyable()
     if iterator is not None:
-        return (
-            f"a layer or the loss uses a {iterator}, which the forward of the audit would advance"
-        )
+        name = type(iterator).__name__
+        return f"a layer or the loss uses a {name}, which the forward of the audit would advance"
     return None
 
 
 # ---- the audits of one call ----------------------------------------------------------------------
+
+
+class _WatchedIterator(NamedTuple):
+    """An iterator that keeps a call from being audited.
+
+    Attributes:
+        iterator: The iterator.
+        description: Its description before the call.
+        kind: The kind of the call.
+    """
+
+    iterator: Any
+    description: Any
+    kind: Any
 
 
 class CallAudits:
@@ -460,6 +474,7 @@ class CallAudits:
         self._auditor = pipe.auditor
         self._audit: Audit | None = None
         self._kind_with_graphs: Any = None
+        self._iterator: _WatchedIterator | None = None
         if call.is_local:  # stages in processes are not audited
             self._auditor.read_settings(call.request, pipe.placed_partition.partition)
         self._branches = self._auditor.find_branches(call.request, call.inputs)
@@ -528,6 +543,7 @@ class CallAudits:
             sizes: The sizes of the terms of the loss. None: the call has no loss.
             comparison: The comparison of the losses of a step.
         """
+        self._check_iterator()
         if sizes is not None:
             self._check_terms(sizes)
         self._check_branches()
@@ -591,6 +607,16 @@ class CallAudits:
             self._audit.note_terms(sizes)
         else:
             self._audit.check_step(sizes)
+
+    def _check_iterator(self) -> None:
+        """Raise if the call has advanced an iterator, which keeps it from being audited."""
+        if self._iterator is None:
+            return
+        iterator, description, kind = self._iterator
+        if describe_iterator(iterator) != description:
+            self._auditor.forget(kind)
+            problem = describe_advanced_iterator(type(iterator).__name__)
+            raise build_error(problem, self._call.request.is_step)
 
     def _check_branches(self) -> None:
         """Compare the whole batch if micro-batches went different ways."""
@@ -666,6 +692,9 @@ class CallAudits:
         if not self._call.is_local:
             obstacle = "its stages are in processes"
         if obstacle is not None:
+            iterator = reached.find_uncopyable()
+            if iterator is not None and self._call.is_local and self._call.inputs.chunks > 1:
+                self._iterator = _WatchedIterator(iterator, describe_iterator(iterator), kind)
             self._auditor.note_audited(kind)
             self._auditor.tell_once(obstacle)
             return None

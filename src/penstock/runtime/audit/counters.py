@@ -1,4 +1,4 @@
-"""Numbers and lengths that a forward moves, set far ahead.
+"""Numbers and lengths that a forward moves, set far ahead, and other values that it changes.
 
 A layer may read a counter only when it has grown, or at every hundredth call. `CounterWalk` goes
 through the state of modules and variables, and finds what a forward has moved. `MovedValue.advance`
@@ -7,8 +7,13 @@ lets that be far ahead:
     a number             moved by the same step millions of times, to a multiple of many numbers;
                          or close to 0, if it becomes smaller
     tensor, array        the same, or 1,000 times as large
-    list, deque, set     with many more entries
+    list, deque, set,    with many more entries
+    tuple, str
     itertools.count      goes on from a large number
+
+Nobody knows where other values go: the name of a phase, a date, a list that becomes shorter, a
+deque that is rotated, an iterator. They are *opaque*, and a model that changes one in each forward
+is refused.
 
 A value that is computed once and then kept, such as a scale or a table, is not a counter. So most
 values count only if they move in two forwards, and the others only if they do or become something
@@ -21,16 +26,26 @@ import copy
 import itertools
 import math
 import numbers
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import date, time, timedelta
 from decimal import Decimal
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.state_copy import SCALAR_TYPES, StructureCopier, get_attributes, is_of_numpy
+from penstock.state_copy import (
+    COPYABLE_ITERATORS,
+    SCALAR_TYPES,
+    StructureCopier,
+    describe_iterator,
+    get_attributes,
+    is_of_numpy,
+)
 
 # A multiple of all numbers up to 16, and of 20, 25, 30, 50, 100 and 1,000.
 _FAR_AHEAD = 18_018_000
@@ -40,7 +55,10 @@ _SMALLER = 1e-9
 _RESERVE = 16  # steps before the largest number of a dtype, which would become the smallest one
 _MAX_STATE = 1 << 20  # numbers of a tensor
 _MAX_ENTRIES = 1_000  # of a container that is looked through
+_MAX_SHOWN, _MAX_TEXT = 16, 80  # entries that are described, and letters of each
 _MAX_DEPTH = 4  # of containers in containers
+
+_OPAQUE_TYPES = (str, bytes, complex, Enum, date, time, timedelta, frozenset, range)
 
 Key = tuple[Any, ...]
 SetValue = Callable[[Any], object]
@@ -56,6 +74,7 @@ class MovedValue(NamedTuple):
         set: Gives the place another value. None: there is no way.
         is_in_place: Whether the same object was there before the forward. Another one may share
             its memory with a parameter, so it is not written to.
+        is_opaque: Whether it is not known how it goes on.
         is_certain: Whether it counts although the next forward does not move it, unless it is the
             same for all rows. That is so for whole numbers, lists, iterators and buffers right in a
             module or a variable.
@@ -67,6 +86,7 @@ class MovedValue(NamedTuple):
     set: SetValue | None
     is_in_place: bool
     is_certain: bool
+    is_opaque: bool = False
 
     def describe(self) -> Any:
         """Return something that differs from that of another time if the value has moved."""
@@ -76,8 +96,12 @@ class MovedValue(NamedTuple):
             if value.numel() <= _MAX_ENTRIES:
                 return values.cpu().numpy().tobytes()
             return float(values.sum()), float(torch.linalg.vector_norm(values))
-        if isinstance(value, list | deque | set):
-            return len(value)
+        if self.is_opaque and isinstance(value, COPYABLE_ITERATORS):
+            return describe_iterator(value)
+        if self.is_opaque and isinstance(value, list | deque):
+            return [repr(entry)[:_MAX_TEXT] for entry in itertools.islice(value, _MAX_SHOWN)]
+        if isinstance(value, list | deque | set | tuple | str):
+            return value if self.is_opaque else len(value)
         return value.tobytes() if is_of_numpy(value) else repr(value)
 
     def advance(self, steps_before: int, moves_again: bool, is_constant: bool = False) -> bool:
@@ -90,6 +114,8 @@ class MovedValue(NamedTuple):
             is_constant: Whether forwards of all rows leave the same value, such as a table.
         """
         value, before = self.value, self.before
+        if self.is_opaque:
+            return False
         if not moves_again and (is_constant or not self.is_certain):
             return False
         if self.set is None and not self.is_in_place:
@@ -97,6 +123,9 @@ class MovedValue(NamedTuple):
         is_new = True
         if isinstance(value, list | deque | set):
             new = _lengthen(value if self.is_in_place else copy.copy(value), before, steps_before)
+        elif isinstance(value, tuple | str):
+            added = _count_added(len(value), len(before), steps_before)
+            new = operator.add(value, operator.mul(value[-1:], added))
         elif isinstance(value, Tensor):
             new = value if self.is_in_place else value.detach().clone()
             is_new = _advance_tensor(new, before, steps_before, moves_again)
@@ -148,6 +177,16 @@ class CounterWalk:
             if type(value) is type(before) and _differ(value, before):
                 is_certain = type(value) is int and is_direct
                 yield MovedValue(key, value, before, put, False, is_certain)
+            return
+        if (
+            type(value) in (str, tuple)
+            and type(before) is type(value)
+            and _has_grown(value, before)
+        ):
+            yield MovedValue(key, value, before, put, False, is_certain=False)
+            return
+        if _is_opaque_change(value, before) or _has_advanced(value, before):
+            yield MovedValue(key, value, before, put, False, is_certain=False, is_opaque=True)
             return
         if type(value) in SCALAR_TYPES or id(value) in self._visited:
             return
@@ -246,6 +285,44 @@ def _have_arrays_moved(value: Any, before: Any) -> bool:
         return False
 
 
+def _has_grown(value: Any, before: Any) -> bool:
+    """Return whether a string or a tuple begins as before, and goes on."""
+    if len(value) <= len(before):
+        return False
+    if isinstance(value, str):
+        return value.startswith(before)
+    return all(entry is old or entry == old for entry, old in zip(value, before, strict=False))
+
+
+def _is_opaque_change(value: Any, before: Any) -> bool:
+    """Return whether a value has become another one, and it is not known how it goes on."""
+    if type(value) is not type(before):
+        return False
+    is_plain_tuple = type(value) is tuple and SCALAR_TYPES.issuperset(map(type, value))
+    if is_plain_tuple or isinstance(value, _OPAQUE_TYPES):
+        return bool(value != before)
+    if not isinstance(value, list | deque) or len(value) > _MAX_ENTRIES:
+        return False
+    if len(value) < len(before):
+        return True
+    # The same entries in another order.
+    return len(value) == len(before) and (
+        [*map(_describe_entry, value)] != [*map(_describe_entry, before)]
+        and sorted(map(_describe_entry, value)) == sorted(map(_describe_entry, before))
+    )
+
+
+def _has_advanced(value: Any, before: Any) -> bool:
+    """Return whether an iterator has gone on. A count is a number."""
+    if not isinstance(value, COPYABLE_ITERATORS) or isinstance(value, itertools.count):
+        return False
+    return type(value) is type(before) and describe_iterator(value) != describe_iterator(before)
+
+
+def _describe_entry(entry: Any) -> str:
+    return repr(entry) if type(entry) in SCALAR_TYPES else str(id(entry))
+
+
 def _read_dict(value: Any) -> dict[str, Any]:
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     return attributes
@@ -302,11 +379,16 @@ def _advance_tensor(value: Tensor, before: Tensor, steps_before: int, moves_agai
     return True
 
 
+def _count_added(length: int, length_before: int, steps_before: int) -> int:
+    """Return how many entries are added, some steps before a multiple of many numbers."""
+    growth = length - length_before
+    return (length // _LONGER + 1) * _LONGER - growth * steps_before - length
+
+
 def _lengthen(value: Any, before: Any, steps_before: int) -> Any:
     """Give a list, a deque or a set many more entries, and return it."""
     length = len(value)
-    growth = length - _measure(before)
-    added = (length // _LONGER + 1) * _LONGER - growth * steps_before - length
+    added = _count_added(length, _measure(before), steps_before)
     if not isinstance(value, set):
         value.extend([value[-1]] * added)
         return value

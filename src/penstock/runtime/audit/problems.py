@@ -5,6 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.errors import AuditError
+
+
+def build_error(problem: str, is_step: bool) -> AuditError:
+    """Return the error of an audit that has found a problem in a step, or in another call."""
+    return AuditError(
+        f"the audit of this {'step' if is_step else 'call'} found that {problem} "
+        "The optimizer has not stepped. (audit='off' turns the audit off.)"
+    )
+
+
+def describe_advanced_iterator(name: str) -> str:
+    """Return what is wrong if a forward advances an iterator of this type."""
+    return (
+        f"a layer or the loss advances a {name}. The unsplit model does so once for the whole "
+        "batch, and a pipe for each micro-batch, so they compute with other values. Advance it "
+        "outside of the forward, and pass the value as an input, or use chunks=1."
+    )
+
 
 def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
     """Return what is wrong if a micro-batch computes with the state that another one has left.
@@ -21,6 +40,28 @@ def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
         f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
         "it once for the whole batch, after all rows have been computed. Change such state outside "
         "of the forward, after each step, or use chunks=1."
+    )
+
+
+def describe_opaque_state(name: str) -> str:
+    """Return what is wrong if each forward changes a value, and it is not known how it goes on."""
+    return (
+        f"each forward changes {name}, which is no number, so it cannot be tried whether a later "
+        "one computes something else by it. The unsplit model changes it once for the whole batch, "
+        "and a pipe for each micro-batch. Change it outside of the forward, after each step, or "
+        "use chunks=1."
+    )
+
+
+def describe_shared_graph(changes: Sequence[str]) -> str:
+    """Return what is wrong if micro-batches compute with one graph that a layer has kept."""
+    names = ", ".join(changes[:4]) or "a variable outside of the model"
+    return (
+        f"the forward of a micro-batch changes {names}, and that of the next one computes with a "
+        "tensor and its graph from there, such as a weight that is computed once in each step. "
+        "The backward of one micro-batch frees that graph, and a recomputed forward leaves none, "
+        "so its gradient would be lost. Compute it in each forward, or use chunks=1 and "
+        "checkpoint='never'."
     )
 
 

@@ -2,10 +2,12 @@
 
 The unsplit model computes every row with the state from before the batch. So some rows of a later
 micro-batch run twice, with that state and with the one that rows of the first micro-batch have
-left, and the results and gradients must agree. Where they do, three things may still hide state:
+left, and the results and gradients must agree. Where they do, four things may still hide state:
 
     a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
                            run again with the counter far ahead (counters.py).
+    an opaque value        A phase with a name, a date, a deque that is rotated: nobody knows where
+                           it goes, so it is refused if each forward changes it.
     a settled buffer       The vectors of a spectral norm may have converged before training. The
                            rows run again with other numbers in the buffer.
     an id of a row         State of a user or a class matters to rows with the same id, and the
@@ -28,10 +30,15 @@ import torch
 from penstock.runtime.audit.batch_rows import Rows
 from penstock.runtime.audit.digest import Digest, Digester
 from penstock.runtime.audit.precision import find_repetition_rounding
-from penstock.runtime.audit.problems import describe_state
+from penstock.runtime.audit.problems import (
+    describe_opaque_state,
+    describe_shared_graph,
+    describe_state,
+)
 from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.audit.row_results import ShowsNothingError
 from penstock.runtime.audit.state_watch import BufferKey, StateWatch
+from penstock.stage.cell_graph import has_saved_tensors, iter_nodes
 from penstock.stage.payload import flatten_values
 from penstock.torch_compat import close_failed_checkpoints
 
@@ -40,6 +47,8 @@ class StateCheck:
     """Compares the results of some rows with the state that others have left, and without.
 
     Attributes:
+        shares_graph: Whether a micro-batch computes with a graph that another one has left, so that
+            a backward may fail.
         shows_nothing: Whether every micro-batch that was compared counts nothing for the loss.
         tested_ids: The tensors with ids that several micro-batches have and that made no
             difference, though the same rows compute with what they have left. None: they do not.
@@ -51,6 +60,7 @@ class StateCheck:
         microbatch: The audited micro-batch, with whose random numbers its rows run.
         compares_loss_only: Whether the results are a loss with its extras.
         parameter_ids: The ids of the parameters whose gradients are compared.
+        recomputes: Whether stages are recomputed.
     """
 
     def __init__(
@@ -61,12 +71,13 @@ class StateCheck:
         microbatch: int,
         compares_loss_only: bool,
         parameter_ids: Collection[int],
+        recomputes: bool,
     ) -> None:
         self._reference, self._digester = reference, digester
         self._first_microbatch, self._microbatch = first_microbatch, microbatch
         self._compares_loss_only = compares_loss_only
-        self._parameter_ids = parameter_ids
-        self.shows_nothing = False
+        self._parameter_ids, self._recomputes = parameter_ids, recomputes
+        self.shares_graph = self.shows_nothing = False
         self.tested_ids: list[int] | None = None
 
     def compare(
@@ -110,6 +121,11 @@ class StateCheck:
             except ShowsNothingError:
                 has_shown = False
                 continue
+            except _SharedGraphError:
+                self.shares_graph = True
+                return describe_shared_graph(changes)
+            except _OpaqueStateError as error:
+                return describe_opaque_state(str(error))
             except Exception as error:  # the pipe shows whether it is an error of the model
                 close_failed_checkpoints(error)
                 has_shown = True
@@ -166,16 +182,24 @@ class StateCheck:
         with self._reference.isolate():
             watch = self._reference.watch_state()
             expected = self._digest_results(self._run_rows(later, microbatch))
-            after_later = watch.describe_counters()
+            after_later, opaque_later = watch.describe_counters(), watch.describe_opaque_values()
         if not _shows_something(expected):
             raise ShowsNothingError
         with self._reference.isolate():
             watch = self._reference.watch_state()
-            self._run_first_rows(first, watch)
+            first_forward = self._run_first_rows(first, watch)
             after_first = watch.describe_counters()
             settled = watch.find_settled_buffers()
-            actual = self._digest_results(self._run_rows(later, microbatch))
-            after_both = watch.describe_counters()
+            later_forward = self._run_rows(later, microbatch)
+            self._check_graphs(first_forward, later_forward)
+            actual = self._digest_results(later_forward)
+            after_both, opaque_both = watch.describe_counters(), watch.describe_opaque_values()
+            # What is a function of the last rows is the same whatever has run before.
+            opaque_names = [
+                watch.find_name(key)
+                for key, description in opaque_later.items()
+                if opaque_both.get(key, description) != description
+            ]
             common_keys = after_first.keys() & after_both.keys()
             moving = {key for key in common_keys if after_first[key] != after_both[key]}
             common_keys = after_first.keys() & after_later.keys()
@@ -186,6 +210,8 @@ class StateCheck:
             return False
         if settled and self._is_iterated(settled, first, later, microbatch):
             return False
+        if opaque_names:
+            raise _OpaqueStateError(opaque_names[0])
         # A layer may go by the number of its calls only when there were many, or now and then. It
         # may count before it asks, or after.
         for steps_before in distances:
@@ -246,9 +272,25 @@ class StateCheck:
 
     # ---- runs of rows --------------------------------------------------------------------------
 
-    def _run_first_rows(self, first: Rows, watch: StateWatch) -> None:
-        self._run_rows(first, self._microbatch)
+    def _run_first_rows(self, first: Rows, watch: StateWatch) -> ReferenceForward:
+        forward = self._run_rows(first, self._microbatch)
         watch.rewind_generators()
+        return forward
+
+    def _check_graphs(self, first: ReferenceForward, later: ReferenceForward) -> None:
+        """Raise a `_SharedGraphError` if a forward computes with a graph that another one has left.
+
+        A layer may compute a weight once and keep it. The backward of the first micro-batch frees
+        the tensors that this graph has saved, and a recomputed forward has left no graph.
+        """
+        graphs = [
+            {node for node in iter_nodes(roots) if getattr(node, "variable", None) is None}
+            for forward in (first, later)
+            if (roots := [t.grad_fn for t in flatten_values(forward.values)[0] if t.requires_grad])
+        ]
+        shared = set.intersection(*graphs) if len(graphs) == 2 else ()
+        if any(self._recomputes or has_saved_tensors(node) for node in shared):
+            raise _SharedGraphError
 
     def _run_rows(self, rows: Rows, microbatch: int) -> ReferenceForward:
         batch = self._reference.take_batch(rows)
@@ -287,6 +329,14 @@ class StateCheck:
             for key in {**expected, **actual}
             if key in parameters or isinstance(key, str)
         )
+
+
+class _SharedGraphError(Exception):
+    """The forward of a micro-batch computes with a graph that another one has left."""
+
+
+class _OpaqueStateError(Exception):
+    """Each forward changes a value, and it is not known how it goes on. The text is its name."""
 
 
 def _shows_something(results: Mapping[Any, Digest]) -> bool:

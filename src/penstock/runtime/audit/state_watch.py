@@ -134,7 +134,17 @@ class StateWatch:
 
     def describe_counters(self) -> dict[Key, Any]:
         """Return what a forward has moved, by where it is, so that it can be compared."""
-        return {moved.key: moved.describe() for moved in self._find_moved()}
+        return {m.key: m.describe() for m in self._find_moved() if not m.is_opaque}
+
+    def describe_opaque_values(self) -> dict[Key, Any]:
+        """Return what a forward has changed that is no counter: see counters.py."""
+        return {m.key: m.describe() for m in self._find_moved() if m.is_opaque}
+
+    def find_name(self, key: Key) -> str:
+        """Return the name of the attribute or variable in which a value has been changed."""
+        root = key[:2] if isinstance(key[0], nn.Module) else key[0]
+        name, _ = self._read().get(root, ("", None))
+        return name or UNNAMED_VARIABLE
 
     def advance_counters(
         self, moving: Collection[Key], constant: Collection[Key], steps_before: int
