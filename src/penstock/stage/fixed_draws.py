@@ -7,10 +7,13 @@ that draws returns what it returns on average, for each of its elements:
 
     dropout        keeps everything
     bernoulli      its probability
-    rand, randn    one half, or another level; the mean and half a deviation
+    rand, randn    hardly below one half, or another level; the mean and half a deviation
     randint        the middle of its range
     randperm       the reverse order, so that rows that are shuffled do mix
     multinomial    the largest entries
+
+Equal numbers have the order of their rows, so that `x[torch.rand(n).argsort()]` would shuffle
+nothing. So those of later rows are smaller by rounding.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ import torch
 from torch import Tensor
 
 from penstock.stage.rng import DrawRedirect
-from penstock.torch_compat import get_schema_arguments
+from penstock.torch_compat import DisableTorchFunction, get_schema_arguments
 
 Arguments = dict[str, Any]
+
+# A layer that compares with the level itself, such as `rand(n) < 0.5`, does the same for all rows.
+_BELOW_LEVEL = 1 - 1e-3
+_MAX_TIES = 16  # rows that are told apart, so that rounding stays rounding
 
 
 class FixedDraws(DrawRedirect):
@@ -52,7 +59,7 @@ class FixedDraws(DrawRedirect):
         compute = _RESULTS.get(name)
         if name in _UNIFORM:
             self.has_uniform = True
-            compute = _UNIFORM[name](self.level)
+            compute = _UNIFORM[name](self.level * _BELOW_LEVEL)
         if compute is None or any(name.startswith("out") for name in named):
             return super().run(func, args, kwargs)
         return compute(named)
@@ -69,7 +76,9 @@ def _fill(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:
         value = mean(named)
         if not tensor.is_floating_point() and not tensor.is_complex():
             value = value.round() if isinstance(value, Tensor) else round(value)
-        return tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
+        if isinstance(value, Tensor):
+            return tensor.copy_(value)
+        return _break_ties(tensor.fill_(value))
 
     return fill
 
@@ -80,12 +89,22 @@ def _create(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:
     def create(named: Arguments) -> Tensor:
         options = {k: named[k] for k in ("dtype", "layout", "device") if named.get(k) is not None}
         if isinstance(named.get("self"), Tensor):
-            return torch.full_like(named["self"], mean(named), **options)
+            return _break_ties(torch.full_like(named["self"], mean(named), **options))
         if "high" in named:
             options.setdefault("dtype", torch.int64)
-        return torch.full(named["size"], mean(named), **options)
+        return _break_ties(torch.full(named["size"], mean(named), **options))
 
     return create
+
+
+def _break_ties(tensor: Tensor) -> Tensor:
+    """Let the numbers of later rows be smaller by rounding, and return the tensor."""
+    if tensor.dtype not in (torch.float32, torch.float64) or not tensor.dim() or len(tensor) < 2:
+        return tensor
+    with DisableTorchFunction():  # nobody watches what is not an operation of the model
+        steps = torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype) % _MAX_TIES
+        factors = 1 - steps * torch.finfo(tensor.dtype).eps
+        return tensor.mul_(factors.view(-1, *[1] * (tensor.dim() - 1)))
 
 
 def _find_bernoulli_mean(named: Arguments) -> Any:

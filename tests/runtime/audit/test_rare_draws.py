@@ -36,6 +36,8 @@ MIXING: dict[str, Function] = {
         torch.rand_like(x) < 0.15, x[torch.randperm(len(x))], x
     ),
     "rows": mix_up_some,
+    "shuffled rows": lambda x: x + x[torch.rand(len(x)).argsort()],
+    "rows in a random order": lambda x: x + x[torch.randn(len(x)).sort().indices],
     "all rows": lambda x: mix_up(x) if torch.rand(()) < 0.3 else x,
     "large numbers": lambda x: torch.where(torch.rand(len(x), 1) > 0.85, mix_up(x), x),
     "uniform_": lambda x: mix_up(x) if torch.empty(()).uniform_(-1, 1) < -0.8 else x,
@@ -43,6 +45,9 @@ MIXING: dict[str, Function] = {
 BY_ROW: dict[str, Function] = {
     "noise": lambda x: x + 0.1 * torch.rand_like(x),
     "skipped rows": lambda x: torch.where(torch.rand(len(x), 1) < 0.1, torch.zeros_like(x), x),
+    "half of the rows": lambda x: torch.where(torch.rand(len(x), 1) < 0.5, -x, x),
+    "tenth of the rows": lambda x: torch.where(torch.rand(len(x), 1) > 0.99, -x, x),
+    "numbers in a random order": lambda x: x[:, torch.rand(x.shape[1]).argsort()],
     "skipped layer": lambda x: x * 0.5 if torch.rand(()) < 0.1 else x,
     "gumbel": lambda x: x - (-torch.rand_like(x).clamp(1e-9, 1 - 1e-9).log()).log(),
     "dropout": nn.Dropout(0.2),
