@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.runtime.audit.write_log import get_storage_address, list_written
 from penstock.state_copy import SCALAR_TYPES
 from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
@@ -66,9 +67,12 @@ _REDUCTIONS = _split_names(
     argmax argmin median nanmedian norm linalg_vector_norm logsumexp count_nonzero dot vdot
     """
 )
+_LINEAR_REDUCTIONS = _split_names("sum nansum mean count_nonzero dot vdot")
 _LOSSES = re.compile("loss|binary_cross_entropy")
+# Each entry of their tensors is computed by itself.
+_ENTRY_LOSSES = re.compile("(mse|l1|smooth_l1|huber|soft_margin)_loss|binary_cross_entropy")
 # Each entry of their first dim is computed by itself.
-_BATCHED = re.compile("conv|pool|upsample|grid_sampler|scaled_dot_product|group_norm|multinomial")
+_BATCHED = re.compile("conv(?!_tbc|ert)|pool|upsample|grid_sampler|scaled_dot_product|group_norm")
 _PADS = re.compile("_pad|pixel_(un)?shuffle|im2col|col2im")
 # The positions of the factors of products, and the dims of each that are not summed.
 _PRODUCTS: dict[str, tuple[int, frozenset[int], frozenset[int]]] = {
@@ -113,6 +117,10 @@ class _Operation(NamedTuple):
         inputs: Its tensors.
         results: The tensors that it has returned.
         row_dims: By id of a tensor, the dims that have other sizes for other numbers of rows.
+        row_count: The number of rows.
+        blocks: By id of a tensor, the tensor, and how many blocks of all rows the dim of its rows
+            has; one if it is not listed.
+        positions: The ids of tensors with the positions of the rows: `arange(n)`.
     """
 
     name: str
@@ -120,6 +128,17 @@ class _Operation(NamedTuple):
     inputs: Sequence[Tensor]
     results: Sequence[Tensor]
     row_dims: Mapping[int, frozenset[int]]
+    row_count: int
+    blocks: Mapping[int, tuple[Tensor, int]]
+    positions: Collection[int]
+
+    def list_with_rows(self) -> list[Tensor]:
+        """Return its tensors that have rows."""
+        return [tensor for tensor in self.inputs if id(tensor) in self.row_dims]
+
+    def count_blocks(self, tensor: Tensor) -> int:
+        """Return how many blocks of all rows the dim of the rows of a tensor has."""
+        return self.blocks[id(tensor)][1] if id(tensor) in self.blocks else 1
 
     def find_rows(self, value: Any) -> frozenset[int]:
         """Return the dims of a tensor on which rows are. Of other values, none."""
@@ -170,6 +189,10 @@ class RowOperations(CompileFriendlyDispatchMode):
         self.row_count, self._other = row_count, other
         self._calls: list[_Call] = []
         self._totals: dict[int, Tensor] = {}  # by id
+        # By id, with the tensor. On the dim of the rows there may be several blocks of all rows: a
+        # `view` joins dims before that of the rows with it, and may take only those apart again.
+        self._blocks: dict[int, tuple[Tensor, int]] = {}
+        self._positions: dict[int, Tensor] = {}  # by id, those that hold the positions of the rows
         self.problem: str | None = None
 
     @property
@@ -205,11 +228,12 @@ class RowOperations(CompileFriendlyDispatchMode):
         if kwargs:
             inputs += _list_tensors(kwargs)
         if id(func) in _UNRECORDED_IDS:
-            if id(inputs[0]) in self._totals:
-                self._totals[id(results[0])] = results[0]
+            self._follow_layout(inputs[0], results[0])
             return
         if func is torch.ops.aten._unsafe_view.default:  # the other half of such a `reshape`
             func = torch.ops.aten.view.default
+        if self._positions and (written := list_written(func, args, kwargs)):
+            self._follow_writes(written)
         shapes = [tensor.shape for tensor in (*inputs, *results)]
         self._calls.append(_Call(func, shapes))
         if self._other is None or self.problem is not None:
@@ -249,6 +273,9 @@ class RowOperations(CompileFriendlyDispatchMode):
             inputs,
             results,
             row_dims,
+            self.row_count,
+            self._blocks,
+            self._positions.keys(),
         )
         self._follow(func, operation)
 
@@ -268,6 +295,11 @@ class RowOperations(CompileFriendlyDispatchMode):
         elif has_rows:
             if not _is_row_by_row(func, operation):
                 self.problem = f"{func} may mix rows"
+            blocks = _count_result_blocks(operation)
+            if blocks is None:
+                self.problem = f"{func} takes rows in different orders"
+            elif blocks > 1:
+                self._blocks.update({id(tensor): (tensor, blocks) for tensor in operation.results})
             if operation.name in _CONSTANT:
                 return
             for tensor in operation.results:
@@ -275,6 +307,23 @@ class RowOperations(CompileFriendlyDispatchMode):
                     self._totals[id(tensor)] = tensor
         elif has_total:
             self._follow_total(func, operation)
+        if _has_positions(operation):
+            self._positions.update({id(tensor): tensor for tensor in operation.results})
+
+    def _follow_layout(self, tensor: Tensor, result: Tensor) -> None:
+        """Note that a tensor is another one in another layout."""
+        for table in (self._totals, self._positions):
+            if id(tensor) in table:
+                table[id(result)] = result
+        if id(tensor) in self._blocks:
+            self._blocks[id(result)] = result, self._blocks[id(tensor)][1]
+
+    def _follow_writes(self, written: Sequence[Tensor]) -> None:
+        """Note that an operation has written to the memory of tensors."""
+        addresses = {get_storage_address(tensor) for tensor in written}
+        for key, tensor in list(self._positions.items()):
+            if get_storage_address(tensor) in addresses:
+                del self._positions[key]
 
     def _follow_total(self, func: Any, operation: _Operation) -> None:
         name = operation.name
@@ -333,6 +382,8 @@ def _is_row_by_row(func: Any, operation: _Operation) -> bool:
     """Return whether an operation on rows is known to compute each row, or a total, by itself."""
     name = operation.name
     base = name.strip("_")
+    if func.namespace != "aten":  # a rule is of what PyTorch means by a name
+        return False
     if name in _FREE or base in _FREE or _is_pointwise(func):
         return True
     rule = _RULES.get(base)
@@ -342,22 +393,28 @@ def _is_row_by_row(func: Any, operation: _Operation) -> bool:
         return _is_product_by_row(operation, *_PRODUCTS[base])
     if base in _REDUCTIONS:
         return _is_reduction_by_row(operation)
+    if "ctc_loss" in base:  # of (time, rows, class)
+        return operation.find_rows(operation.inputs[0]) <= {1}
     if _LOSSES.search(base):
-        return True
-    if _BATCHED.search(base) or "batch_norm" in base:
-        # The parts of an instance norm are rows on dim 1.
-        allowed = {0, 1} if "batch_norm" in base else {0}
-        return all(operation.find_rows(tensor) <= allowed for tensor in operation.inputs)
+        is_by_entry = _ENTRY_LOSSES.match(base)
+        return bool(is_by_entry) or all(operation.find_rows(t) <= {0} for t in operation.inputs)
+    if "batch_norm" in base:
+        return _is_batch_norm_by_row(operation)
+    if _BATCHED.search(base):
+        return all(operation.find_rows(tensor) <= {0} for tensor in operation.inputs)
     if _PADS.search(base):
-        (tensor,), (result,) = operation.inputs, operation.results
-        return operation.find_rows(tensor) == operation.find_rows(result) == {0}
+        return _is_pad_by_row(operation)
+    if base == "linalg_check_errors":  # raises, and returns nothing
+        return True
     if base.startswith("linalg_"):
         return all(max(operation.find_rows(t), default=-1) < t.dim() - 2 for t in operation.inputs)
     dims = operation.list_dims()
     if dims is None:
         return False
     rows = [operation.find_rows(tensor) for tensor in operation.inputs]
-    return bool(rows[0]) and all(dims.isdisjoint(own) and own <= rows[0] for own in rows)
+    # A result without rows has entries of some of them: `x.gather(1, index[:1])`.
+    has_rows = bool(rows[0]) and all(map(operation.find_rows, operation.results))
+    return has_rows and all(dims.isdisjoint(own) and own <= rows[0] for own in rows)
 
 
 def _is_pointwise(func: Any) -> bool:
@@ -383,17 +440,39 @@ def _is_product_by_row(
 def _is_reduction_by_row(operation: _Operation) -> bool:
     """Return whether a sum or maximum is one of each row, or of all rows, which is a total."""
     dims, rows = operation.list_dims(), operation.find_rows(operation.inputs[0])
-    return dims is None or dims.isdisjoint(rows) or not operation.find_rows(operation.results[0])
+    if dims is not None and dims.isdisjoint(rows):
+        return True
+    # A total has to be linear in what the rows are: a maximum or a deviation of rows is none.
+    # Whole numbers and flags are for Python, which other watches follow.
+    result = operation.results[0]
+    is_linear = operation.name in _LINEAR_REDUCTIONS or not result.is_floating_point()
+    return is_linear and not operation.find_rows(result)
+
+
+_MASK_TYPES = frozenset((torch.bool, torch.uint8))
+
+
+def _has_positions(operation: _Operation) -> bool:
+    """Return whether the results are the positions of the rows, or the same in another layout."""
+    if operation.name == "arange":
+        start, step = (operation.arguments.get(k, d) for k, d in (("start", 0), ("step", 1)))
+        return (start, step) == (0, 1) and any(map(operation.find_rows, operation.results))
+    names = "view", "reshape_alias", "to_copy"
+    return operation.name in names and id(operation.inputs[0]) in operation.positions
 
 
 def _is_lookup_by_row(operation: _Operation) -> bool:
     """Return whether an index takes something of each row, or looks rows up in a table."""
     tensor, indices = operation.list_values()[:2]
+    if any(i is not None and i.dtype in _MASK_TYPES and i.dim() > 1 for i in indices):
+        return not operation.find_rows(tensor)  # one mask takes several dims
     for dim in operation.find_rows(tensor):
         index = indices[dim] if dim < len(indices) else None
         if index is None:
             continue
-        if not operation.find_rows(index) or index.dtype is torch.bool:
+        # Other numbers may be the positions of the rows by chance. A single row shows nothing.
+        is_position = id(index) in operation.positions and index.dtype not in _MASK_TYPES
+        if not is_position or operation.row_count < 2:
             return False
         numbers = torch.arange(tensor.shape[dim], device=index.device)
         if not torch.equal(index.flatten(), numbers):
@@ -405,7 +484,8 @@ def _is_written_by_row(operation: _Operation) -> bool:
     """Return whether an index writes to each row what is that row's, or one number by a mask."""
     tensor, indices, values = operation.list_values()[:3]
     rows = operation.find_rows(tensor)
-    if len(indices) == 1 and indices[0].dtype is torch.bool and values.numel() == 1:
+    is_mask = len(indices) == 1 and indices[0].dtype in _MASK_TYPES
+    if is_mask and values.numel() == 1 and not operation.find_rows(values):
         return operation.find_rows(indices[0]) == rows
     return bool(rows) and _is_lookup_by_row(operation)
 
@@ -427,6 +507,30 @@ def _is_bucket_lookup(operation: _Operation) -> bool:
     return not operation.find_rows(operation.list_values()[1])
 
 
+def _is_batch_norm_by_row(operation: _Operation) -> bool:
+    """Return whether each row has statistics of its own, or those of training are used.
+
+    Each entry of dim 1 has statistics of its own. The rows of an instance norm are on that dim, and
+    on dim 0 of its weights.
+    """
+    tensor, *weights = operation.inputs
+    rows = operation.find_rows(tensor)
+    if rows == {1}:
+        return all(operation.find_rows(weight) <= {0} for weight in weights)
+    is_fixed = operation.arguments.get("training") is False
+    return is_fixed and rows == {0} and not any(map(operation.find_rows, weights))
+
+
+def _is_pad_by_row(operation: _Operation) -> bool:
+    """Return whether what changes the size of dims leaves that of the rows."""
+    (tensor,), (result,) = operation.inputs, operation.results
+    # They begin with the last dim. `(0, 0, 1, -1)` shifts the rows of a matrix by one.
+    pads = operation.arguments.get("pad", ())
+    if len(pads) >= 2 * tensor.dim() and any(pads[-2:]):
+        return False
+    return operation.find_rows(tensor) == operation.find_rows(result) == {0}
+
+
 def _is_layer_norm_by_row(operation: _Operation) -> bool:
     tensor, sizes = operation.list_values()[:2]
     return bool(max(operation.find_rows(tensor), default=-1) < tensor.dim() - len(sizes))
@@ -441,18 +545,46 @@ def _is_slice_by_row(operation: _Operation) -> bool:
 
 
 def _is_view_by_row(operation: _Operation) -> bool:
-    """Return whether another shape leaves each row together, or joins it with the dims beside it.
+    """Return whether another shape leaves the numbers of each row in rows of the result."""
+    return _count_view_blocks(operation) is not None
 
-    Then the dims before that of the rows have as many entries as before, or those up to it.
+
+def _count_view_blocks(operation: _Operation) -> int | None:
+    """Return how many blocks of all rows the dim of the rows has in another shape.
+
+    Row r has the numbers at the flat positions p where p // inner % rows == r. They are on a dim of
+    the result if its blocks divide those before: `(time, rows, dim)` as `(time * rows, dim)` has
+    one block of all rows for each time. None: `(time * rows, dim)` as `(rows, time, dim)`.
     """
     tensor, result = operation.inputs[0], operation.results[0]
-    rows, result_rows = operation.find_rows(tensor), operation.find_rows(result)
-    return any(
-        math.prod(tensor.shape[:dim]) == math.prod(result.shape[:other])
-        or math.prod(tensor.shape[: dim + 1]) == math.prod(result.shape[: other + 1])
-        for dim in rows
-        for other in result_rows
-    )
+    for dim in operation.find_rows(tensor):
+        before = math.prod(tensor.shape[:dim]) * operation.count_blocks(tensor)
+        for other in operation.find_rows(result):
+            blocks, rest = divmod(before, math.prod(result.shape[:other]))
+            if blocks and not rest and not result.shape[other] % (blocks * operation.row_count):
+                return blocks
+    return None
+
+
+def _count_result_blocks(operation: _Operation) -> int | None:
+    """Return how often rows are repeated on their dim in the results. None: not in one way."""
+    base = operation.name.strip("_")
+    if _RULES.get(base) is _is_view_by_row:
+        return _count_view_blocks(operation)
+    tensors = operation.list_with_rows()
+    counts = set(map(operation.count_blocks, tensors))
+    if len(counts) > 1:
+        return None
+    (blocks,) = counts
+    if base == "repeat":
+        (tensor,), (result,) = operation.inputs, operation.results
+        offset = result.dim() - tensor.dim()
+        for dim in operation.find_rows(tensor):
+            blocks *= result.shape[dim + offset] // tensor.shape[dim]
+        return blocks
+    with_rows = (*tensors, *(t for t in operation.results if operation.find_rows(t)))
+    sizes = {tensor.shape[dim] for tensor in with_rows for dim in operation.find_rows(tensor)}
+    return blocks if blocks == 1 or len(sizes) == 1 else None
 
 
 def _is_triangle_by_row(operation: _Operation) -> bool:
@@ -460,8 +592,15 @@ def _is_triangle_by_row(operation: _Operation) -> bool:
     return max(operation.find_rows(tensor), default=-1) < tensor.dim() - 2
 
 
+def _is_choice_by_row(operation: _Operation) -> bool:
+    """Return whether entries are chosen for each row, and not among the rows."""
+    tensor = operation.inputs[0]
+    return max(operation.find_rows(tensor), default=-1) < tensor.dim() - 1
+
+
 def _is_rnn_by_row(operation: _Operation) -> bool:
-    is_batch_first = bool(operation.arguments.get("batch_first"))
+    # oneDNN gets time first even if `batch_first` is set; cuDNN gets what the user has passed.
+    is_batch_first = operation.name == "cudnn_rnn" and bool(operation.arguments["batch_first"])
     return operation.find_rows(operation.inputs[0]) == ({0} if is_batch_first else {1})
 
 
@@ -483,12 +622,14 @@ _RULES: dict[str, Callable[[_Operation], bool]] = {
     "slice": _is_slice_by_row,
     "view": _is_view_by_row,
     "reshape_alias": _is_view_by_row,
+    "multinomial": _is_choice_by_row,
     "tril": _is_triangle_by_row,
     "triu": _is_triangle_by_row,
     "mkldnn_rnn_layer": _is_rnn_by_row,
     "cudnn_rnn": _is_rnn_by_row,
     # Their dims are the ones that are kept, or they look at entries in all others.
     "renorm": _never,
+    "weight_norm_interface": _never,
     "unique_dim": _never,
     "unique_consecutive": _never,
 }

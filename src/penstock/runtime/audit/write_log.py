@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -59,13 +59,8 @@ class WriteLog(CompileFriendlyDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self.generators.setdefault(generator, generator.get_state())
-        entry = _written_arguments.get(id(func))
-        if entry is None or entry[0] is not func:
-            entry = _written_arguments[id(func)] = func, _find_written_arguments(func)
-        for index, name in entry[1]:
-            value = args[index] if index < len(args) else kwargs.get(name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                self._copy_before_write(tensor)
+        for tensor in list_written(func, args, kwargs):
+            self._copy_before_write(tensor)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -164,6 +159,18 @@ def is_equal(tensor: Tensor, other: Tensor) -> bool:
 def _is_plain_on_cpu(tensor: Tensor) -> bool:
     is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
     return is_plain and tensor.is_cpu and not is_lazy(tensor)
+
+
+def list_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    entry = _written_arguments.get(id(func))
+    if entry is None or entry[0] is not func:
+        entry = _written_arguments[id(func)] = func, _find_written_arguments(func)
+    written: list[Any] = []
+    for index, name in entry[1]:
+        value = args[index] if index < len(args) else kwargs.get(name)
+        written += value if isinstance(value, list | tuple) else [value]
+    return written
 
 
 def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
