@@ -91,6 +91,8 @@ def mask_two_dims(x: Tensor) -> Tensor:
 
 LSTM = nn.LSTM(3, 3, batch_first=True)
 LSTM_OF_ROWS = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+for parameter in LSTM_OF_ROWS.parameters():
+    nn.init.constant_(parameter, 0.3)
 
 # They mix rows, by operations that compute each row by itself if they are used in another way.
 OVERLOOKED: dict[str, Function] = {
@@ -110,7 +112,7 @@ OVERLOOKED: dict[str, Function] = {
     )[..., 0],
     "pad that moves rows": lambda x: functional.pad(x, (0, 0, 1, -1)),
     "another library's operation": convolve_graph,
-    "recurrence over rows": lambda x: LSTM_OF_ROWS(x[None])[0][0],
+    "recurrence over rows": lambda x: LSTM_OF_ROWS(0.01 * x[None])[0][0],
     "convolution over rows": lambda x: torch.conv_tbc(
         x[:, None], torch.ones(3, WIDTH, WIDTH) / 9, torch.zeros(WIDTH), 1
     )[:, 0],
@@ -133,6 +135,8 @@ ROW_BY_ROW: dict[str, Function] = {
     "convolution": lambda x: functional.conv1d(x[:, None], KERNEL, padding=1)[:, 0],
     "pool": lambda x: functional.max_pool1d(x[:, None], 2)[:, 0],
     "a mean at the end": lambda x: 0.5 * (x * x).mean() + 0.1 * x.abs().sum(),
+    "a share of the rows": lambda x: 0.5 * (x > 0).sum() / 7 + (x > 0).float().mean(),
+    "a number of rows": lambda x: (x > 0).sum(0).sum().float(),
     "cross entropy": lambda x: functional.cross_entropy(x, (x[:, 0] > 0).long()),
     "rows inside of steps": lambda x: (
         (x[:, None].expand(-1, 4, -1).transpose(0, 1).reshape(-1, WIDTH) @ WEIGHT)
@@ -199,6 +203,11 @@ MIXED: dict[str, Function] = {
         torch.tensor([len(x)]),
         torch.tensor([1]),
     ),
+    "flag of a mean": lambda x: (x.mean() > 200).float(),
+    "flag of any row": lambda x: (x > 350).any().float(),
+    "mean that is rounded": lambda x: x.mean().long().float(),
+    "mean that is divided and rounded": lambda x: torch.div(x.mean(), 5, rounding_mode="floor"),
+    "position of the largest row": lambda x: x[:, 0].argmax().float(),
     "margins between rows": lambda x: functional.multi_margin_loss(x.T, torch.zeros(WIDTH).long()),
 }
 
@@ -386,7 +395,10 @@ def test_large_rows_that_are_mixed_do_not_train_in_silence(name: str) -> None:
         pipe.step(large, target=y, loss_fn=nn.MSELoss())
 
 
-@pytest.mark.parametrize("name", ["largest rows", "largest number", "product of rows"])
+@pytest.mark.parametrize(
+    "name",
+    ["largest rows", "largest number", "product of rows", "flag of any row", "flag of a mean"],
+)
 def test_losses_that_are_no_sums_over_rows_do_not_train_in_silence(name: str) -> None:
     def add_penalty(x: Tensor) -> Tensor:
         add_loss(MIXED[name](x))

@@ -68,6 +68,8 @@ _REDUCTIONS = _split_names(
     """
 )
 _LINEAR_REDUCTIONS = _split_names("sum nansum mean count_nonzero dot vdot")
+# Those whose result says which rows there are, and not how many.
+_DECISIONS = _REDUCTIONS - _LINEAR_REDUCTIONS
 _LOSSES = re.compile("loss|binary_cross_entropy")
 # Each entry of their tensors is computed by itself.
 _ENTRY_LOSSES = re.compile("(mse|l1|smooth_l1|huber|soft_margin)_loss|binary_cross_entropy")
@@ -189,6 +191,9 @@ class RowOperations(CompileFriendlyDispatchMode):
         self.row_count, self._other = row_count, other
         self._calls: list[_Call] = []
         self._totals: dict[int, Tensor] = {}  # by id
+        # Those that are not linear in the rows: `x.mean() > 5`. They are for Python, and may not
+        # become numbers again.
+        self._decisions: dict[int, Tensor] = {}
         # By id, with the tensor. On the dim of the rows there may be several blocks of all rows: a
         # `view` joins dims before that of the rows with it, and may take only those apart again.
         self._blocks: dict[int, tuple[Tensor, int]] = {}
@@ -218,7 +223,8 @@ class RowOperations(CompileFriendlyDispatchMode):
         try:
             self._note(func, args, kwargs, result)
         except Exception as error:  # an operation with arguments that no rule expects
-            self.problem = f"{func} cannot be followed: {type(error).__name__}: {error}"
+            problem = f"{func} cannot be followed: {type(error).__name__}: {error}"
+            self.problem = self.problem or problem
         return result
 
     def _note(
@@ -302,9 +308,10 @@ class RowOperations(CompileFriendlyDispatchMode):
                 self._blocks.update({id(tensor): (tensor, blocks) for tensor in operation.results})
             if operation.name in _CONSTANT:
                 return
-            for tensor in operation.results:
-                if id(tensor) not in operation.row_dims:
-                    self._totals[id(tensor)] = tensor
+            totals = {id(t): t for t in operation.results if id(t) not in operation.row_dims}
+            self._totals.update(totals)
+            if not _keeps_precision(operation) or operation.name in _DECISIONS:
+                self._decisions.update(totals)
         elif has_total:
             self._follow_total(func, operation)
         if _has_positions(operation):
@@ -312,7 +319,7 @@ class RowOperations(CompileFriendlyDispatchMode):
 
     def _follow_layout(self, tensor: Tensor, result: Tensor) -> None:
         """Note that a tensor is another one in another layout."""
-        for table in (self._totals, self._positions):
+        for table in (self._totals, self._decisions, self._positions):
             if id(tensor) in table:
                 table[id(result)] = result
         if id(tensor) in self._blocks:
@@ -327,13 +334,19 @@ class RowOperations(CompileFriendlyDispatchMode):
 
     def _follow_total(self, func: Any, operation: _Operation) -> None:
         name = operation.name
-        is_number = any(tensor.is_floating_point() for tensor in operation.results)
-        if is_number and name.strip("_") not in _LINEAR:
-            values = operation.list_values()
-            totals = [id(value) in self._totals for value in values]
-            is_scaled = name == "mul" or (name == "div" and totals[0])
-            if not is_scaled or sum(totals) > 1:
+        values = operation.list_values()
+        totals = [id(value) in self._totals for value in values]
+        is_scaled = name == "mul" or (name == "div" and totals[0])
+        is_linear = (
+            (name.strip("_") in _LINEAR or (is_scaled and sum(totals) == 1))
+            and operation.arguments.get("rounding_mode") is None
+            and _keeps_precision(operation)
+            and not any(id(tensor) in self._decisions for tensor in operation.inputs)
+        )
+        if not is_linear:
+            if any(t.is_floating_point() or t.is_complex() for t in operation.results):
                 self.problem = f"{func} of a total of rows is not linear"
+            self._decisions.update({id(tensor): tensor for tensor in operation.results})
         if name.endswith("_"):
             self.problem = self.problem or f"{func} writes a total of rows"
         self._totals.update({id(tensor): tensor for tensor in operation.results})
@@ -434,6 +447,15 @@ def _is_product_by_row(
     values = operation.list_values()
     return operation.find_rows(values[position]) <= left and (
         operation.find_rows(values[position + 1]) <= right
+    )
+
+
+def _keeps_precision(operation: _Operation) -> bool:
+    """Return whether no number is rounded to a whole one, or to a flag."""
+    has_fractions = any(t.is_floating_point() or t.is_complex() for t in operation.inputs)
+    return all(
+        t.is_floating_point() or t.is_complex() or not (has_fractions or t.dtype is torch.bool)
+        for t in operation.results
     )
 
 
