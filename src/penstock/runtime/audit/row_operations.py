@@ -107,6 +107,14 @@ _UNRECORDED = (
     torch.ops.aten.transpose.int,
     torch.ops.aten.unsqueeze.default,
 )
+# Those that return memory without numbers.
+_EMPTY = _split_names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
+_RESIZES = (
+    torch.ops.aten.resize_.default,
+    torch.ops.aten.resize_as_.default,
+    torch.ops.aten.set_.source_Tensor,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+)
 _UNRECORDED_IDS = frozenset(map(id, _UNRECORDED))  # their hash is computed in Python
 
 
@@ -198,6 +206,10 @@ class RowOperations(CompileFriendlyDispatchMode):
         # `view` joins dims before that of the rows with it, and may take only those apart again.
         self._blocks: dict[int, tuple[Tensor, int]] = {}
         self._positions: dict[int, Tensor] = {}  # by id, those that hold the positions of the rows
+        # By the address of their memory. Views with rows have been taken of tensors without rows.
+        self._tables: dict[int, Tensor] = {}
+        # Kernels that the dispatcher does not see (Triton, pybind) write to those that are empty.
+        self._unwritten: dict[int, Tensor] = {}
         self.problem: str | None = None
 
     @property
@@ -238,8 +250,8 @@ class RowOperations(CompileFriendlyDispatchMode):
             return
         if func is torch.ops.aten._unsafe_view.default:  # the other half of such a `reshape`
             func = torch.ops.aten.view.default
-        if self._positions and (written := list_written(func, args, kwargs)):
-            self._follow_writes(written)
+        if self._other is not None:
+            self._follow_memory(func, inputs, results, list_written(func, args, kwargs))
         shapes = [tensor.shape for tensor in (*inputs, *results)]
         self._calls.append(_Call(func, shapes))
         if self._other is None or self.problem is not None:
@@ -289,6 +301,8 @@ class RowOperations(CompileFriendlyDispatchMode):
         """Note if the other forward has run more operations."""
         if self._other is not None and len(self._other._calls) != len(self._calls):
             self.problem = self.problem or "fewer operations run for another number of rows"
+        if self._unwritten:  # it may be the output
+            self.problem = self.problem or "a tensor holds what PyTorch has not written"
 
     def _has_totals(self, tensors: Sequence[Tensor]) -> bool:
         return any(id(tensor) in self._totals for tensor in tensors)
@@ -314,6 +328,14 @@ class RowOperations(CompileFriendlyDispatchMode):
                 self._decisions.update(totals)
         elif has_total:
             self._follow_total(func, operation)
+        elif results_with_rows := [t for t in operation.results if operation.find_rows(t)]:
+            # Views of a part of it: `table[:len(x)] = x` writes rows to a tensor without rows.
+            tables = {get_storage_address(tensor): tensor for tensor in operation.inputs}
+            self._tables |= {
+                address: tables[address]
+                for address in map(get_storage_address, results_with_rows)
+                if address in tables
+            }
         if _has_positions(operation):
             self._positions.update({id(tensor): tensor for tensor in operation.results})
 
@@ -325,12 +347,31 @@ class RowOperations(CompileFriendlyDispatchMode):
         if id(tensor) in self._blocks:
             self._blocks[id(result)] = result, self._blocks[id(tensor)][1]
 
-    def _follow_writes(self, written: Sequence[Tensor]) -> None:
-        """Note that an operation has written to the memory of tensors."""
-        addresses = {get_storage_address(tensor) for tensor in written}
-        for key, tensor in list(self._positions.items()):
+    def _follow_memory(
+        self,
+        func: Any,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        written: Sequence[Any],
+    ) -> None:
+        """Note what writes to memory that other tensors show, or that no operation has written."""
+        if func in _RESIZES:
+            self.problem = self.problem or f"{func} changes the size of a tensor"
+        addresses = {get_storage_address(t) for t in written if isinstance(t, Tensor)}
+        if addresses & self._tables.keys():
+            self.problem = self.problem or f"{func} writes to some entries of a table"
+        for key, tensor in list(self._positions.items()) if addresses else ():
             if get_storage_address(tensor) in addresses:
                 del self._positions[key]
+        name = func.__name__.partition(".")[0]
+        if name in _EMPTY:
+            self._unwritten.update({get_storage_address(t): t for t in results if t.numel()})
+        elif self._unwritten:
+            for address in addresses:
+                self._unwritten.pop(address, None)
+            read = {get_storage_address(tensor) for tensor in inputs} & self._unwritten.keys()
+            if read - {get_storage_address(tensor) for tensor in results}:
+                self.problem = self.problem or f"{func} reads what PyTorch has not written"
 
     def _follow_total(self, func: Any, operation: _Operation) -> None:
         name = operation.name
