@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     FakeTensor,
@@ -187,7 +188,5 @@ def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def get_storage_address(tensor: Tensor) -> int:
     """Return where the memory of a tensor begins, or its id if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
-        return id(tensor)
+    address = find_memory_address(tensor)
+    return id(tensor) if address is None else address
