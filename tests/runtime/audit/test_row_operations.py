@@ -598,3 +598,22 @@ def test_random_numbers_of_python_are_accepted_where_rows_are_not_mixed(
     pipe = make(lambda x: x * (1 + draw()))
     x, y = batch(1)
     pipe.step(x, target=y, loss_fn=nn.MSELoss())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_layers_that_python_skips_at_random_are_accepted(
+    draw: Callable[[], float], seed: int
+) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    pipe = make(lambda x: x + x.relu() @ WEIGHT.double() if draw() < 0.6 else x)
+    x, y = batch(1)
+    pipe.step(x, target=y, loss_fn=nn.MSELoss())
+
+
+def test_solutions_beside_random_numbers_of_python_are_accepted() -> None:
+    matrix = 9 * torch.eye(WIDTH).double()
+    pipe = make(lambda x: torch.linalg.solve(matrix, x[..., None])[..., 0] * (1 + random.random()))
+    x, y = batch(1)
+    pipe.step(x, target=y, loss_fn=nn.MSELoss())

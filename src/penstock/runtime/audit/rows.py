@@ -493,11 +493,19 @@ class RowsCheck:
             self.reference.isolate() if is_shared else nullcontext(),
         ):
             host_state = HostRngState()
+            used: set[str] = set()  # generators of Python
             recorded = [] if whole is None or whole.operations is None else [whole.operations]
+
+            def begin_again() -> None:
+                # A layer that is skipped at random is skipped in each of the forwards, or in none.
+                used.update(host_state.find_used())
+                host_state.restore()
 
             def run_rows(rows: Sequence[Rows], seeds: Seeds | None) -> RowsResult:
                 count = sum(stop - start for start, stop in rows)
                 operations = self._build_operations(count, recorded) if run.is_followed else None
+                if operations is not None:
+                    begin_again()
                 return self._run_rows(rows, run.in_training, seeds, operations)
 
             parts = []
@@ -510,9 +518,11 @@ class RowsCheck:
                 seeds = select_seeds(whole_seeds, 0, ranges, run.seed_factor)
                 together = run_rows(ranges, seeds)
             if run.is_followed:
+                begin_again()
                 self._compare_three_rows(recorded)
             results = *parts, together
-            if any(result.forward.has_drawn for result in results) or host_state.find_used():
+            used.update(host_state.find_used())
+            if used or any(result.forward.has_drawn for result in results):
                 raise _RandomResultsError
             forwards = [part.forward for part in parts]
             losses = self._measure_losses(forwards, together.forward, part_rows)
