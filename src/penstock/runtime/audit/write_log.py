@@ -43,11 +43,15 @@ class WriteLog(CompileFriendlyDispatchMode):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._by_storage = {get_storage_address(p): p for p in parameters}
-        self._copies: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}  # of the copied parameters, before the write
+        # Several parameters may be views of one memory, as the weights of an RNN on a GPU are.
+        self._by_storage: dict[int, dict[int, Tensor]] = {}
+        for parameter in parameters:
+            address = get_storage_address(parameter)
+            self._by_storage.setdefault(address, {})[id(parameter)] = parameter
+        # By address, of each parameter there: the parameter, a copy, and its version before.
+        self._copies: dict[int, list[tuple[Tensor, Tensor, int | None]]] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
-        tensors = self._by_storage.values()
+        tensors = [p for group in self._by_storage.values() for p in group.values()]
         self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
             sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
         )
@@ -108,17 +112,18 @@ class WriteLog(CompileFriendlyDispatchMode):
             self._copy(address)
 
     def _copy(self, address: int) -> None:
-        parameter = self._by_storage[address]
-        self._copies[address] = parameter.detach().clone()
-        if not parameter.is_inference():  # those have no version
-            self._versions[address] = parameter._version
+        self._copies[address] = [
+            # Tensors of an inference mode have no version.
+            (p, p.detach().clone(), None if p.is_inference() else p._version)
+            for p in self._by_storage[address].values()
+        ]
 
     def find_written(self) -> set[int]:
         """Return the addresses of the parameters that hold other numbers now."""
         return {
             address
-            for address, copy in self._copies.items()
-            if not is_equal(self._by_storage[address], copy)
+            for address, copies in self._copies.items()
+            if not all(is_equal(parameter, copy) for parameter, copy, _ in copies)
         }
 
     def __enter__(self) -> WriteLog:
@@ -135,13 +140,15 @@ class WriteLog(CompileFriendlyDispatchMode):
         written = self.find_written()
         with torch.no_grad():
             for address in written:
-                self._by_storage[address].copy_(self._copies[address])
+                for parameter, copy, _ in self._copies[address]:
+                    parameter.copy_(copy)
         # Autograd counts these writes. An audit may run after the forward of a layer and before its
         # backward, which would find the parameter changed.
         versions = {
-            self._by_storage[address]: version
-            for address, version in self._versions.items()
-            if self._by_storage[address]._version != version
+            parameter: version
+            for copies in self._copies.values()
+            for parameter, _, version in copies
+            if version is not None and parameter._version != version
         }
         set_version_counters(tuple(versions), tuple(versions.values()))
 
