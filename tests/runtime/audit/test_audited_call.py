@@ -1191,3 +1191,18 @@ def test_parameters_that_are_views_of_one_memory_are_put_back(
             pipe(rows())
         weights.append(layer.weight.detach().clone())
     assert torch.equal(*weights)
+
+
+def test_a_step_holds_no_tensors_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    original = Audit.run_reference
+
+    def note(self: Audit, *args: Any) -> None:
+        original(self, *args)
+        assert self._forward is not None
+        kept.append((self._forward.operations, self._forward.row_watch._constants))
+
+    monkeypatch.setattr(Audit, "run_reference", note)
+    layer = Does(lambda layer, x: x + torch.arange(WIDTH))
+    piped(layer, audit="first").step(rows())
+    assert kept == [(None, {})]
