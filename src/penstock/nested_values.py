@@ -141,6 +141,34 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         yield from iter_tensors((value.start, value.stop, value.step))
 
 
+def list_operands(values: Any) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation. It is called for each operation."""
+    kind = type(values)
+    if kind in _TENSOR_TYPES:
+        return [values]
+    if kind in _PLAIN_TYPES:  # PyTorch asks Python whether one is a tensor
+        return []
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif isinstance(values, slice):
+        values = values.start, values.stop, values.step
+    elif not isinstance(values, tuple | list):
+        return []
+    tensors: list[Tensor] = []
+    for value in values:
+        if type(value) in _TENSOR_TYPES:
+            tensors.append(value)
+        elif type(value) not in _PLAIN_TYPES:
+            tensors += list_operands(value)
+    return tensors
+
+
+_TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+
 def map_tensors(value: Any, transform: Callable[[Any], Any], leaf_type: type = Tensor) -> Any:
     """Return the arguments of an operation with each tensor, or other leaf, transformed."""
     if isinstance(value, leaf_type):

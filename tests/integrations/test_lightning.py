@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -246,6 +247,18 @@ class Averaging(Automatic):
         return super().training_step(batch, batch_idx) * self.average
 
 
+class Filling(Automatic):
+    """Keeps norms in an attribute that was a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: Any = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.norms = numpy.ones(3)
+        return super().training_step(batch, batch_idx)
+
+
 class Skipping(Automatic):
     """Skips batches."""
 
@@ -262,12 +275,28 @@ class Skipping(Automatic):
         (CountingAnew, r"creates self\.number, and asks whether it is there already"),
         (Remembering, r"creates self\.first, and asks whether it is there already"),
         (Averaging, r"training_step changed self\.average from 1\.0 to a tensor"),
+        (Filling, r"training_step changed self\.norms from 0 to a value of type ndarray"),
         (Skipping, "A pipe needs a loss in every step"),
     ],
 )
 def test_steps_that_a_pipe_would_compute_otherwise_are_refused(module: Any, message: str) -> None:
     with pytest.raises(PenstockError, match=message):
         fit(steps=2, module=module(), pipe_options={})
+
+
+class Best(Automatic):
+    """Has an attribute that is not a number yet."""
+
+    best = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = float("nan")
+
+
+def test_attribute_that_is_nan_has_not_changed() -> None:
+    """It was refused, as changed from nan to nan."""
+    fit(steps=2, module=Best(), pipe_options={})
 
 
 class Showing(Automatic):

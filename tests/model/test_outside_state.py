@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
@@ -269,3 +270,95 @@ def test_tensors_without_numbers_do_not_stay() -> None:
     assert masks == {"old": None}
     assert entries == []
     assert Owner.scale is None
+
+
+def fill_behind_flag() -> tuple[Function, Callable[[], Any]]:
+    cache: list[float] = []
+    is_filled = False
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal is_filled
+        if not is_filled:
+            cache.append(3.0)
+            is_filled = True
+        return x * cache[0]
+
+    return function, lambda: (cache, is_filled)
+
+
+def fill_behind_none() -> tuple[Function, Callable[[], Any]]:
+    cache: list[float] = []
+    size: int | None = None
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal size
+        if size is None:
+            size = 2
+            cache.extend([3.0, 2.0])
+        return x * cache[size - 1]
+
+    return function, lambda: (cache, size)
+
+
+def fill_behind_entry() -> tuple[Function, Callable[[], Any]]:
+    cache: set[float] = set()
+    table: dict[str, Any] = {"ready": False}
+
+    def function(x: Tensor) -> Tensor:
+        if not table["ready"] and "size" not in table:
+            table["ready"] = table["size"] = True
+            cache.add(3.0)
+        return x * next(iter(cache))
+
+    return function, lambda: (cache, table)
+
+
+def fill_known_list() -> tuple[Function, Callable[[], Any]]:
+    cache: deque[float] = deque()
+    table: dict[str, Any] = {}
+
+    def function(x: Tensor) -> Tensor:
+        if "cache" not in table:
+            table["cache"] = cache
+            cache.append(3.0)
+        output: Tensor = x * table["cache"][0]
+        return output
+
+    return function, lambda: (cache, table)
+
+
+@pytest.mark.parametrize("form", ["sequential", "traced"])
+@pytest.mark.parametrize(
+    "fill", [fill_behind_flag, fill_behind_none, fill_behind_entry, fill_known_list]
+)
+def test_lists_that_are_filled_once_are_filled_in_the_first_step(
+    fill: Callable[[], tuple[Function, Callable[[], Any]]], form: str
+) -> None:
+    """They were empty again, while the flag said that they were filled."""
+    function, read = fill()
+    before = copy.deepcopy(read())
+    torch.manual_seed(0)
+    traced = Model(function)
+    is_traced = form == "traced"
+    options: dict[str, Any] = {"units": [Layer]} if is_traced else {}
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)
+    model = traced if is_traced else nn.Sequential(*traced.layers)
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, example=x, **options)
+    assert read() == before
+    pipe.step(x, target=y, loss_fn=nn.MSELoss())
+    assert read() != before
+
+
+def test_a_log_is_emptied_beside_a_cache() -> None:
+    function, read = fill_behind_flag()
+    log: list[str] = []
+
+    def add_to_log(x: Tensor) -> Tensor:
+        log.append("called")
+        return function(x)
+
+    before = copy.deepcopy(read())
+    with preserve_outside_state(Layer(add_to_log)):
+        add_to_log(torch.ones(3))
+    assert log == []
+    assert read() == before

@@ -356,8 +356,10 @@ class _AttributeState:
         attributes = vars(module)
         for name, number in self._numbers.items():
             value = attributes.get(name)
-            if isinstance(value, Tensor) or value != number:
-                text = "a tensor" if isinstance(value, Tensor) else value
+            is_number = type(value) in _NUMBER_TYPES
+            if value is not number and not (is_number and value == number):  # nan is not nan
+                text = value if is_number else f"a value of type {type(value).__name__}"
+                text = "a tensor" if isinstance(value, Tensor) else text
                 raise RunError(
                     f"{method} changed self.{name} from {number} to {text}. In a "
                     "pipe it runs once for each micro-batch and stage, so the module would have "

@@ -12,6 +12,9 @@ step must not find other numbers than in the unsplit model.
     an entry that is new or was None, and     kept: they are caches, which the trace has found
     tensors in a list that was empty          filled
 
+If a list that was empty is emptied again, what says that it is filled goes with it: a flag, and
+numbers that are new or were None.
+
 State of the modules themselves is not looked at: `isolated` restores it.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from decimal import Decimal
 from fractions import Fraction
@@ -37,6 +40,7 @@ from penstock.state_copy import Variable, find_reachable, is_of_numpy
 from penstock.torch_compat import FakeTensor
 
 _NUMBER_TYPES = frozenset((int, float, complex, Fraction, Decimal))
+_NOTE_TYPES = frozenset((bool, str, *_NUMBER_TYPES))
 _MAX_BYTES = 1 << 16  # of tensors and arrays: larger ones are data
 _MAX_ITEMS = 4096
 
@@ -56,6 +60,8 @@ def preserve_outside_state(*roots: Any, drops_losses: bool = True) -> Iterator[N
     own_ids |= {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
     snapshot = StateSnapshot(())
     restorers: list[Callable[[], object]] = []
+    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    empty: list[Any] = []  # containers
     for variable in reached.variables:
         if variable.namespace is not None and type(variable.value) in _NUMBER_TYPES:
             restorers.append(partial(_restore_variable, variable))
@@ -66,9 +72,12 @@ def preserve_outside_state(*roots: Any, drops_losses: bool = True) -> Iterator[N
         if id(container) in own_ids or _count_items(container) > _MAX_ITEMS:
             continue
         if isinstance(container, dict):
-            restorers.append(partial(_restore_entries, container, dict(container)))
-        elif isinstance(container, list | set | deque):
+            tables.append((container, dict(container)))
+            restorers.append(partial(_restore_entries, *tables[-1]))
+        elif isinstance(container, list | set | deque) and container:
             restorers.append(partial(_restore_items, container, container.copy()))
+        elif isinstance(container, list | set | deque):
+            empty.append(container)
     for value in reached.objects.values():
         if id(value) not in own_ids and _has_small_state(value):
             snapshot.record(value)
@@ -78,6 +87,13 @@ def preserve_outside_state(*roots: Any, drops_losses: bool = True) -> Iterator[N
     finally:
         for restore in restorers:
             restore()
+        filled = [container for container in empty if container]
+        if all(any(isinstance(item, Tensor) for item in container) for container in filled):
+            filled = [c for c in filled if any(isinstance(item, FakeTensor) for item in c)]
+        else:
+            _restore_notes(reached.variables, tables, {id(container) for container in filled})
+        for container in filled:
+            container.clear()
         snapshot.restore()
 
 
@@ -118,8 +134,27 @@ def _restore_entries(table: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _restore_items(container: Any, before: Any) -> None:
-    if before or any(isinstance(item, FakeTensor) for item in container):
-        if not has_same_contents(container, before):
-            set_contents(container, before)
-    elif not any(isinstance(item, Tensor) for item in container):  # no cache
-        container.clear()
+    if not has_same_contents(container, before):
+        set_contents(container, before)
+
+
+def _restore_notes(
+    variables: Iterable[Variable],
+    tables: Iterable[tuple[dict[Any, Any], dict[Any, Any]]],
+    emptied_ids: set[int],
+) -> None:
+    """Put back what says that containers are filled, which are about to be emptied."""
+
+    def is_note(value: Any) -> bool:
+        return type(value) in _NOTE_TYPES or id(value) in emptied_ids
+
+    for variable in variables:
+        is_unset = variable.value is None or type(variable.value) is bool
+        if variable.namespace is not None and is_unset and is_note(variable.read()):
+            _restore_variable(variable)
+    for table, before in tables:
+        for key, value in list(table.items()):
+            if key not in before and is_note(value):
+                del table[key]
+            elif is_note(value) and (before[key] is None or type(before[key]) is bool):
+                table[key] = before[key]

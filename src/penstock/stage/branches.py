@@ -43,6 +43,7 @@ from penstock.stage.recompute import compute_product, is_recomputing
 from penstock.stage.row_counts import RowCounts, may_have_numbers, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
+from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import unwrap_transformed, without_dispatch_modes
 
 # The names of functions that return a number of a tensor to Python.
@@ -184,10 +185,14 @@ class BranchWatch(TorchFunctionMode):
 
     def _note_entry(self, tensor: Tensor, number: float) -> None:
         """Note a number that is one of several in memory: `[norm.item() for norm in norms]`."""
-        memory = tensor.untyped_storage()
-        if memory.nbytes() > tensor.element_size():
-            entries = self._entries.setdefault(memory.data_ptr(), [])
+        tensor = unwrap_transformed(tensor)[0]
+        address = find_memory_address(tensor)
+        if address is None:  # a wrapper, of which it may be one of several
+            self.arrays.append(number)
+        elif tensor.untyped_storage().nbytes() > tensor.element_size():
+            entries = self._entries.setdefault(address, [])
             entries.append(number)
+            # The first entry counts once there is a second one: a single number is part of the way.
             self.arrays += entries if len(entries) == 2 else entries[2:][-1:]
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

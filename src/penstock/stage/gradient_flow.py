@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.nested_values import iter_tensors
+from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import is_inside_autograd_function, outside_autograd_function
 
 _DETACHING = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
@@ -173,7 +174,4 @@ def _find_storage(tensor: Tensor) -> int | None:
     is_plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
     if not is_plain or tensor.layout is not torch.strided:
         return None
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper of torch.func, without memory
-        return None
+    return find_memory_address(tensor)

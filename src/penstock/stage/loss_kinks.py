@@ -79,8 +79,9 @@ def _is_result(node: Any, value: Tensor) -> Tensor | None:
 
 
 # By the name of a node, the tensor that it has saved, and a function from it to the side of the
-# kink. For one number, and one input, that is the slope, or 2 above the upper limit of a clamp. The
-# second input has the rest of it.
+# kink. For a function of one number, the side is its slope; above the upper limit of a clamp it is
+# 2. For a function of two numbers, it is the slope in the first one; the slope in the second is 1
+# minus that.
 _SIDES: dict[str, tuple[str, Side]] = {
     "AbsBackward": ("self", lambda _, value: value.sign()),
     "ReluBackward": ("result", _is_positive),

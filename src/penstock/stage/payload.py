@@ -24,6 +24,7 @@ from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
 from penstock.nested_values import iter_hidden_tensors
 from penstock.stage.stage import OUTSIDE
+from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import REGISTER_PYTREE_NODE, pytree, wait_for_collective
 
 
@@ -177,10 +178,9 @@ def _storage_address(tensor: Tensor) -> int:
     layout = tensor.layout
     if layout is not torch.strided:
         tensor = tensor._values() if layout is torch.sparse_coo else tensor.values()
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # a wrapper without memory, such as a tensor that another stage computes
-        return id(tensor)
+    address = find_memory_address(tensor)
+    # A wrapper without memory may be a tensor that another stage computes.
+    return id(tensor) if address is None else address
 
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:

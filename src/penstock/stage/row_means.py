@@ -36,11 +36,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from penstock.nested_values import list_operands
 from penstock.stage.row_counts import RowCounts
 from penstock.torch_compat import pytree
 
 
-def _split_names(text: str) -> frozenset[str]:
+def split_names(text: str) -> frozenset[str]:
+    """Return the names in a text, for a table of functions or operations."""
     return frozenset(text.split())
 
 
@@ -59,7 +61,7 @@ _TOTALS = frozenset((Kind.MEAN, Kind.SUM, Kind.TOTAL))
 
 
 # The names of functions, methods and operators, without underscores.
-_ELEMENTWISE = _split_names(
+_ELEMENTWISE = split_names(
     """
     add radd sub rsub subtract mul rmul multiply div rdiv truediv rtruediv divide neg negative abs
     absolute exp expm1 log log1p log2 sqrt rsqrt square pow rpow reciprocal sign sigmoid logsigmoid
@@ -69,21 +71,21 @@ _ELEMENTWISE = _split_names(
     zeros_like ones_like full_like
     """
 )
-_CONVERSIONS = _split_names("to type_as")
-_LINEAR = _split_names(
+_CONVERSIONS = split_names("to type_as")
+_LINEAR = split_names(
     """
     add radd sub rsub subtract neg negative sum mean stack to float double half bfloat16 clone
     contiguous view reshape squeeze
     """
 )
-_ADDITIONS = _split_names("add radd sub rsub subtract")
-_SCALING = _split_names("mul rmul multiply div truediv divide")
-_SUMS = _split_names("sum mean")
-_RESHAPES = _split_names("view reshape flatten unflatten")
+_ADDITIONS = split_names("add radd sub rsub subtract")
+_SCALING = split_names("mul rmul multiply div truediv divide")
+_SUMS = split_names("sum mean")
+_RESHAPES = split_names("view reshape flatten unflatten")
 # The position of the argument `dim`, and its default.
 _DIMS: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(
-        _split_names(
+        split_names(
             """
             sum mean amax amin max min argmax argmin softmax log_softmax logsumexp var std cumsum
             unsqueeze squeeze gather
@@ -99,20 +101,20 @@ _DIMS: dict[str, tuple[int, Any]] = {
     "sort": (1, -1),
     "argsort": (1, -1),
 }
-_CLASS_LOSSES = _split_names("cross_entropy nll_loss")  # targets may have one dim less
-_LOSSES = _CLASS_LOSSES | _split_names(
+_CLASS_LOSSES = split_names("cross_entropy nll_loss")  # targets may have one dim less
+_LOSSES = _CLASS_LOSSES | split_names(
     """
     mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy soft_margin_loss
     binary_cross_entropy_with_logits poisson_nll_loss
     """
 )
-_IN_PLACE_OPERATORS = _split_names(
+_IN_PLACE_OPERATORS = split_names(
     """
     __setitem__ __set__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__
     """
 )
 # They return no number that depends on data.
-_METADATA = _split_names(
+_METADATA = split_names(
     """
     get size dim ndimension numel len stride is_floating_point is_complex is_contiguous get_device
     element_size backward retain_grad hash
@@ -175,9 +177,9 @@ class RowMeanProver(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         # Of the second tensor of `number.to(output)`, only the dtype and the device count.
-        tensors = _list_tensors(args[:1] if name in _CONVERSIONS else (*args, *kwargs.values()))
+        tensors = list_operands(args[:1] if name in _CONVERSIONS else (*args, *kwargs.values()))
         kinds = {self._find_kind(tensor) for tensor in tensors} - {Kind.CONSTANT}
-        outputs = _list_tensors((result,))
+        outputs = list_operands((result,))
         kind = Kind.OTHER if kinds else Kind.CONSTANT
         if kinds:
             if outputs:
@@ -245,13 +247,13 @@ class RowMeanProver(TorchFunctionMode):
 
     def _derive_total(self, name: str, kind: Kind, args: tuple[Any, ...]) -> Kind:
         """Return the kind of what a function returns for means, sums or both, and constants."""
-        operands = [a for a in _list_tensors(args) if self._find_kind(a) is not Kind.CONSTANT]
+        operands = [a for a in list_operands(args) if self._find_kind(a) is not Kind.CONSTANT]
         if name in _LINEAR:
             is_averaged = name == "mean" and kind is Kind.SUM
             if kind is Kind.MEAN or is_averaged:
                 return Kind.TOTAL if is_averaged else Kind.MEAN
             # What is added to a sum counts once for each micro-batch, and may be 0 at first.
-            values = args if name in _ADDITIONS else _list_tensors(args[:1])
+            values = args if name in _ADDITIONS else list_operands(args[:1])
             return kind if len(values) == len(operands) else Kind.OTHER
         # Not the product of two totals, nor a constant that is divided by a total.
         if (
@@ -301,17 +303,6 @@ class RowMeanProver(TorchFunctionMode):
             return False
         is_behind_rows = indices[0] is Ellipsis and len(indices) <= source.dim()
         return is_behind_rows or indices[0] == slice(None)
-
-
-def _list_tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors in lists and tuples. A tree would take longer than most operations."""
-    tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += _list_tensors(value)
-    return tensors
 
 
 def _works_in_place(name: str) -> bool:

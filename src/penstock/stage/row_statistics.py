@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.nested_values import iter_tensors, map_tensors
-from penstock.state_copy import SCALAR_TYPES
+from penstock.nested_values import iter_tensors, list_operands, map_tensors
 from penstock.torch_compat import is_functorch_active, unwrap_transformed
 
 # The names of functions that reduce the dims of their argument `dim`, with its position.
@@ -122,7 +121,7 @@ class RowStatistics:
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Note an operation that has returned numbers of several rows."""
-        tensors = _list_operands(args, kwargs)
+        tensors = list_operands((*args, *kwargs.values()) if kwargs else args)
         if is_functorch_active() and self._is_vmapped(tensors):
             if self._column_levels and _reduces_rows(name, args, kwargs, out):
                 self.meets_rows = True
@@ -206,19 +205,6 @@ class RowStatistics:
     def _find(self, tensor: Tensor) -> _Operation | None:
         followed, operation = self._operations.get(id(tensor), (None, None))
         return operation if followed is tensor else None
-
-
-def _list_operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of a function. It is called for each function."""
-    tensors: list[Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) in SCALAR_TYPES:  # PyTorch asks Python whether one is a tensor
-            continue
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list | dict | slice):
-            tensors += iter_tensors(value)
-    return tensors
 
 
 def _reduces_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:

@@ -10,6 +10,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -1166,3 +1167,48 @@ def test_length_by_which_a_unit_goes_is_a_new_kind(earlier: tuple[int, ...]) -> 
         pipe.step(build_batch(length))
     with pytest.raises(AuditError, match="depends on how it is split"):
         pipe.step(build_batch(9))
+
+
+class FlatWeights(nn.Module):
+    """A layer whose parameters are views of one memory. Its forward halves one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.arange(1.0, WIDTH * WIDTH + WIDTH + 1, dtype=torch.float64)
+        self.weight = nn.Parameter(memory[: WIDTH * WIDTH].view(WIDTH, WIDTH))
+        self.bias = nn.Parameter(memory[WIDTH * WIDTH :])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2 << 20])
+def test_parameters_that_are_views_of_one_memory_are_put_back(
+    small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_log, "_SMALL_BYTES", small_bytes)
+    weights = []
+    for audit in ("off", "first"):
+        layer = FlatWeights()
+        pipe = piped(layer, checkpoint="never", runtime="inline", audit=audit)
+        with torch.no_grad(), suppress(AuditError):  # the next micro-batch computes with them
+            pipe(rows())
+        weights.append(layer.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_a_step_holds_no_tensors_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    original = Audit.run_reference
+
+    def note(self: Audit, *args: Any) -> None:
+        original(self, *args)
+        assert self._forward is not None
+        kept.append((self._forward.operations, self._forward.row_watch._constants))
+
+    monkeypatch.setattr(Audit, "run_reference", note)
+    layer = Does(lambda layer, x: x + torch.arange(WIDTH))
+    piped(layer, audit="first").step(rows())
+    assert kept == [(None, {})]

@@ -122,6 +122,30 @@ def test_rows_that_are_mixed_a_little_are_found_in_16_bits(
         take_step(pipe, dtype)
 
 
+class Scaled(nn.Module):
+    """A parameter with an attribute of the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        setattr(self.weight, "scale", 2.0)  # noqa: B010 (mypy knows no such attribute)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: float = getattr(self.weight, "scale")  # noqa: B009
+        return mix_in_16_bits(x) @ self.weight * scale
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_wide_parameters_have_the_attributes_of_the_user(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = sequential(Scaled()).to(dtype)
+    weight = model[1].weight
+    setattr(weight, "scale", 2.0)  # noqa: B010 (`to` may have replaced it)
+    pipe = build(model, dtype)
+    with pytest.raises(AuditError, match="combine to"):
+        take_step(pipe, dtype)
+
+
 @pytest.mark.parametrize("door", ["step", "call"])
 def test_rows_that_are_mixed_a_little_are_found_under_autocast(door: str) -> None:
     torch.manual_seed(0)

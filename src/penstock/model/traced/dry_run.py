@@ -301,14 +301,18 @@ def run_on_dummy_data(
     raises for those, such as `gaussian_nll_loss` for negative variances, gets none below 0.
     """
     arguments = fake_factory, unit, target, args, kwargs, known_tensors
+    writes: list[Write] = []  # of the run that does not raise
     try:
-        return _run_on_dummy_data(*arguments, written)
-    except (ValueError, RuntimeError, AssertionError):
+        result = _run_on_dummy_data(*arguments, writes)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        writes.clear()
         try:
-            return _run_on_dummy_data(*arguments, written, is_positive=True)
+            result = _run_on_dummy_data(*arguments, writes, is_positive=True)
         except Exception:  # the first error is the one of usual data
-            pass
-        raise
+            raise error from None
+    if written is not None:
+        written += writes
+    return result
 
 
 def _run_on_dummy_data(

@@ -73,6 +73,7 @@ from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
+from penstock.stage.branches import RowWatch
 from penstock.stage.loss import LossReduction
 from penstock.stage.loss_terms import TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values
@@ -304,7 +305,8 @@ class Audit:
         if self._reduction is not None and self._inputs.chunks > 1:
             refusal = HOOKED_LEAF if self._reference.has_hooked_leaves() else refusal
         if refusal is None:
-            self._forward = forward._replace(output=None)
+            # The step holds no tensors of the reference while it runs.
+            self._forward = forward._replace(output=None, operations=None, row_watch=RowWatch())
         else:
             self._state_problem = refusal
 

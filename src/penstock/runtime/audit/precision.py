@@ -34,12 +34,11 @@ _BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64
 
 LEAST_DIFFERENCE = 3e-6  # in float32, below it there is none
 _REPETITION = 1e-5  # in float32, between two runs on the same rows
-# Above it there is one, whatever rounds.
+# A difference above it is one, whatever rounds.
 _ROUNDING = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _DOUBLE = 1e-8
 # TF32 has the precision of float16, and its rounding is no reason to compute in float64.
 _MAX_SINGLE_ROUNDING = 1e-3
-
 
 # Weights up to this size may hide what they are multiplied with, as the results are compared.
 HIDING_SIZE = 1e-3
@@ -125,6 +124,7 @@ def widened_units(
                     if values.dtype == parameter.dtype:
                         continue
                     wide = nn.Parameter(values, parameter.requires_grad)
+                    wide.__dict__.update(parameter.__dict__)  # such as `weight.scale` of a user
                     setattr(module, name, wide)  # an RNN has a list of them, too
                     if torch.is_grad_enabled():
                         note_parameter(wide, parameter)

@@ -10,9 +10,8 @@ sizes are those of the rows:
     mm (1, 8) (8, 1)  mm (2, 8) (8, 2)  two dims of the result: a table of pairs
     cumsum(0) (1, 8)  cumsum(0) (2, 8)  the dim along which it adds up
 
-An operation is known to compute row by row only if a rule here says so. Otherwise nothing is
-wrong: the whole batch is compared (rows.py). So an unknown operation costs time, and no rule has to
-be complete. Code that PyTorch's function modes do not see, such as `torch.jit.script`, has the same
+The rules are in row_rules.py. If they do not know an operation, the whole batch is compared
+(rows.py). Code that PyTorch's function modes do not see, such as `torch.jit.script`, has the same
 operations.
 
 A sum over rows, as in a loss, has no rows any more. It is a total, and what follows must be linear.
@@ -21,16 +20,25 @@ A total must not meet rows again: `x - x.mean(0)`.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.state_copy import SCALAR_TYPES
+from penstock.nested_values import list_operands
+from penstock.runtime.audit.row_rules import (
+    CONSTANT,
+    DECISIONS,
+    Operation,
+    count_result_blocks,
+    has_positions,
+    is_row_by_row,
+    keeps_precision,
+)
+from penstock.runtime.audit.write_log import get_storage_address, list_written
+from penstock.stage.row_means import split_names
 from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     pop_dispatch_mode,
@@ -40,54 +48,13 @@ from penstock.torch_compat import (
 Shape = tuple[int, ...]
 
 
-def _split_names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# The names of operations by their rules, without the underscores around them. Those that PyTorch
-# marks as pointwise are not listed.
-_FREE = _split_names(
-    """
-    to_copy copy copy_ clone detach alias lift_fresh expand permute transpose t unsqueeze squeeze
-    repeat zeros_like ones_like full_like empty_like rand_like
-    randn_like fill fill_ zero zero_ rsub conj conj_physical real imag view_as_real view_as_complex
-    polar complex angle prelu prelu_kernel native_dropout fused_dropout bernoulli bernoulli_
-    rrelu_with_noise uniform_ normal_ exponential_ geometric_ random_ new_zeros new_ones new_full
-    new_empty stack view_dtype thnn_fused_lstm_cell thnn_fused_gru_cell isnan frexp
-    """
-)
-# Those whose result has nothing of the numbers of their tensor.
-_CONSTANT = _split_names(
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
-)
-_REDUCTIONS = _split_names(
-    """
-    sum nansum mean nanmean prod std var std_mean var_mean max min amax amin aminmax any all
-    argmax argmin median nanmedian norm linalg_vector_norm logsumexp count_nonzero dot vdot
-    """
-)
-_LOSSES = re.compile("loss|binary_cross_entropy")
-# Each entry of their first dim is computed by itself.
-_BATCHED = re.compile("conv|pool|upsample|grid_sampler|scaled_dot_product|group_norm|multinomial")
-_PADS = re.compile("_pad|pixel_(un)?shuffle|im2col|col2im")
-# The positions of the factors of products, and the dims of each that are not summed.
-_PRODUCTS: dict[str, tuple[int, frozenset[int], frozenset[int]]] = {
-    "mm": (0, frozenset({0}), frozenset({1})),
-    "addmm": (1, frozenset({0}), frozenset({1})),
-    "mv": (0, frozenset({0}), frozenset()),
-    "addmv": (1, frozenset({0}), frozenset()),
-    "bmm": (0, frozenset({0, 1}), frozenset({0, 2})),
-    "baddbmm": (1, frozenset({0, 1}), frozenset({0, 2})),
-}
 # Operations that are linear in totals. A product or a quotient has one total.
-_LINEAR = _split_names(
+_LINEAR = split_names(
     """
     add sub rsub neg sum mean stack cat clone detach alias to_copy view unsafe_view expand squeeze
     unsqueeze reshape_alias select slice permute transpose t unbind split lift_fresh
     """
 )
-_DIM_NAMES = frozenset(("dim", "dims", "dimension", "dim0"))
-
 
 # They only show another layout, which the next operation has, and they differ for a single row: it
 # is contiguous in more layouts, so that `reshape` need not copy it, and need not be expanded.
@@ -101,50 +68,15 @@ _UNRECORDED = (
     torch.ops.aten.transpose.int,
     torch.ops.aten.unsqueeze.default,
 )
+# Those that return memory without numbers.
+_EMPTY = split_names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
+_RESIZES = (
+    torch.ops.aten.resize_.default,
+    torch.ops.aten.resize_as_.default,
+    torch.ops.aten.set_.source_Tensor,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+)
 _UNRECORDED_IDS = frozenset(map(id, _UNRECORDED))  # their hash is computed in Python
-
-
-class _Operation(NamedTuple):
-    """A call of an operation, with the dims of its tensors on which rows are.
-
-    Attributes:
-        name: Its name, without the underscores around it.
-        arguments: Its arguments by name.
-        inputs: Its tensors.
-        results: The tensors that it has returned.
-        row_dims: By id of a tensor, the dims that have other sizes for other numbers of rows.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-    inputs: Sequence[Tensor]
-    results: Sequence[Tensor]
-    row_dims: Mapping[int, frozenset[int]]
-
-    def find_rows(self, value: Any) -> frozenset[int]:
-        """Return the dims of a tensor on which rows are. Of other values, none."""
-        return self.row_dims.get(id(value), frozenset())
-
-    def list_values(self) -> list[Any]:
-        """Return the arguments in order."""
-        return list(self.arguments.values())
-
-    def list_dims(self) -> set[int] | None:
-        """Return the dims along which it computes. All if it does not say; None: it has no dims."""
-        named = [name for name in self.arguments if name in _DIM_NAMES]
-        tensor = next(iter(self.inputs), None)
-        if tensor is None:
-            return None
-        if not named:
-            return None
-        dims: set[int] = set()
-        for name in named:
-            value = self.arguments[name]
-            values = value if isinstance(value, list | tuple) else [value]
-            if value is None or not values:
-                return set(range(tensor.dim()))
-            dims |= {int(dim) % max(tensor.dim(), 1) for dim in values}
-        return dims
 
 
 class _Call(NamedTuple):
@@ -170,6 +102,17 @@ class RowOperations(CompileFriendlyDispatchMode):
         self.row_count, self._other = row_count, other
         self._calls: list[_Call] = []
         self._totals: dict[int, Tensor] = {}  # by id
+        # Those that are not linear in the rows: `x.mean() > 5`. They are for Python, and may not
+        # become numbers again.
+        self._decisions: dict[int, Tensor] = {}
+        # By id, with the tensor. On the dim of the rows there may be several blocks of all rows: a
+        # `view` joins dims before that of the rows with it, and may take only those apart again.
+        self._blocks: dict[int, tuple[Tensor, int]] = {}
+        self._positions: dict[int, Tensor] = {}  # by id, those that hold the positions of the rows
+        # By the address of their memory. Views with rows have been taken of tensors without rows.
+        self._tables: dict[int, Tensor] = {}
+        # Kernels that the dispatcher does not see (Triton, pybind) write to those that are empty.
+        self._unwritten: dict[int, Tensor] = {}
         self.problem: str | None = None
 
     @property
@@ -195,21 +138,23 @@ class RowOperations(CompileFriendlyDispatchMode):
         try:
             self._note(func, args, kwargs, result)
         except Exception as error:  # an operation with arguments that no rule expects
-            self.problem = f"{func} cannot be followed: {type(error).__name__}: {error}"
+            problem = f"{func} cannot be followed: {type(error).__name__}: {error}"
+            self.problem = self.problem or problem
         return result
 
     def _note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        inputs, results = _list_tensors(args), _list_tensors(result)
+        inputs, results = list_operands(args), list_operands(result)
         if kwargs:
-            inputs += _list_tensors(kwargs)
+            inputs += list_operands(kwargs)
         if id(func) in _UNRECORDED_IDS:
-            if id(inputs[0]) in self._totals:
-                self._totals[id(results[0])] = results[0]
+            self._follow_layout(inputs[0], results[0])
             return
         if func is torch.ops.aten._unsafe_view.default:  # the other half of such a `reshape`
             func = torch.ops.aten.view.default
+        if self._other is not None:
+            self._follow_memory(func, inputs, results, list_written(func, args, kwargs))
         shapes = [tensor.shape for tensor in (*inputs, *results)]
         self._calls.append(_Call(func, shapes))
         if self._other is None or self.problem is not None:
@@ -243,12 +188,15 @@ class RowOperations(CompileFriendlyDispatchMode):
                 self.problem = f"nothing is known of {func}"
             return
         defaults = _get_defaults(func)
-        operation = _Operation(
+        operation = Operation(
             schema.name.partition("::")[2].strip("_") + ("_" if schema.is_mutable else ""),
             {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs},
             inputs,
             results,
             row_dims,
+            self.row_count,
+            self._blocks,
+            self._positions.keys(),
         )
         self._follow(func, operation)
 
@@ -256,63 +204,96 @@ class RowOperations(CompileFriendlyDispatchMode):
         """Note if the other forward has run more operations."""
         if self._other is not None and len(self._other._calls) != len(self._calls):
             self.problem = self.problem or "fewer operations run for another number of rows"
+        if self._unwritten:  # it may be the output
+            self.problem = self.problem or "a tensor holds what PyTorch has not written"
 
     def _has_totals(self, tensors: Sequence[Tensor]) -> bool:
         return any(id(tensor) in self._totals for tensor in tensors)
 
-    def _follow(self, func: Any, operation: _Operation) -> None:
+    def _follow(self, func: Any, operation: Operation) -> None:
         has_rows = any(id(tensor) in operation.row_dims for tensor in operation.inputs)
         has_total = self._has_totals(operation.inputs)
         if has_rows and has_total:
             self.problem = f"{func} takes a total of rows and rows"
         elif has_rows:
-            if not _is_row_by_row(func, operation):
+            if not is_row_by_row(func, operation):
                 self.problem = f"{func} may mix rows"
-            if operation.name in _CONSTANT:
+            blocks = count_result_blocks(operation)
+            if blocks is None:
+                self.problem = f"{func} takes rows in different orders"
+            elif blocks > 1:
+                self._blocks.update({id(tensor): (tensor, blocks) for tensor in operation.results})
+            if operation.name in CONSTANT:
                 return
-            for tensor in operation.results:
-                if id(tensor) not in operation.row_dims:
-                    self._totals[id(tensor)] = tensor
+            totals = {id(t): t for t in operation.results if id(t) not in operation.row_dims}
+            self._totals.update(totals)
+            if not keeps_precision(operation) or operation.name in DECISIONS:
+                self._decisions.update(totals)
         elif has_total:
             self._follow_total(func, operation)
+        elif results_with_rows := [t for t in operation.results if operation.find_rows(t)]:
+            # Views of a part of it: `table[:len(x)] = x` writes rows to a tensor without rows.
+            tables = {get_storage_address(tensor): tensor for tensor in operation.inputs}
+            self._tables |= {
+                address: tables[address]
+                for address in map(get_storage_address, results_with_rows)
+                if address in tables
+            }
+        if has_positions(operation):
+            self._positions.update({id(tensor): tensor for tensor in operation.results})
 
-    def _follow_total(self, func: Any, operation: _Operation) -> None:
+    def _follow_layout(self, tensor: Tensor, result: Tensor) -> None:
+        """Note that a tensor is another one in another layout."""
+        for table in (self._totals, self._decisions, self._positions):
+            if id(tensor) in table:
+                table[id(result)] = result
+        if id(tensor) in self._blocks:
+            self._blocks[id(result)] = result, self._blocks[id(tensor)][1]
+
+    def _follow_memory(
+        self,
+        func: Any,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        written: Sequence[Any],
+    ) -> None:
+        """Note what writes to memory that other tensors show, or that no operation has written."""
+        if func in _RESIZES:
+            self.problem = self.problem or f"{func} changes the size of a tensor"
+        addresses = {get_storage_address(t) for t in written if isinstance(t, Tensor)}
+        if addresses & self._tables.keys():
+            self.problem = self.problem or f"{func} writes to some entries of a table"
+        for key, tensor in list(self._positions.items()) if addresses else ():
+            if get_storage_address(tensor) in addresses:
+                del self._positions[key]
+        name = func.__name__.partition(".")[0]
+        if name in _EMPTY:
+            self._unwritten.update({get_storage_address(t): t for t in results if t.numel()})
+        elif self._unwritten:
+            for address in addresses:
+                self._unwritten.pop(address, None)
+            read = {get_storage_address(tensor) for tensor in inputs} & self._unwritten.keys()
+            if read - {get_storage_address(tensor) for tensor in results}:
+                self.problem = self.problem or f"{func} reads what PyTorch has not written"
+
+    def _follow_total(self, func: Any, operation: Operation) -> None:
         name = operation.name
-        is_number = any(tensor.is_floating_point() for tensor in operation.results)
-        if is_number and name.strip("_") not in _LINEAR:
-            values = operation.list_values()
-            totals = [id(value) in self._totals for value in values]
-            is_scaled = name == "mul" or (name == "div" and totals[0])
-            if not is_scaled or sum(totals) > 1:
+        values = operation.list_values()
+        totals = [id(value) in self._totals for value in values]
+        is_scaled = name == "mul" or (name == "div" and totals[0])
+        is_linear = (
+            (name.strip("_") in _LINEAR or (is_scaled and sum(totals) == 1))
+            and operation.arguments.get("rounding_mode") is None
+            and keeps_precision(operation)
+            and not any(id(tensor) in self._decisions for tensor in operation.inputs)
+        )
+        if not is_linear:
+            if any(t.is_floating_point() or t.is_complex() for t in operation.results):
                 self.problem = f"{func} of a total of rows is not linear"
+            self._decisions.update({id(tensor): tensor for tensor in operation.results})
         if name.endswith("_"):
             self.problem = self.problem or f"{func} writes a total of rows"
         self._totals.update({id(tensor): tensor for tensor in operation.results})
-
-
-def _list_tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in an argument or in several. It is called for each operation."""
-    kind = type(values)
-    if kind in _TENSOR_TYPES:
-        return [values]
-    if kind in SCALAR_TYPES:  # PyTorch asks Python whether one is a tensor
-        return []
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return []
-    tensors = []
-    for value in values:
-        if type(value) in _TENSOR_TYPES:
-            tensors.append(value)
-        elif type(value) not in SCALAR_TYPES:
-            tensors += _list_tensors(value)
-    return tensors
-
-
-_TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _get_defaults(func: Any) -> dict[str, Any]:
@@ -327,168 +308,3 @@ def _get_defaults(func: Any) -> dict[str, Any]:
 # By id of an operation, with the operation: its hash is computed in Python. There are about as many
 # entries as PyTorch has operations.
 _defaults: dict[int, tuple[Any, dict[str, Any]]] = {}
-
-
-def _is_row_by_row(func: Any, operation: _Operation) -> bool:
-    """Return whether an operation on rows is known to compute each row, or a total, by itself."""
-    name = operation.name
-    base = name.strip("_")
-    if name in _FREE or base in _FREE or _is_pointwise(func):
-        return True
-    rule = _RULES.get(base)
-    if rule is not None:
-        return rule(operation)
-    if base in _PRODUCTS:
-        return _is_product_by_row(operation, *_PRODUCTS[base])
-    if base in _REDUCTIONS:
-        return _is_reduction_by_row(operation)
-    if _LOSSES.search(base):
-        return True
-    if _BATCHED.search(base) or "batch_norm" in base:
-        # The parts of an instance norm are rows on dim 1.
-        allowed = {0, 1} if "batch_norm" in base else {0}
-        return all(operation.find_rows(tensor) <= allowed for tensor in operation.inputs)
-    if _PADS.search(base):
-        (tensor,), (result,) = operation.inputs, operation.results
-        return operation.find_rows(tensor) == operation.find_rows(result) == {0}
-    if base.startswith("linalg_"):
-        return all(max(operation.find_rows(t), default=-1) < t.dim() - 2 for t in operation.inputs)
-    dims = operation.list_dims()
-    if dims is None:
-        return False
-    rows = [operation.find_rows(tensor) for tensor in operation.inputs]
-    return bool(rows[0]) and all(dims.isdisjoint(own) and own <= rows[0] for own in rows)
-
-
-def _is_pointwise(func: Any) -> bool:
-    """Return whether PyTorch marks an operation, or what an operation in place does, so."""
-    if torch.Tag.pointwise in func.tags:
-        return True
-    if not func._schema.name.endswith("_"):
-        return False
-    packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2][:-1], None)
-    overload = getattr(packet, func._overloadname, None)
-    return bool(torch.Tag.pointwise in getattr(overload, "tags", ()))
-
-
-def _is_product_by_row(
-    operation: _Operation, position: int, left: frozenset[int], right: frozenset[int]
-) -> bool:
-    values = operation.list_values()
-    return operation.find_rows(values[position]) <= left and (
-        operation.find_rows(values[position + 1]) <= right
-    )
-
-
-def _is_reduction_by_row(operation: _Operation) -> bool:
-    """Return whether a sum or maximum is one of each row, or of all rows, which is a total."""
-    dims, rows = operation.list_dims(), operation.find_rows(operation.inputs[0])
-    return dims is None or dims.isdisjoint(rows) or not operation.find_rows(operation.results[0])
-
-
-def _is_lookup_by_row(operation: _Operation) -> bool:
-    """Return whether an index takes something of each row, or looks rows up in a table."""
-    tensor, indices = operation.list_values()[:2]
-    for dim in operation.find_rows(tensor):
-        index = indices[dim] if dim < len(indices) else None
-        if index is None:
-            continue
-        if not operation.find_rows(index) or index.dtype is torch.bool:
-            return False
-        numbers = torch.arange(tensor.shape[dim], device=index.device)
-        if not torch.equal(index.flatten(), numbers):
-            return False
-    return True
-
-
-def _is_written_by_row(operation: _Operation) -> bool:
-    """Return whether an index writes to each row what is that row's, or one number by a mask."""
-    tensor, indices, values = operation.list_values()[:3]
-    rows = operation.find_rows(tensor)
-    if len(indices) == 1 and indices[0].dtype is torch.bool and values.numel() == 1:
-        return operation.find_rows(indices[0]) == rows
-    return bool(rows) and _is_lookup_by_row(operation)
-
-
-def _is_joined_by_row(operation: _Operation) -> bool:
-    """Return whether tensors are joined along another dim than that of the rows."""
-    (result,) = operation.results
-    rows = operation.find_rows(result)
-    dim = int(operation.arguments["dim"]) % result.dim()
-    return bool(rows) and dim not in rows
-
-
-def _is_table_lookup(operation: _Operation) -> bool:
-    """Return whether rows look something up in a table, which itself has no rows."""
-    return not operation.find_rows(operation.list_values()[0])
-
-
-def _is_bucket_lookup(operation: _Operation) -> bool:
-    return not operation.find_rows(operation.list_values()[1])
-
-
-def _is_layer_norm_by_row(operation: _Operation) -> bool:
-    tensor, sizes = operation.list_values()[:2]
-    return bool(max(operation.find_rows(tensor), default=-1) < tensor.dim() - len(sizes))
-
-
-def _is_slice_by_row(operation: _Operation) -> bool:
-    """Return whether a slice takes the same part of each row, or all rows."""
-    dims = operation.list_dims()
-    (tensor, *_), (result, *_) = operation.inputs, operation.results
-    rows = operation.find_rows(tensor)
-    return dims is None or dims.isdisjoint(rows) or result.shape == tensor.shape
-
-
-def _is_view_by_row(operation: _Operation) -> bool:
-    """Return whether another shape leaves each row together, or joins it with the dims beside it.
-
-    Then the dims before that of the rows have as many entries as before, or those up to it.
-    """
-    tensor, result = operation.inputs[0], operation.results[0]
-    rows, result_rows = operation.find_rows(tensor), operation.find_rows(result)
-    return any(
-        math.prod(tensor.shape[:dim]) == math.prod(result.shape[:other])
-        or math.prod(tensor.shape[: dim + 1]) == math.prod(result.shape[: other + 1])
-        for dim in rows
-        for other in result_rows
-    )
-
-
-def _is_triangle_by_row(operation: _Operation) -> bool:
-    tensor = operation.inputs[0]
-    return max(operation.find_rows(tensor), default=-1) < tensor.dim() - 2
-
-
-def _is_rnn_by_row(operation: _Operation) -> bool:
-    is_batch_first = bool(operation.arguments.get("batch_first"))
-    return operation.find_rows(operation.inputs[0]) == ({0} if is_batch_first else {1})
-
-
-def _never(operation: _Operation) -> bool:
-    return False
-
-
-_RULES: dict[str, Callable[[_Operation], bool]] = {
-    "cat": _is_joined_by_row,
-    "index": _is_lookup_by_row,
-    "unsafe_index": _is_lookup_by_row,
-    "index_put": _is_written_by_row,
-    "embedding": _is_table_lookup,
-    "searchsorted": _is_table_lookup,
-    "bucketize": _is_bucket_lookup,
-    "isin": _is_bucket_lookup,
-    "native_layer_norm": _is_layer_norm_by_row,
-    "fused_rms_norm": _is_layer_norm_by_row,
-    "slice": _is_slice_by_row,
-    "view": _is_view_by_row,
-    "reshape_alias": _is_view_by_row,
-    "tril": _is_triangle_by_row,
-    "triu": _is_triangle_by_row,
-    "mkldnn_rnn_layer": _is_rnn_by_row,
-    "cudnn_rnn": _is_rnn_by_row,
-    # Their dims are the ones that are kept, or they look at entries in all others.
-    "renorm": _never,
-    "unique_dim": _never,
-    "unique_consecutive": _never,
-}

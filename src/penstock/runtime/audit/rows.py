@@ -91,7 +91,7 @@ class _RandomResultsError(Exception):
     """The results depend on random numbers, so that they cannot be compared."""
 
 
-class _Verdict(NamedTuple):
+class _PartsComparison(NamedTuple):
     """The result of a comparison.
 
     Attributes:
@@ -151,7 +151,7 @@ class RowsCheck:
     # What forwards of other numbers of rows did, if the first one may have selected among rows.
     _watches: list[RowWatch] = field(default_factory=list)
     # Whether each comparison without a problem has shown something.
-    _proofs: list[bool] = field(default_factory=list)
+    _informative_comparisons: list[bool] = field(default_factory=list)
     # The operations of two numbers of rows, compared.
     _operations: list[RowOperations] = field(default_factory=list)
     # The parts that could not be compared, as their results depend on random numbers.
@@ -167,7 +167,7 @@ class RowsCheck:
     @property
     def shows_nothing(self) -> bool:
         """Whether rows were compared, but never some that differ and count for the loss."""
-        return bool(self._proofs) and not any(self._proofs)
+        return bool(self._informative_comparisons) and not any(self._informative_comparisons)
 
     def compare_rows(self, whole: ReferenceForward | None = None) -> str | None:
         """Return how the results of a few rows do not combine to those of all of them, or None.
@@ -430,12 +430,12 @@ class RowsCheck:
                     is_random = True
                     break
                 except ShowsNothingError:
-                    self._proofs.append(False)
+                    self._informative_comparisons.append(False)
                 except Exception as error:
                     close_failed_checkpoints(error)
         if is_random:
             self._random_parts.append(ranges)
-        if is_random or self._proofs[-1:] == [False]:
+        if is_random or self._informative_comparisons[-1:] == [False]:
             return None
         # It runs on neither. Perhaps an input is no longer what the model expects once it is split.
         try:
@@ -459,9 +459,9 @@ class RowsCheck:
 
     def _decide(self, run: _RowsRun) -> str | None:
         """Return how the results of parts differ. In doubt, float64 tells it from rounding."""
-        verdict = self._try_split(run)
-        is_in_doubt = verdict.problem is not None or verdict.has_difference
-        if is_in_doubt and (self.reference.has_single_precision or verdict.uses_float32):
+        comparison = self._try_split(run)
+        is_in_doubt = comparison.problem is not None or comparison.has_difference
+        if is_in_doubt and (self.reference.has_single_precision or comparison.uses_float32):
             try:
                 with self.reference.in_precision(torch.float64):
                     exact = self._try_split(replace(run, whole=None))
@@ -470,9 +470,9 @@ class RowsCheck:
             else:
                 if exact.problem is not None or not exact.uses_float32:
                     return exact.problem
-        return verdict.problem
+        return comparison.problem
 
-    def _try_split(self, run: _RowsRun) -> _Verdict:
+    def _try_split(self, run: _RowsRun) -> _PartsComparison:
         """Return how the results of some parts differ from those of all together."""
         ranges, whole = run.ranges, run.whole
         counts = tuple([stop - start for start, stop in ranges])
@@ -493,11 +493,19 @@ class RowsCheck:
             self.reference.isolate() if is_shared else nullcontext(),
         ):
             host_state = HostRngState()
+            used: set[str] = set()  # generators of Python
             recorded = [] if whole is None or whole.operations is None else [whole.operations]
+
+            def begin_again() -> None:
+                # A layer that is skipped at random is skipped in each of the forwards, or in none.
+                used.update(host_state.find_used())
+                host_state.restore()
 
             def run_rows(rows: Sequence[Rows], seeds: Seeds | None) -> RowsResult:
                 count = sum(stop - start for start, stop in rows)
                 operations = self._build_operations(count, recorded) if run.is_followed else None
+                if operations is not None:
+                    begin_again()
                 return self._run_rows(rows, run.in_training, seeds, operations)
 
             parts = []
@@ -510,9 +518,11 @@ class RowsCheck:
                 seeds = select_seeds(whole_seeds, 0, ranges, run.seed_factor)
                 together = run_rows(ranges, seeds)
             if run.is_followed:
+                begin_again()
                 self._compare_three_rows(recorded)
             results = *parts, together
-            if any(result.forward.has_drawn for result in results) or host_state.find_used():
+            used.update(host_state.find_used())
+            if used or any(result.forward.has_drawn for result in results):
                 raise _RandomResultsError
             forwards = [part.forward for part in parts]
             losses = self._measure_losses(forwards, together.forward, part_rows)
@@ -533,13 +543,13 @@ class RowsCheck:
 
             problem = find_problem(is_strict=False)
             if problem is not None:
-                return _Verdict(problem)
+                return _PartsComparison(problem)
             counted = self._find_counted(ranges, forwards, shares)
-            self._proofs.append(self.reference.rows.have_different_inputs(counted))
+            self._informative_comparisons.append(self.reference.rows.have_different_inputs(counted))
             has_difference = find_problem(is_strict=True) is not None or self._has_other_outputs(
                 forwards, together.forward
             )
-            return _Verdict(None, has_difference, together.forward.uses_float32)
+            return _PartsComparison(None, has_difference, together.forward.uses_float32)
 
     def _find_counted(
         self, ranges: Sequence[Rows], parts: Sequence[ReferenceForward], shares: Sequence[float]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     FakeTensor,
@@ -42,11 +43,15 @@ class WriteLog(CompileFriendlyDispatchMode):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._by_storage = {get_storage_address(p): p for p in parameters}
-        self._copies: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}  # of the copied parameters, before the write
+        # Several parameters may be views of one memory, as the weights of an RNN on a GPU are.
+        self._by_storage: dict[int, dict[int, Tensor]] = {}
+        for parameter in parameters:
+            address = get_storage_address(parameter)
+            self._by_storage.setdefault(address, {})[id(parameter)] = parameter
+        # By address, of each parameter there: the parameter, a copy, and its version before.
+        self._copies: dict[int, list[tuple[Tensor, Tensor, int | None]]] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
-        tensors = self._by_storage.values()
+        tensors = [p for group in self._by_storage.values() for p in group.values()]
         self._copies_before = all(map(_is_plain_on_cpu, tensors)) and (
             sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
         )
@@ -59,13 +64,8 @@ class WriteLog(CompileFriendlyDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self.generators.setdefault(generator, generator.get_state())
-        entry = _written_arguments.get(id(func))
-        if entry is None or entry[0] is not func:
-            entry = _written_arguments[id(func)] = func, _find_written_arguments(func)
-        for index, name in entry[1]:
-            value = args[index] if index < len(args) else kwargs.get(name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                self._copy_before_write(tensor)
+        for tensor in list_written(func, args, kwargs):
+            self._copy_before_write(tensor)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -112,17 +112,18 @@ class WriteLog(CompileFriendlyDispatchMode):
             self._copy(address)
 
     def _copy(self, address: int) -> None:
-        parameter = self._by_storage[address]
-        self._copies[address] = parameter.detach().clone()
-        if not parameter.is_inference():  # those have no version
-            self._versions[address] = parameter._version
+        self._copies[address] = [
+            # Tensors of an inference mode have no version.
+            (p, p.detach().clone(), None if p.is_inference() else p._version)
+            for p in self._by_storage[address].values()
+        ]
 
     def find_written(self) -> set[int]:
         """Return the addresses of the parameters that hold other numbers now."""
         return {
             address
-            for address, copy in self._copies.items()
-            if not is_equal(self._by_storage[address], copy)
+            for address, copies in self._copies.items()
+            if not all(is_equal(parameter, copy) for parameter, copy, _ in copies)
         }
 
     def __enter__(self) -> WriteLog:
@@ -139,13 +140,15 @@ class WriteLog(CompileFriendlyDispatchMode):
         written = self.find_written()
         with torch.no_grad():
             for address in written:
-                self._by_storage[address].copy_(self._copies[address])
+                for parameter, copy, _ in self._copies[address]:
+                    parameter.copy_(copy)
         # Autograd counts these writes. An audit may run after the forward of a layer and before its
         # backward, which would find the parameter changed.
         versions = {
-            self._by_storage[address]: version
-            for address, version in self._versions.items()
-            if self._by_storage[address]._version != version
+            parameter: version
+            for copies in self._copies.values()
+            for parameter, _, version in copies
+            if version is not None and parameter._version != version
         }
         set_version_counters(tuple(versions), tuple(versions.values()))
 
@@ -166,6 +169,18 @@ def _is_plain_on_cpu(tensor: Tensor) -> bool:
     return is_plain and tensor.is_cpu and not is_lazy(tensor)
 
 
+def list_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    entry = _written_arguments.get(id(func))
+    if entry is None or entry[0] is not func:
+        entry = _written_arguments[id(func)] = func, _find_written_arguments(func)
+    written: list[Any] = []
+    for index, name in entry[1]:
+        value = args[index] if index < len(args) else kwargs.get(name)
+        written += value if isinstance(value, list | tuple) else [value]
+    return written
+
+
 def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operation writes to."""
     schema = getattr(func, "_schema", None)
@@ -180,7 +195,5 @@ def _find_written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def get_storage_address(tensor: Tensor) -> int:
     """Return where the memory of a tensor begins, or its id if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
-        return id(tensor)
+    address = find_memory_address(tensor)
+    return id(tensor) if address is None else address
