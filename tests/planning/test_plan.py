@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,20 @@ def test_gap_is_how_far_a_plan_may_be_from_the_best(plan: Plan, simple: Plan) ->
     assert plan.gap == pytest.approx(plan.seconds / plan.certificate.bound - 1)
     assert simple.gap is None
     assert f"this one is within {plan.gap:.1%}" in str(plan)
+
+
+def test_gap_is_infinite_if_nothing_is_proved(plan: Plan) -> None:
+    """A bound of 0 was a gap of 0: nothing was proved, and the plan was said to be the best."""
+    assert plan.certificate is not None
+    unproved = replace(plan.certificate, bound=0.0, schedule_bound=0.0)
+    plan = replace(plan, certificate=unproved)
+    assert plan.gap == inf
+    text = str(plan)
+    assert (
+        f"it is not known how much faster a plan in the searched space ({unproved.space})" in text
+    )
+    assert "It is not known how far this schedule is from the best for its cut and memory." in text
+    assert "within" not in text
 
 
 def test_plan_as_text_says_choice_forecast_and_certificate(plan: Plan) -> None:

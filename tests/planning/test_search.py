@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from penstock.planning import (
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.search import choose_chunks
 from penstock.planning.stage_costs import CostTable
-from penstock.schedules.families import loop
+from penstock.schedules.families import loop, vee
 from tests.planning.brute_force import brute_force, make_problem, solve
 from tests.planning.problems import even_profile, random_profile, with_memory
 
@@ -105,6 +106,27 @@ def test_space_bound_holds_for_ranks_in_any_order(seed: int) -> None:
     assert ranks > 2
     for placement in permutations(range(ranks)):
         _assert_bound_holds(profile, placement)
+
+
+@pytest.mark.parametrize(("units", "ranks", "rows"), [(6, 2, 8), (60, 8, 64)])
+def test_bound_of_units_that_take_no_time_counts_the_runtime(
+    units: int, ranks: int, rows: int
+) -> None:
+    """It was 0, which proves nothing."""
+    profile = even_profile(units, ranks, rows)
+    nothing = UnitSeconds(*(PerRows(),) * 3)
+    profile = replace(
+        profile,
+        units=tuple(replace(unit, seconds={"cpu": nothing}) for unit in profile.units),
+        runtimes={"threads": 1e-3},
+    )
+    for placement in (loop(ranks, 1), loop(ranks, 2), vee(ranks)):
+        _assert_bound_holds(profile, placement)
+        bound = space_bound(CostTable(profile, 2, "threads"), placement, (inf,) * ranks)
+        assert bound >= 1e-3 * 3 * 2 * len(placement) / ranks
+    plan = search_plan(profile, solver_seconds=0)
+    assert plan.certificate is not None
+    assert 0 < plan.certificate.bound <= plan.seconds
 
 
 def test_faster_device_gets_more_units() -> None:

@@ -48,7 +48,7 @@ def space_bound(
     the others. The result is infinite if the parameters alone exceed the memory.
     """
     ranks, units, chunks = len(memory), len(table.profile.units), table.chunks
-    first_stages = [mine[0] for mine in group_stages(placement)]
+    stages_by_rank = group_stages(placement)
     work = [sums["FIW"] for sums in table.seconds]
     distinct = [sums["FIW"] for sums in table.distinct_seconds]
     fastest = [min(sums[u + 1] - sums[u] for sums in distinct) for u in range(units)]
@@ -71,9 +71,14 @@ def space_bound(
     if objective == "period":
         fills = drains = [0.0] * (units + 1)
         hops = hops_back = [0.0] * len(placement)
-    starts = [fills[stage] + hops[stage] for stage in first_stages]
-    # The share of rank r in the work is at most its time from its start on. Units are weighed by
-    # the seconds on the fastest rank, and each rank by how close it can come to these.
+    # What the runtime adds to all Fs of a stage, to all of its Is, and to all of its Ws.
+    overhead = chunks * table.overhead
+    lost_seconds = [
+        fills[mine[0]] + hops[mine[0]] + 3 * len(mine) * overhead for mine in stages_by_rank
+    ]
+    # The share of rank r in the work is at most its time from its start on, without overhead. Units
+    # are weighed by the seconds on the fastest rank, and each rank by how close it can come to
+    # these.
     paces = {
         id(sums): max(
             (fastest[u] / (sums[u + 1] - sums[u]) for u in range(units) if sums[u + 1] > sums[u]),
@@ -82,12 +87,12 @@ def space_bound(
         for sums in distinct
     }
     pace = [paces[id(sums)] for sums in work]
-    even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
-        pace
-    )
+    lost = sum(seconds * p for seconds, p in zip(lost_seconds, pace, strict=True))
+    even = (chunks * sum(fastest) + lost) / sum(pace)
     even = max(even, fills[-1] + drains[-1] + hops[-1] + hops_back[-1])
     if len(distinct) == 1:
-        even = max(even, chunks * _least_full_rank(fastest, ranks))
+        least_overhead = 3 * overhead * min(map(len, stages_by_rank))
+        even = max(even, chunks * _least_full_rank(fastest, ranks) + least_overhead)
     if sum(memory) < table.resident[-1]:
         return inf
     if list(placement) != list(range(ranks)):
@@ -107,9 +112,10 @@ def space_bound(
         for rank in range(ranks):
             start, sums = end, work[rank]
             left = seconds - fills[start] - hops[rank]
+            back = drains[start] + hops_back[rank]
             end = min(
-                reach(sums, start, left),
-                reach(ordered[id(sums)], start, left - drains[start] - hops_back[rank]),
+                reach(sums, start, left - 3 * overhead),
+                reach(ordered[id(sums)], start, left - 2 * overhead - back),
                 bisect_right(table.resident, (table.resident[start] + memory[rank]) * (1 + 1e-12))
                 - 1,
             )
@@ -120,7 +126,7 @@ def space_bound(
         return False
 
     low, high = even, hops[-1] + fills[-1] + drains[-1] + hops_back[-1]
-    high += chunks * max(sums[-1] for sums in work)
+    high += chunks * max(sums[-1] for sums in work) + 3 * overhead
     if not fits(high):
         return inf
     for _ in range(40):
