@@ -358,7 +358,7 @@ def test_planned_peak_is_what_a_step_keeps(schedule: str, recompute: bool) -> No
 
 
 def measure_by_size(
-    monkeypatch: pytest.MonkeyPatch, slowdowns: Callable[[int], list[tuple[float, float]]]
+    monkeypatch: pytest.MonkeyPatch, slowdowns: Callable[[int], list[tuple[float, float] | None]]
 ) -> tuple[Profile, list[int]]:
     """Return a profile of two layers, and both sizes of micro-batches.
 
@@ -393,3 +393,25 @@ def test_units_count_with_their_own_slowdowns(monkeypatch: pytest.MonkeyPatch) -
     device = profiled.devices[0]
     first, second = (unit.seconds["cpu"].F.at(large) / device.speed for unit in profiled.units)
     assert (first, second) == pytest.approx((1.5 * large, 1.1 * large))
+
+
+def test_units_that_were_not_measured_count_with_the_mean_slowdown_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profiled, (large, _) = measure_by_size(monkeypatch, lambda rows: [(1.5, 1.5), None])
+    device = profiled.devices[0]
+    first, second = (unit.seconds["cpu"].F.at(large) / device.speed for unit in profiled.units)
+    assert (first, second) == pytest.approx((1.5 * large, 1.5 * large))
+
+
+def test_size_without_a_measured_unit_counts_with_the_slowdown_of_the_other_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without memory for the large size, its units counted as if all neighbours were idle."""
+    profiled, (large, small) = measure_by_size(
+        monkeypatch, lambda rows: [(2.0, 1.9) if rows == 1 else None] * 2
+    )
+    assert small == 1
+    seconds, device = profiled.units[0].seconds["cpu"], profiled.devices[0]
+    for rows in (small, large):
+        assert seconds.F.at(rows) / device.speed == pytest.approx(2.0 * rows)

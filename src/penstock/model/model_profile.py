@@ -324,9 +324,12 @@ def _build_unit(
         points = []
         for sample in samples:
             unit = sample.by_kind[kind][index]
-            slowdown = 1 / _find_speed(kind, [sample])
             if unit.slowdowns is not None:
                 slowdown, _ = unit.slowdowns
+            elif any(other.slowdowns is not None for other in sample.by_kind[kind]):
+                slowdown = 1 / _find_speed(kind, [sample])
+            else:  # There was no memory for any of this size, say.
+                slowdown = 1 / speeds[kind]
             points.append((sample.rows, read(unit) * slowdown * speeds[kind]))
         return _fit_line(points)
 
