@@ -109,6 +109,16 @@ def test_activations_of_the_loss_count_for_the_last_unit(
     assert size <= kept - without.activation.at(2) < 1.5 * size
 
 
+def test_units_are_measured_without_a_loss_that_cannot_be_measured() -> None:
+    """Some losses do not accept the values that the output is replaced by."""
+
+    def fail(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("not a distribution")
+
+    found = profile(Stack(16, 2, {}, 0.0), target=Y, loss_fn=fail)
+    assert all(unit.seconds[found.devices[0].kind].F.at(2) > 0 for unit in found.units)
+
+
 # ---- devices that share an accelerator -----------------------------------------------------------
 
 
@@ -172,6 +182,16 @@ def test_devices_are_as_fast_as_while_their_neighbours_are_busy(
     found = profile(model if kind == "sequential" else Stack(16, 2, {}, 0.0)).devices
     assert [device.speed for device in found] == pytest.approx([speed, speed])
     assert [device.idle_gain for device in found] == pytest.approx([gain, gain])
+
+
+@pytest.mark.parametrize("kind", ["sequential", "traced"])
+def test_neighbours_run_the_loss_among_the_other_units(kind: str, meters: list[Any]) -> None:
+    """The loss of a traced model was timed beside neighbours that repeated this loss only."""
+    meters += [Meter((1.5, 1.25)) for _ in range(2)]  # for two sizes of micro-batches
+    layers = [nn.Linear(16, 16) for _ in range(2)]
+    model = nn.Sequential(*layers) if kind == "sequential" else Stack(16, 2, {}, 0.0)
+    units = profile(model, target=Y, loss_fn=mse_loss).units
+    assert [sum(meter.counts.values()) for meter in meters] == [len(units) + 1] * 2
 
 
 def test_devices_that_share_nothing_have_their_own_speed() -> None:
