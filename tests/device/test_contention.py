@@ -286,6 +286,18 @@ def test_work_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert meter.measure({"unit": 1}) == {}
 
 
+def test_work_that_cannot_be_captured_leaves_its_memory_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a few layers that read numbers would leave no memory for all that follow."""
+    meter = make_meter(*make_gpus(32, 32))
+    monkeypatch.setattr(Graph, "can_capture", False)
+    meter.add("reads numbers", work_of(HUNGRY), HUNGRY, 200)
+    monkeypatch.setattr(Graph, "can_capture", True)
+    meter.add("small", work_of(HUNGRY), HUNGRY, 100)
+    assert list(meter.measure({"small": 1, "reads numbers": 1})) == ["small"]
+
+
 def test_work_without_memory_for_all_devices_is_left_out() -> None:
     gpus = make_gpus(32, 32)
 

@@ -129,6 +129,7 @@ class ContentionMeter:
                     synchronize(gpu.device)  # They were made on another stream.
                     work.graphs[gpu] = _capture(gpu, pools, run, turns)
         except RuntimeError:  # It waits for the device, say, or there is no memory for it.
+            self._bytes_left += needed
             return
         finally:
             synchronize(self._shared.device.device)
