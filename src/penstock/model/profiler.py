@@ -281,7 +281,8 @@ class _UnitMeasurements:
         """Measure a unit alone, and capture it for later if devices share an accelerator."""
         unit = call.measure_unit(self._runs, self._timeout)
         self._by_key[key] = unit
-        if self._meter is not None:
+        # Work without kernels would be replayed millions of times, to fill the time of one turn.
+        if self._meter is not None and unit.seconds:
             self._meter.add(key, call.run_on_copies, unit.seconds, call.count_bytes(unit))
 
     def append(self, key: Hashable) -> None:
@@ -293,8 +294,6 @@ class _UnitMeasurements:
         if self._meter is not None:
             for key, (always, with_pauses) in self._meter.measure(Counter(self._keys)).items():
                 unit = self._by_key[key]
-                if not unit.seconds:  # a layer without kernels
-                    continue
                 slowdowns = always / unit.seconds, with_pauses / unit.seconds
                 self._by_key[key] = unit._replace(slowdowns=slowdowns)
         return [self._by_key[key] for key in self._keys]
