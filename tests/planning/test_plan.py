@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArgumentError, FormatError, InvalidScheduleError
-from penstock.planning import Plan, search_plan
+from penstock.planning import DeviceProfile, Plan, search_plan
+from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.schedules.families import make
 from tests.planning.problems import even_profile, with_memory
 
@@ -59,6 +60,22 @@ def test_forecast_of_a_plan_by_hand(simple: Plan) -> None:
     causes = simple.forecast.bubble
     assert set(causes) == {"fill", "drain", "messages", "waits"}
     assert sum(causes.values()) == pytest.approx(simple.timeline.bubble)
+
+
+def test_schedule_of_a_plan_is_compiled_once(simple: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an idle gain, the costs and the forecast each compiled it."""
+    compiled: list[str] = []
+
+    def compile_schedule(name: str, *args: Any) -> ScheduleTimer:
+        compiled.append(name)
+        return ScheduleTimer(name, *args)
+
+    monkeypatch.setattr("penstock.planning.plan.ScheduleTimer", compile_schedule)
+    devices = (DeviceProfile("cpu", idle_gain=0.5),) * 2
+    plan = simple.with_profile(simple.profile.with_devices(devices))
+    assert plan.forecast.step < simple.forecast.step
+    assert plan.costs.cost.F[0] < simple.costs.cost.F[0]
+    assert compiled == ["1f1b"]
 
 
 def test_messages_are_a_cause_of_the_bubble() -> None:

@@ -20,8 +20,9 @@ from penstock.planning import (
     search_plan,
 )
 from penstock.planning.bound import schedule_bound, space_bound
+from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.search import choose_chunks
-from penstock.planning.stage_costs import CostTable
+from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules.families import loop, vee
 from tests.planning.brute_force import brute_force, make_problem, solve
 from tests.planning.problems import even_profile, random_profile, with_memory
@@ -350,6 +351,24 @@ def test_plan_is_the_fastest_at_the_speed_that_idle_ranks_leave(gain: float, chu
         assert plan.seconds <= search_plan(profile, chunks=[number], **options).seconds
     assert plan.gap is not None
     assert [a.seconds for a in plan.alternatives] == sorted(a.seconds for a in plan.alternatives)
+
+
+def test_each_schedule_is_compiled_once_for_the_speed_that_idle_ranks_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[int] = []
+    speed_up = ScheduleTimer.speed_up
+
+    def count(self: ScheduleTimer, *args: Any) -> StageCosts:
+        timed.append(id(self.schedule))
+        return speed_up(self, *args)
+
+    monkeypatch.setattr(ScheduleTimer, "speed_up", count)
+    profile = replace(even_profile(), devices=(DeviceProfile("cpu", idle_gain=0.5),) * 2)
+    plan = search_plan(profile, schedules=["1f1b", "gpipe"], chunks=[4, 8], solver_seconds=0)
+    *of_search, of_plan = timed
+    assert of_plan == id(plan.schedule)
+    assert len(of_search) == len({*of_search}) >= 4
 
 
 def gaining_profile(seed: int, idle_gain: float) -> Profile:

@@ -179,16 +179,24 @@ class Plan:
         table = CostTable(self.profile, self.chunks, self.runtime)
         return table.stage_costs(self.cut, self.placement)
 
-    def _build_timer(self) -> ScheduleTimer:
-        return ScheduleTimer(self.schedule_name, self.schedule, self._busy_costs.graph)
-
     @cached_property
+    def _costs_and_forecast(self) -> tuple[StageCosts, Forecast]:
+        # Quicker than the timeline, which holds every message: there may be millions of actions.
+        timer = ScheduleTimer(self.schedule_name, self.schedule, self._busy_costs.graph)
+        costs = timer.speed_up(self._busy_costs, self.recompute, self.profile.devices)
+        peak = tuple(
+            size + timer.peak(rank, costs, self.recompute)
+            for rank, size in enumerate(costs.resident)
+        )
+        return costs, Forecast(*timer.forecast(costs, self.recompute), peak, costs.resident)
+
+    @property
     def costs(self) -> StageCosts:
-        """The costs of the stages in a step, and what each rank holds anyway."""
-        devices = self.profile.devices
-        if not any(device.idle_gain for device in devices):
-            return self._busy_costs
-        return self._build_timer().speed_up(self._busy_costs, self.recompute, devices)
+        """The costs of the stages at the speed of devices in this plan, and what ranks hold anyway.
+
+        Idle ranks leave more to the others: see `DeviceProfile.idle_gain`.
+        """
+        return self._costs_and_forecast[0]
 
     @cached_property
     def full_schedule(self) -> Schedule:
@@ -205,17 +213,10 @@ class Plan:
         """The simulated step. Its memory counts activations only."""
         return simulate(self.program, self.costs.cost)
 
-    @cached_property
+    @property
     def forecast(self) -> Forecast:
         """The seconds of a step, its bubble by cause, and the bytes of each rank."""
-        # Quicker than the timeline, which holds every message: there may be millions of actions.
-        timer = self._build_timer()
-        resident = self.costs.resident
-        peak = tuple(
-            size + timer.peak(rank, self.costs, self.recompute)
-            for rank, size in enumerate(resident)
-        )
-        return Forecast(*timer.forecast(self.costs, self.recompute), peak, resident)
+        return self._costs_and_forecast[1]
 
     @property
     def seconds(self) -> float:

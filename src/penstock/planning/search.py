@@ -264,6 +264,11 @@ class Space:
         return self._tables[chunks]
 
     @cached_property
+    def step_seconds(self) -> dict[Point, float]:
+        """The seconds of points with the speed that idle ranks leave: see `_time_step`."""
+        return {}
+
+    @cached_property
     def _names_by_placement(self) -> dict[tuple[int, ...], frozenset[str]]:
         return {}
 
@@ -904,13 +909,16 @@ def _pick_fastest_step(ranking: Sequence[Point], started: Sequence[Point]) -> Po
 
 def _time_step(point: Point) -> float:
     """Return the seconds of a point at the speed that devices have while ranks are idle in it."""
-    group, devices = point.group, point.group.space.profile.devices
-    if not any(device.idle_gain for device in devices):
+    group, space = point.group, point.group.space
+    if not _largest_gain(space):
         return point.seconds
-    costs = group.table.stage_costs(point.cut, group.placement)
-    timer = ScheduleTimer(point.name, point.schedule, costs.graph)
-    faster = timer.speed_up(costs, point.recomputed, devices)
-    return timer.seconds(faster, point.recomputed, group.space.objective)
+    if point not in space.step_seconds:
+        costs = group.table.stage_costs(point.cut, group.placement)
+        timer = ScheduleTimer(point.name, point.schedule, costs.graph)
+        faster = timer.speed_up(costs, point.recomputed, space.profile.devices)
+        seconds = timer.seconds(faster, point.recomputed, space.objective)
+        space.step_seconds[point] = seconds
+    return space.step_seconds[point]
 
 
 def _largest_gain(space: Space) -> float:
