@@ -304,10 +304,12 @@ def search_plan(
     solver_seconds: float = 10.0,
     progress: Progress | None = None,
 ) -> Plan:
-    """Return the fastest plan for a profile, under a memory cap in bytes.
+    """Search for the fastest plan for a profile, under a memory cap in bytes.
 
-    What is given is kept; everything else is searched. The plan is never slower than one of `start`
-    that fits in memory.
+    What is given is kept; everything else is searched. Large problems are not searched completely:
+    the certificate says how much faster a plan may be. If devices have an `idle_gain`, plans are
+    found at the speed of ranks that are all busy, and only the best of these are compared at the
+    speed that idle ranks leave. The plan is never slower than one of `start` that fits in memory.
 
     Args:
         profile: The model and its devices. The plan uses all of them, in their order.
