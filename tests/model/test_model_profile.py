@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy, mse_loss
 
 import penstock
-from penstock.device.contention import SharedDevice
+from penstock.device.contention import SharedDevice, Slowdowns
 from penstock.model import model_profile, profiler
 from penstock.model.profiler import UnitMeasurement, measure_unit_layers
 from penstock.planning import Profile, search_plan
@@ -145,12 +145,11 @@ class Meter:
                 for _ in range(3):
                     run()
 
-    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, tuple[float, float]]:
+    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, Slowdowns]:
         self.counts = counts
         if self.slowdowns is None:
             return {}
-        always, with_pauses = self.slowdowns
-        return {key: (always * n, with_pauses * n) for key, n in self.seconds.items()}
+        return dict.fromkeys(self.seconds, Slowdowns(*self.slowdowns))
 
 
 @pytest.fixture
@@ -219,8 +218,8 @@ def test_layers_that_take_no_time_are_not_timed_beside_neighbours(
 
 
 def test_slowdowns_of_the_last_layer_and_its_loss() -> None:
-    layer = UnitMeasurement(1.0, 1.0, 1.0, 10, True, True, 4, slowdowns=(1.0, 1.0))
-    loss = UnitMeasurement(0.5, 0.5, 0.0, 4, True, False, 4, slowdowns=(2.0, 1.0))
+    layer = UnitMeasurement(1.0, 1.0, 1.0, 10, True, True, 4, slowdowns=Slowdowns(1.0, 1.0))
+    loss = UnitMeasurement(0.5, 0.5, 0.0, 4, True, False, 4, slowdowns=Slowdowns(2.0, 1.0))
     both = layer.with_loss(loss)
     assert (both.seconds, both.inner_bytes, both.has_loss) == (4.0, 18, True)
     assert both.slowdowns == pytest.approx(((3.0 + 2.0) / 4.0, 1.0))
@@ -389,7 +388,10 @@ def measure_by_size(
     def measure(layers: Any, microbatch: Any, *rest: Any, **options: Any) -> Any:
         sizes.append(len(microbatch[0]))
         unit = UnitMeasurement(float(sizes[-1]), 0.0, 0.0, 0, False, False, 0)
-        return [unit._replace(slowdowns=pair) for pair in slowdowns(sizes[-1])]
+        return [
+            unit._replace(slowdowns=None if pair is None else Slowdowns(*pair))
+            for pair in slowdowns(sizes[-1])
+        ]
 
     monkeypatch.setattr(model_profile, "measure_unit_layers", measure)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))

@@ -31,7 +31,7 @@ from functools import partial
 from math import ceil
 from statistics import fmean
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.device.accelerator import get_free_memory, synchronize
 from penstock.device.device import Device, Gpu
@@ -56,6 +56,13 @@ _SLEEP_CYCLES = 1_000_000  # of a kernel that is timed to find out how long a cy
 
 # Yields a function that launches the work on tensors of its own, and what has to be kept alive.
 PreparedWork = AbstractContextManager[tuple[Callable[[], object], object]]
+
+
+class Slowdowns(NamedTuple):
+    """How many times longer work takes while the neighbours are busy, always or with pauses."""
+
+    always: float
+    with_pauses: float
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class _CapturedWork:
     """The work of one unit, as a graph for each device."""
 
     turns: int  # how often the unit runs in the graph
-    seconds: float  # of a replay on the device alone, roughly
+    seconds: float  # of a replay on the device alone
     graphs: dict[Gpu, RecordedCudaGraph] = field(default_factory=dict)
     kept_values: list[object] = field(default_factory=list)
 
@@ -113,7 +120,7 @@ class ContentionMeter:
         Args:
             key: The name of the unit.
             prepare: A function that returns the work. It is called once for each device.
-            seconds: How long the work takes, roughly.
+            seconds: How long the work takes on the device alone: more than 0.
             size: The bytes that it needs on each device, roughly.
         """
         needed = size * len(self._shared.gpus)
@@ -135,11 +142,11 @@ class ContentionMeter:
             synchronize(self._shared.device.device)
         self._works[key] = work
 
-    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, tuple[float, float]]:
-        """Return the seconds of each unit while all neighbours run all of them.
+    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, Slowdowns]:
+        """Return the slowdowns of each unit while all neighbours run all of them.
 
-        The first number is for neighbours that are always busy, the second for neighbours that are
-        idle for `IDLE_SHARE` of the time. Units that could not be captured are left out.
+        Neighbours with pauses are idle for `IDLE_SHARE` of the time. Units that could not be
+        captured are left out.
 
         Args:
             counts: How often each unit is in the model.
@@ -151,18 +158,16 @@ class ContentionMeter:
             _Lane(gpu, works, [counts[key] for key in self._works], index / len(self._shared.gpus))
             for index, gpu in enumerate(self._shared.gpus)
         )
-        busy = device.time_units(neighbours)
+        always = device.time_units(neighbours)
         cycles_per_second = _SLEEP_CYCLES / max(device.time_sleep(neighbours), 1e-9)
         for lane in (device, *neighbours):
-            lane.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), busy)
-        now_and_then = device.time_units(neighbours)
+            lane.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), always)
+        with_pauses = device.time_units(neighbours)
         synchronize(self._shared.device.device)
         sleep(_REST_SECONDS)
         return {
-            key: (first / work.turns, second / work.turns)
-            for (key, work), first, second in zip(
-                self._works.items(), busy, now_and_then, strict=True
-            )
+            key: Slowdowns(*(seconds / work.seconds for seconds in both))
+            for (key, work), *both in zip(self._works.items(), always, with_pauses, strict=True)
         }
 
 

@@ -306,13 +306,11 @@ def _find_speed(kind: str, samples: Sequence[_Sample], with_pauses: bool = False
         samples: The measurements.
         with_pauses: Whether the other ranks are idle for some of the time.
     """
-    measured = [
-        (unit.seconds, unit.seconds * unit.slowdowns[with_pauses])
-        for sample in samples
-        for unit in sample.by_kind[kind]
-        if unit.slowdowns is not None
-    ]
-    alone, together = map(sum, zip(*measured, strict=True)) if measured else (0.0, 0.0)
+    alone = together = 0.0
+    for unit in (unit for sample in samples for unit in sample.by_kind[kind]):
+        if (slowdowns := unit.slowdowns) is not None:
+            alone += unit.seconds
+            together += unit.seconds * (slowdowns.with_pauses if with_pauses else slowdowns.always)
     return alone / together if together else 1.0
 
 
@@ -342,7 +340,7 @@ def _build_unit(
         for sample in samples:
             unit = sample.by_kind[kind][index]
             if unit.slowdowns is not None:
-                slowdown, _ = unit.slowdowns
+                slowdown = unit.slowdowns.always
             elif any(other.slowdowns is not None for other in sample.by_kind[kind]):
                 slowdown = 1 / _find_speed(kind, [sample])
             else:  # There was no memory for any of this size, say.
