@@ -2,7 +2,7 @@
 
 `schedule_bound` is for one cut with its micro-batches, recomputation and memory, and any order of
 its actions (see `schedules.bound`). `space_bound` is for all cuts of a placement. Both are for the
-speed of ranks that are all busy; `speed_up_bound` is for that which idle ranks leave to the others.
+speed of ranks that are all busy; `bound_with_idle_gain` is for that which idle ranks leave.
 """
 
 from __future__ import annotations
@@ -142,13 +142,14 @@ def least_work(table: CostTable) -> float:
     return table.chunks * fsum(min(s[u + 1] - s[u] for s in sums) for u in units)
 
 
-def speed_up_bound(
+def bound_with_idle_gain(
     limit: float, work: float, gain: float, objective: Objective = "makespan"
 ) -> float:
     """Return how long a step takes at least that takes `limit` seconds while all ranks are busy.
 
     In a step of T seconds in which a rank works for w seconds in the mean, ranks are idle for
-    1 - w / T of the time. So it takes T / (1 + gain (1 - w / T)) seconds, which grows with T.
+    1 - w / T of the time. So it takes T / (1 + gain (1 - w / T)) seconds. This grows with T because
+    T is at least w and the gain is at most 1, so the bound for the least T holds for every T.
 
     Steps that follow each other without a barrier may be idle for any part of the time. For their
     period, only the work of the busiest rank counts.
@@ -156,7 +157,7 @@ def speed_up_bound(
     Args:
         limit: The seconds that a step, or its period, takes at least while all ranks are busy.
         work: The seconds that a rank works at least: in the mean, or for a period the busiest one.
-        gain: The largest `DeviceProfile.idle_gain`.
+        gain: The largest `DeviceProfile.idle_gain`, from 0 to 1.
         objective: What is bounded: a step, or its period.
     """
     if not gain or not limit:
