@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.device import contention
-from penstock.device.contention import IDLE_SHARE, ContentionMeter, SharedDevice, _Lane
+from penstock.device.contention import IDLE_SHARE, ContentionMeter, SharedDevice, _DeviceQueue
 from penstock.device.device import Cpu, Gpu
 
 HUNGRY, MODEST = 0.01, 0.004  # seconds
@@ -220,9 +220,9 @@ def test_neighbours_begin_at_different_units() -> None:
     meter.add("modest", work_of(MODEST), MODEST, 1)
     works = list(meter._works.values())
     first, second = works[0].graphs
-    lanes = [_Lane(first, works, [1, 1], 0.0), _Lane(second, works, [1, 1], 0.5)]
-    for lane in lanes:
-        lane.keep_busy()
+    queues = [_DeviceQueue(first, works, [1, 1], 0.0), _DeviceQueue(second, works, [1, 1], 0.5)]
+    for queue in queues:
+        queue.keep_busy()
     first_items = [gpu.compute_stream.queue[0] for gpu in works[0].graphs]
     assert first_items == [HUNGRY, MODEST]
 

@@ -2,7 +2,8 @@
 
 Virtual GPUs have multiprocessors of their own, and share the memory, the power and the clock of one
 GPU. So each unit of a model is timed while the neighbours do what they do in a step of training.
-There they run other units, on parameters and gradients of their own:
+There they run other units, on parameters and gradients of their own. Here `a` to `d` are units, and
+`start` and `end` are events with times:
 
     the device        [ b ][ c ] ... [ d ]start[ a ][ a ][ a ]end ... start[ b ][ b ][ b ]end
     a neighbour       [ c ][ d ] ... [ a ][ b ][ c ][ d ][ a ] ...    [ b ][ c ][ d ][ a ]
@@ -155,13 +156,15 @@ class ContentionMeter:
         if not works:
             return {}
         device, *neighbours = (
-            _Lane(gpu, works, [counts[key] for key in self._works], index / len(self._shared.gpus))
+            _DeviceQueue(
+                gpu, works, [counts[key] for key in self._works], index / len(self._shared.gpus)
+            )
             for index, gpu in enumerate(self._shared.gpus)
         )
         always = device.time_units(neighbours)
         cycles_per_second = _SLEEP_CYCLES / max(device.time_sleep(neighbours), 1e-9)
-        for lane in (device, *neighbours):
-            lane.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), always)
+        for queue in (device, *neighbours):
+            queue.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), always)
         with_pauses = device.time_units(neighbours)
         synchronize(self._shared.device.device)
         sleep(_REST_SECONDS)
@@ -171,7 +174,7 @@ class ContentionMeter:
         }
 
 
-class _Lane:
+class _DeviceQueue:
     """A device that runs the units of the model in turn, each as often as the model has it.
 
     Args:
@@ -208,12 +211,12 @@ class _Lane:
             self._launched.append((self._record(), self._works[index].seconds))
             seconds += self._works[index].seconds
 
-    def time_units(self, neighbours: Sequence[_Lane]) -> list[float]:
-        """Return the seconds of a replay of each unit, after all lanes have worked for a while."""
+    def time_units(self, neighbours: Sequence[_DeviceQueue]) -> list[float]:
+        """Return the seconds of a replay of each unit, after all queues have worked for a while."""
         begin = perf_counter()
         while perf_counter() < begin + _BUSY_SECONDS:
-            for lane in (self, *neighbours):
-                lane.keep_busy()
+            for queue in (self, *neighbours):
+                queue.keep_busy()
         rounds: list[list[float]] = []
         begin = perf_counter()
         while len(rounds) < _LEAST_ROUNDS or perf_counter() < begin + _TIMED_SECONDS:
@@ -229,11 +232,13 @@ class _Lane:
             )
         return [fmean(seconds) for seconds in zip(*rounds, strict=True)]
 
-    def time_sleep(self, neighbours: Sequence[_Lane]) -> float:
+    def time_sleep(self, neighbours: Sequence[_DeviceQueue]) -> float:
         """Return the seconds of a sleep, whose cycles are longer while the clock is lower."""
         return self._time(partial(self._sleep, _SLEEP_CYCLES), _LEAST_ROUNDS, neighbours)
 
-    def _time(self, launch: Callable[[], object], count: int, neighbours: Sequence[_Lane]) -> float:
+    def _time(
+        self, launch: Callable[[], object], count: int, neighbours: Sequence[_DeviceQueue]
+    ) -> float:
         """Return the seconds of a launch on the device while the neighbours are busy."""
         start = self._record(timed=True)
         for _ in range(count):
