@@ -225,7 +225,7 @@ def test_slowdowns_of_the_last_layer_and_its_loss() -> None:
     assert both.slowdowns == pytest.approx(((3.0 + 2.0) / 4.0, 1.0))
 
 
-class Looking(nn.Module):
+class GradientRecorder(nn.Module):
     """A layer that notes its weight, and the gradients of weight and output in its backward."""
 
     # Of the class, as attributes of a layer are put back after measurements.
@@ -257,15 +257,15 @@ def test_neighbours_have_weights_and_gradients_of_their_own(meters: list[Any]) -
 
     Plans for an MLP were 12% too fast.
     """
-    layer = Looking()
+    layer = GradientRecorder()
 
-    class Watching(Meter):
+    class RecordingMeter(Meter):
         def add(self, *args: Any) -> None:
             for notes in (layer.weights, layer.had_gradient):
                 notes.clear()
             super().add(*args)
 
-    meters.append(Watching(None))
+    meters.append(RecordingMeter(None))
     before = layer.linear.weight.data_ptr()
     measure_shared(layer)
     first, second = layer.weights[:4], layer.weights[4:]
@@ -278,7 +278,7 @@ def test_neighbours_have_weights_and_gradients_of_their_own(meters: list[Any]) -
 
 def test_layers_are_timed_with_random_gradients(meters: list[Any]) -> None:
     """With ones, a GPU draws less power and lowers its clock less: steps were 4% slower."""
-    layer = Looking()
+    layer = GradientRecorder()
     meters.append(Meter(None))
     measure_shared(layer)
     assert all(gradient.std() > 0.5 for gradient in layer.gradients)
@@ -286,7 +286,7 @@ def test_layers_are_timed_with_random_gradients(meters: list[Any]) -> None:
     assert len({gradient.data_ptr() for gradient in layer.gradients[-3:]}) == 1
 
 
-class Changing(nn.Module):
+class InPlaceLayer(nn.Module):
     """A layer that may change its input in place. It notes the address and the values of inputs."""
 
     addresses: ClassVar[list[int]] = []
@@ -307,7 +307,7 @@ class Changing(nn.Module):
 @pytest.mark.parametrize("changes", [False, True])
 def test_inputs_are_copied_only_if_a_layer_changes_them(changes: bool, meters: list[Any]) -> None:
     """A step copies nothing between stages that share memory."""
-    layer = Changing(changes)
+    layer = InPlaceLayer(changes)
     meters.append(Meter(None))
     measure_shared(layer)
     assert len({*layer.values[-3:], *layer.values[-7:-4]}) == 1  # it never sees its own changes
@@ -317,7 +317,7 @@ def test_inputs_are_copied_only_if_a_layer_changes_them(changes: bool, meters: l
         assert first != second  # each device has inputs of its own
 
 
-class Accumulating(nn.Module):
+class AccumulationProbe(nn.Module):
     """A layer that sees whether the nodes that accumulate its gradients outlive a backward."""
 
     survivors = 0  # of the class, as attributes of a layer are put back after measurements
@@ -329,7 +329,7 @@ class Accumulating(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for parameter in (self.norm.weight, self.linear.weight):
             metadata: dict[str, Any] = get_gradient_edge(parameter).node.metadata  # type: ignore[assignment]
-            Accumulating.survivors += "seen" in metadata
+            AccumulationProbe.survivors += "seen" in metadata
             metadata["seen"] = True
         out: Tensor = self.linear(self.norm(x))
         return out
@@ -345,14 +345,14 @@ def test_slowdown_is_not_measured_with_accumulation_nodes_of_another_stream(
     """
     survivors: list[int] = []
 
-    class Counting(Meter):
+    class CountingMeter(Meter):
         def add(self, *args: Any) -> None:
-            before = Accumulating.survivors
+            before = AccumulationProbe.survivors
             super().add(*args)
-            survivors.append(Accumulating.survivors - before)
+            survivors.append(AccumulationProbe.survivors - before)
 
-    meters.append(Counting(None))
-    measure_shared(Accumulating())
+    meters.append(CountingMeter(None))
+    measure_shared(AccumulationProbe())
     assert survivors == [0]
 
 
