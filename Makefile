@@ -134,7 +134,7 @@ bench-gpu:
 	$(PYTHON) benchmarks/forecast.py --ranks 4 --sms 16 --rows 4096 --rounds 9
 	$(PYTHON) benchmarks/real_models.py
 	$(PYTHON) benchmarks/dropout.py --devices 4 --dtype bfloat16
-	$(PYTHON) benchmarks/plans.py --rounds gpt-4 unequal gpt-8
+	$(PYTHON) benchmarks/plans.py --cases gpt-4 unequal gpt-8
 	$(PYTHON) benchmarks/papers.py --steps 1 --runtime graph --schedule 1f1b --checkpoint never
 	$(PYTHON) benchmarks/papers.py --steps 1 --runtime graph
 	$(PYTHON) benchmarks/papers.py --steps 2

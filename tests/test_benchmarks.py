@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from math import isnan
@@ -31,6 +32,16 @@ def test_benchmark_without_a_gpu_exits_with_a_message(
     written = capsys.readouterr()
     assert (ended.value.code, written.out) == (2, "")
     assert "there is none" in written.err
+
+
+def test_make_calls_benchmarks_with_options_that_they_have() -> None:
+    """The table of plans was left out: `--rounds` was no option any more."""
+    calls = re.findall(r"(benchmarks/\w+\.py)(.*)", (ROOT / "Makefile").read_text())
+    assert len(calls) > 10
+    for program, options in calls:
+        source = (ROOT / program).read_text()
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'"{option}"' in source, f"{program} has no {option}"
 
 
 def test_benchmark_ideal_speedup_of_a_schedule() -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy, mse_loss
 
 import penstock
-from penstock.device.contention import SharedDevice
+from penstock.device.contention import SharedDevice, Slowdowns
 from penstock.model import model_profile, profiler
 from penstock.model.profiler import UnitMeasurement, measure_unit_layers
 from penstock.planning import Profile, search_plan
@@ -109,6 +109,16 @@ def test_activations_of_the_loss_count_for_the_last_unit(
     assert size <= kept - without.activation.at(2) < 1.5 * size
 
 
+def test_units_are_measured_without_a_loss_that_cannot_be_measured() -> None:
+    """Some losses do not accept the values that the output is replaced by."""
+
+    def fail(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("not a distribution")
+
+    found = profile(Stack(16, 2, {}, 0.0), target=Y, loss_fn=fail)
+    assert all(unit.seconds[found.devices[0].kind].F.at(2) > 0 for unit in found.units)
+
+
 # ---- devices that share an accelerator -----------------------------------------------------------
 
 
@@ -135,12 +145,11 @@ class Meter:
                 for _ in range(3):
                     run()
 
-    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, tuple[float, float]]:
+    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, Slowdowns]:
         self.counts = counts
         if self.slowdowns is None:
             return {}
-        always, with_pauses = self.slowdowns
-        return {key: (always * n, with_pauses * n) for key, n in self.seconds.items()}
+        return dict.fromkeys(self.seconds, Slowdowns(*self.slowdowns))
 
 
 @pytest.fixture
@@ -174,6 +183,16 @@ def test_devices_are_as_fast_as_while_their_neighbours_are_busy(
     assert [device.idle_gain for device in found] == pytest.approx([gain, gain])
 
 
+@pytest.mark.parametrize("kind", ["sequential", "traced"])
+def test_neighbours_run_the_loss_among_the_other_units(kind: str, meters: list[Any]) -> None:
+    """The loss of a traced model was timed beside neighbours that repeated this loss only."""
+    meters += [Meter((1.5, 1.25)) for _ in range(2)]  # for two sizes of micro-batches
+    layers = [nn.Linear(16, 16) for _ in range(2)]
+    model = nn.Sequential(*layers) if kind == "sequential" else Stack(16, 2, {}, 0.0)
+    units = profile(model, target=Y, loss_fn=mse_loss).units
+    assert [sum(meter.counts.values()) for meter in meters] == [len(units) + 1] * 2
+
+
 def test_devices_that_share_nothing_have_their_own_speed() -> None:
     found = profile(nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))).devices
     assert [(device.speed, device.idle_gain) for device in found] == [(1.0, 0.0)] * 2
@@ -186,27 +205,27 @@ def test_equal_layers_are_measured_once_beside_their_neighbours(meters: list[Any
     assert sorted(meters[0].counts.values()) == [1, 2]
 
 
-def test_layers_that_take_no_time_have_no_slowdown(
+def test_layers_that_take_no_time_are_not_timed_beside_neighbours(
     meters: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A division by 0 ended the profile."""
+    """They were replayed millions of times. If all layers were like this, that never ended."""
     monkeypatch.setattr(profiler._CallProfiler, "measure", lambda *_: (0, (0.0, 0.0, 0.0)))
     monkeypatch.setattr(profiler._CallProfiler, "measure_workspace", lambda *_: 0)
     meters.append(Meter((1.5, 1.25)))
-    monkeypatch.setattr(Meter, "add", lambda self, key, *_: self.seconds.update({key: 1e-7}))
     (unit,) = measure_shared(nn.Identity())
     assert unit.slowdowns is None
+    assert not meters[0].seconds
 
 
 def test_slowdowns_of_the_last_layer_and_its_loss() -> None:
-    layer = UnitMeasurement(1.0, 1.0, 1.0, 10, True, True, 4, slowdowns=(1.0, 1.0))
-    loss = UnitMeasurement(0.5, 0.5, 0.0, 4, True, False, 4, slowdowns=(2.0, 1.0))
+    layer = UnitMeasurement(1.0, 1.0, 1.0, 10, True, True, 4, slowdowns=Slowdowns(1.0, 1.0))
+    loss = UnitMeasurement(0.5, 0.5, 0.0, 4, True, False, 4, slowdowns=Slowdowns(2.0, 1.0))
     both = layer.with_loss(loss)
     assert (both.seconds, both.inner_bytes, both.has_loss) == (4.0, 18, True)
     assert both.slowdowns == pytest.approx(((3.0 + 2.0) / 4.0, 1.0))
 
 
-class Looking(nn.Module):
+class GradientRecorder(nn.Module):
     """A layer that notes its weight, and the gradients of weight and output in its backward."""
 
     # Of the class, as attributes of a layer are put back after measurements.
@@ -238,15 +257,15 @@ def test_neighbours_have_weights_and_gradients_of_their_own(meters: list[Any]) -
 
     Plans for an MLP were 12% too fast.
     """
-    layer = Looking()
+    layer = GradientRecorder()
 
-    class Watching(Meter):
+    class RecordingMeter(Meter):
         def add(self, *args: Any) -> None:
             for notes in (layer.weights, layer.had_gradient):
                 notes.clear()
             super().add(*args)
 
-    meters.append(Watching(None))
+    meters.append(RecordingMeter(None))
     before = layer.linear.weight.data_ptr()
     measure_shared(layer)
     first, second = layer.weights[:4], layer.weights[4:]
@@ -259,7 +278,7 @@ def test_neighbours_have_weights_and_gradients_of_their_own(meters: list[Any]) -
 
 def test_layers_are_timed_with_random_gradients(meters: list[Any]) -> None:
     """With ones, a GPU draws less power and lowers its clock less: steps were 4% slower."""
-    layer = Looking()
+    layer = GradientRecorder()
     meters.append(Meter(None))
     measure_shared(layer)
     assert all(gradient.std() > 0.5 for gradient in layer.gradients)
@@ -267,7 +286,7 @@ def test_layers_are_timed_with_random_gradients(meters: list[Any]) -> None:
     assert len({gradient.data_ptr() for gradient in layer.gradients[-3:]}) == 1
 
 
-class Changing(nn.Module):
+class InPlaceLayer(nn.Module):
     """A layer that may change its input in place. It notes the address and the values of inputs."""
 
     addresses: ClassVar[list[int]] = []
@@ -288,7 +307,7 @@ class Changing(nn.Module):
 @pytest.mark.parametrize("changes", [False, True])
 def test_inputs_are_copied_only_if_a_layer_changes_them(changes: bool, meters: list[Any]) -> None:
     """A step copies nothing between stages that share memory."""
-    layer = Changing(changes)
+    layer = InPlaceLayer(changes)
     meters.append(Meter(None))
     measure_shared(layer)
     assert len({*layer.values[-3:], *layer.values[-7:-4]}) == 1  # it never sees its own changes
@@ -298,7 +317,7 @@ def test_inputs_are_copied_only_if_a_layer_changes_them(changes: bool, meters: l
         assert first != second  # each device has inputs of its own
 
 
-class Accumulating(nn.Module):
+class AccumulationProbe(nn.Module):
     """A layer that sees whether the nodes that accumulate its gradients outlive a backward."""
 
     survivors = 0  # of the class, as attributes of a layer are put back after measurements
@@ -310,7 +329,7 @@ class Accumulating(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for parameter in (self.norm.weight, self.linear.weight):
             metadata: dict[str, Any] = get_gradient_edge(parameter).node.metadata  # type: ignore[assignment]
-            Accumulating.survivors += "seen" in metadata
+            AccumulationProbe.survivors += "seen" in metadata
             metadata["seen"] = True
         out: Tensor = self.linear(self.norm(x))
         return out
@@ -326,14 +345,14 @@ def test_slowdown_is_not_measured_with_accumulation_nodes_of_another_stream(
     """
     survivors: list[int] = []
 
-    class Counting(Meter):
+    class CountingMeter(Meter):
         def add(self, *args: Any) -> None:
-            before = Accumulating.survivors
+            before = AccumulationProbe.survivors
             super().add(*args)
-            survivors.append(Accumulating.survivors - before)
+            survivors.append(AccumulationProbe.survivors - before)
 
-    meters.append(Counting(None))
-    measure_shared(Accumulating())
+    meters.append(CountingMeter(None))
+    measure_shared(AccumulationProbe())
     assert survivors == [0]
 
 
@@ -358,7 +377,7 @@ def test_planned_peak_is_what_a_step_keeps(schedule: str, recompute: bool) -> No
 
 
 def measure_by_size(
-    monkeypatch: pytest.MonkeyPatch, slowdowns: Callable[[int], list[tuple[float, float]]]
+    monkeypatch: pytest.MonkeyPatch, slowdowns: Callable[[int], list[tuple[float, float] | None]]
 ) -> tuple[Profile, list[int]]:
     """Return a profile of two layers, and both sizes of micro-batches.
 
@@ -369,7 +388,10 @@ def measure_by_size(
     def measure(layers: Any, microbatch: Any, *rest: Any, **options: Any) -> Any:
         sizes.append(len(microbatch[0]))
         unit = UnitMeasurement(float(sizes[-1]), 0.0, 0.0, 0, False, False, 0)
-        return [unit._replace(slowdowns=pair) for pair in slowdowns(sizes[-1])]
+        return [
+            unit._replace(slowdowns=None if pair is None else Slowdowns(*pair))
+            for pair in slowdowns(sizes[-1])
+        ]
 
     monkeypatch.setattr(model_profile, "measure_unit_layers", measure)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
@@ -393,3 +415,25 @@ def test_units_count_with_their_own_slowdowns(monkeypatch: pytest.MonkeyPatch) -
     device = profiled.devices[0]
     first, second = (unit.seconds["cpu"].F.at(large) / device.speed for unit in profiled.units)
     assert (first, second) == pytest.approx((1.5 * large, 1.1 * large))
+
+
+def test_units_that_were_not_measured_count_with_the_mean_slowdown_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profiled, (large, _) = measure_by_size(monkeypatch, lambda rows: [(1.5, 1.5), None])
+    device = profiled.devices[0]
+    first, second = (unit.seconds["cpu"].F.at(large) / device.speed for unit in profiled.units)
+    assert (first, second) == pytest.approx((1.5 * large, 1.5 * large))
+
+
+def test_size_without_a_measured_unit_counts_with_the_slowdown_of_the_other_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without memory for the large size, its units counted as if all neighbours were idle."""
+    profiled, (large, small) = measure_by_size(
+        monkeypatch, lambda rows: [(2.0, 1.9) if rows == 1 else None] * 2
+    )
+    assert small == 1
+    seconds, device = profiled.units[0].seconds["cpu"], profiled.devices[0]
+    for rows in (small, large):
+        assert seconds.F.at(rows) / device.speed == pytest.approx(2.0 * rows)

@@ -42,7 +42,7 @@ def even_profile(
 
 
 def random_profile(seed: int) -> Profile:
-    """Return a small profile with unequal units, devices and links, and perhaps a skip."""
+    """Return a small profile with unequal units, devices and links, and perhaps skips."""
     draw = Random(seed)
     ranks = draw.randint(1, 4)
     units = draw.randint(ranks, 8)
@@ -58,6 +58,10 @@ def random_profile(seed: int) -> Profile:
     if units > 2 and draw.random() < 0.4:
         src = draw.randrange(units - 2)
         values.append(ValueProfile(src, (draw.randrange(src + 2, units),), number(0.5, 2.0)))
+    if units > 2 and seed % 4 == 0:  # a large one over the whole model
+        skips = Random(f"skip {seed}")
+        size = PerRows(0.0, round(skips.uniform(2.0, 40.0), 3))
+        values.append(ValueProfile(0, (units - 1,), size, has_grad=skips.random() < 0.7))
     return Profile(
         f"random {seed}",
         draw.randint(1, 6),

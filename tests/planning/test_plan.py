@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.errors import ArgumentError, FormatError, InvalidScheduleError
-from penstock.planning import Plan, search_plan
+from penstock.planning import DeviceProfile, Plan, search_plan
+from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.schedules.families import make
 from tests.planning.problems import even_profile, with_memory
 
@@ -58,6 +60,22 @@ def test_forecast_of_a_plan_by_hand(simple: Plan) -> None:
     causes = simple.forecast.bubble
     assert set(causes) == {"fill", "drain", "messages", "waits"}
     assert sum(causes.values()) == pytest.approx(simple.timeline.bubble)
+
+
+def test_schedule_of_a_plan_is_compiled_once(simple: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an idle gain, the costs and the forecast each compiled it."""
+    compiled: list[str] = []
+
+    def compile_schedule(name: str, *args: Any) -> ScheduleTimer:
+        compiled.append(name)
+        return ScheduleTimer(name, *args)
+
+    monkeypatch.setattr("penstock.planning.plan.ScheduleTimer", compile_schedule)
+    devices = (DeviceProfile("cpu", idle_gain=0.5),) * 2
+    plan = simple.with_profile(simple.profile.with_devices(devices))
+    assert plan.forecast.step < simple.forecast.step
+    assert plan.costs.cost.F[0] < simple.costs.cost.F[0]
+    assert compiled == ["1f1b"]
 
 
 def test_messages_are_a_cause_of_the_bubble() -> None:
@@ -125,6 +143,20 @@ def test_gap_is_how_far_a_plan_may_be_from_the_best(plan: Plan, simple: Plan) ->
     assert plan.gap == pytest.approx(plan.seconds / plan.certificate.bound - 1)
     assert simple.gap is None
     assert f"this one is within {plan.gap:.1%}" in str(plan)
+
+
+def test_gap_is_infinite_if_nothing_is_proved(plan: Plan) -> None:
+    """A bound of 0 was a gap of 0: nothing was proved, and the plan was said to be the best."""
+    assert plan.certificate is not None
+    unproved = replace(plan.certificate, bound=0.0, schedule_bound=0.0)
+    plan = replace(plan, certificate=unproved)
+    assert plan.gap == inf
+    text = str(plan)
+    assert (
+        f"it is not known how much faster a plan in the searched space ({unproved.space})" in text
+    )
+    assert "It is not known how far this schedule is from the best for its cut and memory." in text
+    assert "within" not in text
 
 
 def test_plan_as_text_says_choice_forecast_and_certificate(plan: Plan) -> None:

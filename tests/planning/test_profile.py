@@ -22,6 +22,16 @@ def test_profile_of_devices_without_a_known_memory_is_valid_json() -> None:
     assert "Infinity" not in json.dumps(even_profile().to_json())
 
 
+def test_idle_gain_is_only_written_where_there_is_one() -> None:
+    """Releases that do not know it called every new profile damaged."""
+    devices = DeviceProfile("cpu", idle_gain=0.5), DeviceProfile("cpu")
+    profile = even_profile().with_devices(devices)
+    first, second = profile.to_json()["devices"]
+    assert first["idle_gain"] == 0.5
+    assert "idle_gain" not in second
+    assert Profile.from_json(profile.to_json()) == profile
+
+
 def test_more_devices_repeat_the_last_one() -> None:
     profile = replace(
         even_profile(ranks=2), devices=(DeviceProfile("cpu"), DeviceProfile("cpu", 9))

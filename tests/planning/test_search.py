@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
+from math import inf
 from typing import Any
 
 import pytest
@@ -8,21 +10,25 @@ import pytest
 from penstock.errors import ArgumentError
 from penstock.planning import (
     DeviceProfile,
+    LinkProfile,
     PerRows,
     Plan,
     Profile,
     UnitSeconds,
+    ValueProfile,
     search,
     search_plan,
 )
 from penstock.planning.bound import schedule_bound, space_bound
+from penstock.planning.schedule_timer import ScheduleTimer
 from penstock.planning.search import choose_chunks
-from penstock.planning.stage_costs import CostTable
+from penstock.planning.stage_costs import CostTable, StageCosts
+from penstock.schedules.families import loop, vee
 from tests.planning.brute_force import brute_force, make_problem, solve
 from tests.planning.problems import even_profile, random_profile, with_memory
 
 # Small ones; `python -m tests.planning.brute_force` tries 200.
-SEEDS = (22, 23, 58, 64, 73, 109, 115, 117)
+SEEDS = (22, 23, 58, 64, 73, 109, 115, 117, 128, 292)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -68,6 +74,60 @@ def test_space_bound_counts_the_messages_to_the_last_rank_and_back() -> None:
     table = CostTable(profile, plan.chunks, plan.runtime)
     limit = space_bound(table, plan.placement, plan.memory)
     assert (limit, plan.seconds) == pytest.approx((22.0, 22.0))
+
+
+def _assert_bound_holds(profile: Profile, placement: tuple[int, ...]) -> None:
+    """Raise if a plan is faster than the bound of its placement and number of micro-batches."""
+    for chunks in {1, profile.rows}:
+        plan = search_plan(profile, placement=placement, chunks=[chunks], solver_seconds=0)
+        table = CostTable(profile, chunks, plan.runtime)
+        assert space_bound(table, placement, plan.memory) <= plan.seconds * (1 + 1e-9)
+
+
+def test_skip_connection_does_not_travel_from_rank_to_rank() -> None:
+    """Its bytes counted between all neighbours: the bound was 82.4 s, and a plan took 38.4 s."""
+    profile = even_profile(units=4, ranks=4, rows=4)
+    skip = ValueProfile(0, (3,), PerRows(0.0, 20.0))
+    profile = replace(profile, values=(*profile.values, skip), link=LinkProfile(bandwidth=10.0))
+    _assert_bound_holds(profile, loop(4, 1))
+
+
+@pytest.mark.parametrize("placement", [(0, 2, 1), (1, 2, 0), (0, 2, 1, 0)])
+def test_space_bound_takes_the_links_of_the_placement(placement: tuple[int, ...]) -> None:
+    """The slow link between ranks 0 and 1 counted for all: 72 s, and a plan took 28 s."""
+    profile = even_profile(units=6, ranks=3, rows=4)
+    profile = replace(profile, links={(0, 1): LinkProfile(latency=30.0)})
+    _assert_bound_holds(profile, placement)
+
+
+@pytest.mark.parametrize("seed", [5, 12, 92])
+def test_space_bound_holds_for_ranks_in_any_order(seed: int) -> None:
+    profile = random_profile(seed)
+    ranks = len(profile.devices)
+    assert ranks > 2
+    for placement in permutations(range(ranks)):
+        _assert_bound_holds(profile, placement)
+
+
+@pytest.mark.parametrize(("units", "ranks", "rows"), [(6, 2, 8), (60, 8, 64)])
+def test_bound_of_units_that_take_no_time_counts_the_runtime(
+    units: int, ranks: int, rows: int
+) -> None:
+    """It was 0, which proves nothing."""
+    profile = even_profile(units, ranks, rows)
+    nothing = UnitSeconds(*(PerRows(),) * 3)
+    profile = replace(
+        profile,
+        units=tuple(replace(unit, seconds={"cpu": nothing}) for unit in profile.units),
+        runtimes={"threads": 1e-3},
+    )
+    for placement in (loop(ranks, 1), loop(ranks, 2), vee(ranks)):
+        _assert_bound_holds(profile, placement)
+        bound = space_bound(CostTable(profile, 2, "threads"), placement, (inf,) * ranks)
+        assert bound >= 1e-3 * 3 * 2 * len(placement) / ranks
+    plan = search_plan(profile, solver_seconds=0)
+    assert plan.certificate is not None
+    assert 0 < plan.certificate.bound <= plan.seconds
 
 
 def test_faster_device_gets_more_units() -> None:
@@ -291,6 +351,24 @@ def test_plan_is_the_fastest_at_the_speed_that_idle_ranks_leave(gain: float, chu
         assert plan.seconds <= search_plan(profile, chunks=[number], **options).seconds
     assert plan.gap is not None
     assert [a.seconds for a in plan.alternatives] == sorted(a.seconds for a in plan.alternatives)
+
+
+def test_each_schedule_is_compiled_once_for_the_speed_that_idle_ranks_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[int] = []
+    speed_up = ScheduleTimer.speed_up
+
+    def count(self: ScheduleTimer, *args: Any) -> StageCosts:
+        timed.append(id(self.schedule))
+        return speed_up(self, *args)
+
+    monkeypatch.setattr(ScheduleTimer, "speed_up", count)
+    profile = replace(even_profile(), devices=(DeviceProfile("cpu", idle_gain=0.5),) * 2)
+    plan = search_plan(profile, schedules=["1f1b", "gpipe"], chunks=[4, 8], solver_seconds=0)
+    *of_search, of_plan = timed
+    assert of_plan == id(plan.schedule)
+    assert len(of_search) == len({*of_search}) >= 4
 
 
 def gaining_profile(seed: int, idle_gain: float) -> Profile:

@@ -2,7 +2,8 @@
 
 Virtual GPUs have multiprocessors of their own, and share the memory, the power and the clock of one
 GPU. So each unit of a model is timed while the neighbours do what they do in a step of training.
-There they run other units, on parameters and gradients of their own:
+There they run other units, on parameters and gradients of their own. Here `a` to `d` are units, and
+`start` and `end` are events with times:
 
     the device        [ b ][ c ] ... [ d ]start[ a ][ a ][ a ]end ... start[ b ][ b ][ b ]end
     a neighbour       [ c ][ d ] ... [ a ][ b ][ c ][ d ][ a ] ...    [ b ][ c ][ d ][ a ]
@@ -31,7 +32,7 @@ from functools import partial
 from math import ceil
 from statistics import fmean
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.device.accelerator import get_free_memory, synchronize
 from penstock.device.device import Device, Gpu
@@ -56,6 +57,13 @@ _SLEEP_CYCLES = 1_000_000  # of a kernel that is timed to find out how long a cy
 
 # Yields a function that launches the work on tensors of its own, and what has to be kept alive.
 PreparedWork = AbstractContextManager[tuple[Callable[[], object], object]]
+
+
+class Slowdowns(NamedTuple):
+    """How many times longer work takes while the neighbours are busy, always or with pauses."""
+
+    always: float
+    with_pauses: float
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class _CapturedWork:
     """The work of one unit, as a graph for each device."""
 
     turns: int  # how often the unit runs in the graph
-    seconds: float  # of a replay on the device alone, roughly
+    seconds: float  # of a replay on the device alone
     graphs: dict[Gpu, RecordedCudaGraph] = field(default_factory=dict)
     kept_values: list[object] = field(default_factory=list)
 
@@ -113,7 +121,7 @@ class ContentionMeter:
         Args:
             key: The name of the unit.
             prepare: A function that returns the work. It is called once for each device.
-            seconds: How long the work takes, roughly.
+            seconds: How long the work takes on the device alone: more than 0.
             size: The bytes that it needs on each device, roughly.
         """
         needed = size * len(self._shared.gpus)
@@ -129,16 +137,17 @@ class ContentionMeter:
                     synchronize(gpu.device)  # They were made on another stream.
                     work.graphs[gpu] = _capture(gpu, pools, run, turns)
         except RuntimeError:  # It waits for the device, say, or there is no memory for it.
+            self._bytes_left += needed
             return
         finally:
             synchronize(self._shared.device.device)
         self._works[key] = work
 
-    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, tuple[float, float]]:
-        """Return the seconds of each unit while all neighbours run all of them.
+    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, Slowdowns]:
+        """Return the slowdowns of each unit while all neighbours run all of them.
 
-        The first number is for neighbours that are always busy, the second for neighbours that are
-        idle for `IDLE_SHARE` of the time. Units that could not be captured are left out.
+        Neighbours with pauses are idle for `IDLE_SHARE` of the time. Units that could not be
+        captured are left out.
 
         Args:
             counts: How often each unit is in the model.
@@ -147,25 +156,25 @@ class ContentionMeter:
         if not works:
             return {}
         device, *neighbours = (
-            _Lane(gpu, works, [counts[key] for key in self._works], index / len(self._shared.gpus))
+            _DeviceQueue(
+                gpu, works, [counts[key] for key in self._works], index / len(self._shared.gpus)
+            )
             for index, gpu in enumerate(self._shared.gpus)
         )
-        busy = device.time_units(neighbours)
+        always = device.time_units(neighbours)
         cycles_per_second = _SLEEP_CYCLES / max(device.time_sleep(neighbours), 1e-9)
-        for lane in (device, *neighbours):
-            lane.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), busy)
-        now_and_then = device.time_units(neighbours)
+        for queue in (device, *neighbours):
+            queue.add_sleep(cycles_per_second * IDLE_SHARE / (1 - IDLE_SHARE), always)
+        with_pauses = device.time_units(neighbours)
         synchronize(self._shared.device.device)
         sleep(_REST_SECONDS)
         return {
-            key: (first / work.turns, second / work.turns)
-            for (key, work), first, second in zip(
-                self._works.items(), busy, now_and_then, strict=True
-            )
+            key: Slowdowns(*(seconds / work.seconds for seconds in both))
+            for (key, work), *both in zip(self._works.items(), always, with_pauses, strict=True)
         }
 
 
-class _Lane:
+class _DeviceQueue:
     """A device that runs the units of the model in turn, each as often as the model has it.
 
     Args:
@@ -202,12 +211,12 @@ class _Lane:
             self._launched.append((self._record(), self._works[index].seconds))
             seconds += self._works[index].seconds
 
-    def time_units(self, neighbours: Sequence[_Lane]) -> list[float]:
-        """Return the seconds of a replay of each unit, after all lanes have worked for a while."""
+    def time_units(self, neighbours: Sequence[_DeviceQueue]) -> list[float]:
+        """Return the seconds of a replay of each unit, after all queues have worked for a while."""
         begin = perf_counter()
         while perf_counter() < begin + _BUSY_SECONDS:
-            for lane in (self, *neighbours):
-                lane.keep_busy()
+            for queue in (self, *neighbours):
+                queue.keep_busy()
         rounds: list[list[float]] = []
         begin = perf_counter()
         while len(rounds) < _LEAST_ROUNDS or perf_counter() < begin + _TIMED_SECONDS:
@@ -223,11 +232,13 @@ class _Lane:
             )
         return [fmean(seconds) for seconds in zip(*rounds, strict=True)]
 
-    def time_sleep(self, neighbours: Sequence[_Lane]) -> float:
+    def time_sleep(self, neighbours: Sequence[_DeviceQueue]) -> float:
         """Return the seconds of a sleep, whose cycles are longer while the clock is lower."""
         return self._time(partial(self._sleep, _SLEEP_CYCLES), _LEAST_ROUNDS, neighbours)
 
-    def _time(self, launch: Callable[[], object], count: int, neighbours: Sequence[_Lane]) -> float:
+    def _time(
+        self, launch: Callable[[], object], count: int, neighbours: Sequence[_DeviceQueue]
+    ) -> float:
         """Return the seconds of a launch on the device while the neighbours are busy."""
         start = self._record(timed=True)
         for _ in range(count):

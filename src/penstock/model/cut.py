@@ -184,17 +184,24 @@ def measure_tail(
         What `measure` returns for one call of them. Nothing if there is no loss, or if it cannot be
         measured.
     """
-    tail = TraceTail(trace, loss)
-    if not tail.can_run:
+    call = build_tail_call(trace, loss)
+    if call is None:
         return []
-    with preserve_rng():
-        arguments = tail.make_arguments()
     try:
-        return measure([(tail, arguments, {})])
+        return measure([call])
     # Some operations do not accept the values that they are measured with. Then only the units
     # count: a cut that is a little less even is better than none.
     except Exception:
         return []
+
+
+def build_tail_call(trace: Trace, loss: OutputLoss | None) -> ModuleCall | None:
+    """Return a call of the operations after the last unit, to measure it. None without a loss."""
+    tail = TraceTail(trace, loss)
+    if not tail.can_run:
+        return None
+    with preserve_rng():
+        return tail, tail.make_arguments(), {}
 
 
 def find_cut_within(

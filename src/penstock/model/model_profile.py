@@ -15,6 +15,7 @@ seconds. Ranks that are idle leave more to the others, which becomes the `idle_g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -31,9 +32,9 @@ from penstock.errors import ArgumentError
 from penstock.microbatch import scatter
 from penstock.model.cut import (
     ExampleMicrobatch,
+    build_tail_call,
     build_unit_calls,
     find_unit_transfers,
-    measure_tail,
     trace_with_enough_units,
 )
 from penstock.model.isolation import iter_module_tensors, preserve_rng
@@ -41,6 +42,7 @@ from penstock.model.placement import describe_device
 from penstock.model.profiler import (
     ExampleLoss,
     LossWithTarget,
+    ModuleCall,
     UnitMeasurement,
     measure_unit_calls,
     measure_unit_layers,
@@ -262,18 +264,33 @@ def _measure_traced(
 ) -> _Sample:
     with preserve_rng():
         calls = list(build_unit_calls(traced))
+    tail = build_tail_call(traced.trace, loss)
     by_kind = {}
     for number, (kind, device) in enumerate(kinds.items()):
         report(kind, number / len(kinds))
         measure = partial(measure_unit_calls, device=device.device, shared=shared[kind])
         with device.activate():
-            *units, last = measure(calls)
-            for of_loss in measure_tail(traced.trace, loss, measure):
-                last = last.with_loss(of_loss)
-        by_kind[kind] = [*units, last]
+            by_kind[kind] = _measure_calls(calls, tail, measure)
     # A transfer counts the value and its gradient.
     values = [(v.src, v.dsts, v.size / 2) for v in find_unit_transfers(traced.trace)]
     return _Sample(rows, by_kind, values)
+
+
+def _measure_calls(
+    calls: list[ModuleCall],
+    tail: ModuleCall | None,
+    measure: Callable[[list[ModuleCall]], list[UnitMeasurement]],
+) -> list[UnitMeasurement]:
+    """Measure the units, the last one with the tail: mostly the loss, if it can be measured.
+
+    They are measured together, because neighbours that share an accelerator run all of them.
+    """
+    if tail is not None:
+        # See `measure_tail`: some operations do not accept the values that they are measured with.
+        with suppress(Exception):
+            *units, last, of_loss = measure([*calls, tail])
+            return [*units, last.with_loss(of_loss)]
+    return measure(calls)
 
 
 # ---- from measurements to a profile --------------------------------------------------------------
@@ -289,13 +306,11 @@ def _find_speed(kind: str, samples: Sequence[_Sample], with_pauses: bool = False
         samples: The measurements.
         with_pauses: Whether the other ranks are idle for some of the time.
     """
-    measured = [
-        (unit.seconds, unit.seconds * unit.slowdowns[with_pauses])
-        for sample in samples
-        for unit in sample.by_kind[kind]
-        if unit.slowdowns is not None
-    ]
-    alone, together = map(sum, zip(*measured, strict=True)) if measured else (0.0, 0.0)
+    alone = together = 0.0
+    for unit in (unit for sample in samples for unit in sample.by_kind[kind]):
+        if (slowdowns := unit.slowdowns) is not None:
+            alone += unit.seconds
+            together += unit.seconds * (slowdowns.with_pauses if with_pauses else slowdowns.always)
     return alone / together if together else 1.0
 
 
@@ -324,9 +339,12 @@ def _build_unit(
         points = []
         for sample in samples:
             unit = sample.by_kind[kind][index]
-            slowdown = 1 / _find_speed(kind, [sample])
             if unit.slowdowns is not None:
-                slowdown, _ = unit.slowdowns
+                slowdown = unit.slowdowns.always
+            elif any(other.slowdowns is not None for other in sample.by_kind[kind]):
+                slowdown = 1 / _find_speed(kind, [sample])
+            else:  # There was no memory for any of this size, say.
+                slowdown = 1 / speeds[kind]
             points.append((sample.rows, read(unit) * slowdown * speeds[kind]))
         return _fit_line(points)
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.device.accelerator import TimedWork, is_accelerator, time_work
-from penstock.device.contention import ContentionMeter, SharedDevice
+from penstock.device.contention import ContentionMeter, SharedDevice, Slowdowns
 from penstock.device.storage_probe import StorageProbe
 from penstock.errors import ArgumentError, RunError
 from penstock.fingerprint import build_cost_key
@@ -179,9 +179,8 @@ class UnitMeasurement(NamedTuple):
     # and the gradient of its outputs. 0 on the CPU, where these are not counted.
     workspace_bytes: int = 0
     has_loss: bool = False
-    # How many times longer it takes while other ranks on the same accelerator are busy, always or
-    # with pauses. None if there are none, or if that cannot be measured.
-    slowdowns: tuple[float, float] | None = None
+    # By other ranks on the same accelerator. None if there are none, or if it cannot be measured.
+    slowdowns: Slowdowns | None = None
 
     @property
     def seconds(self) -> float:
@@ -193,11 +192,12 @@ class UnitMeasurement(NamedTuple):
         slowdowns = self.slowdowns
         if slowdowns is not None and loss.slowdowns is not None:
             seconds = self.seconds + loss.seconds
-            always, with_pauses = (
-                (self.seconds * mine + loss.seconds * other) / seconds
-                for mine, other in zip(slowdowns, loss.slowdowns, strict=True)
+            slowdowns = Slowdowns(
+                *(
+                    (self.seconds * mine + loss.seconds * other) / seconds
+                    for mine, other in zip(slowdowns, loss.slowdowns, strict=True)
+                )
             )
-            slowdowns = always, with_pauses
         kept_output = self.output_bytes if self.saves_outputs or loss.saves_inputs else 0
         return self._replace(
             forward=self.forward + loss.forward,
@@ -281,7 +281,8 @@ class _UnitMeasurements:
         """Measure a unit alone, and capture it for later if devices share an accelerator."""
         unit = call.measure_unit(self._runs, self._timeout)
         self._by_key[key] = unit
-        if self._meter is not None:
+        # Work without kernels would be replayed millions of times, to fill the time of one turn.
+        if self._meter is not None and unit.seconds:
             self._meter.add(key, call.run_on_copies, unit.seconds, call.count_bytes(unit))
 
     def append(self, key: Hashable) -> None:
@@ -291,12 +292,8 @@ class _UnitMeasurements:
     def finish(self) -> list[UnitMeasurement]:
         """Return the measurements of all units, with their slowdowns."""
         if self._meter is not None:
-            for key, (always, with_pauses) in self._meter.measure(Counter(self._keys)).items():
-                unit = self._by_key[key]
-                if not unit.seconds:  # a layer without kernels
-                    continue
-                slowdowns = always / unit.seconds, with_pauses / unit.seconds
-                self._by_key[key] = unit._replace(slowdowns=slowdowns)
+            for key, slowdowns in self._meter.measure(Counter(self._keys)).items():
+                self._by_key[key] = self._by_key[key]._replace(slowdowns=slowdowns)
         return [self._by_key[key] for key in self._keys]
 
 

@@ -9,6 +9,7 @@ The modules, in reading order:
     bound.py           seconds that no schedule, and no plan, can beat
     period_solver.py   the best pattern of one micro-batch, for many of them, with ortools
     solver.py          the best schedule of a cut by constraint programming, with ortools
+    recomputed_fit.py  a schedule of `fit` in which some stages are recomputed
     search.py          `search_plan`: the fastest plan for a profile and a memory cap
 """
 

@@ -2,19 +2,20 @@
 
 `schedule_bound` is for one cut with its micro-batches, recomputation and memory, and any order of
 its actions (see `schedules.bound`). `space_bound` is for all cuts of a placement. Both are for the
-speed of ranks that are all busy; `speed_up_bound` is for that which idle ranks leave to the others.
+speed of ranks that are all busy; `bound_with_idle_gain` is for that which idle ranks leave.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import fsum, inf
 
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules import bound
 from penstock.schedules.bound import Objective
+from penstock.schedules.families.common import group_stages
 
 _PACKING_STEPS, _PACKING_PARTS = 100, 20  # how finely `_least_full_rank` looks
 
@@ -42,17 +43,18 @@ def space_bound(
     """Return seconds that no plan with this placement and number of micro-batches can beat.
 
     Whatever the cut is, a micro-batch passes through all units and back, the ranks together have
-    the whole work to do, and rank r starts after at least r units. With one stage per rank there is
-    also a best cut: a stage that takes as many units as it can leaves the fewest to the others. The
-    result is infinite if the parameters alone exceed the memory.
+    the whole work to do, and stage s starts after at least s units. With stage r on rank r, for all
+    ranks, there is also a best cut: a stage that takes as many units as it can leaves the fewest to
+    the others. The result is infinite if the parameters alone exceed the memory.
     """
     ranks, units, chunks = len(memory), len(table.profile.units), table.chunks
+    stages_by_rank = group_stages(placement)
     work = [sums["FIW"] for sums in table.seconds]
     distinct = [sums["FIW"] for sums in table.distinct_seconds]
     fastest = [min(sums[u + 1] - sums[u] for sums in distinct) for u in range(units)]
     # The least seconds from the start of the step until unit u can start, and from the end of its I
     # to the end of the step: the units before it, on the fastest device for each. Messages between
-    # the ranks before rank r come on top.
+    # the stages before a stage come on top.
     fills, drains = (
         list(
             accumulate(
@@ -65,13 +67,18 @@ def space_bound(
         )
         for op in "FI"
     )
-    hops, hops_back = _least_hops(table, ranks)
+    hops, hops_back = _least_hops(table, placement)
     if objective == "period":
         fills = drains = [0.0] * (units + 1)
-        hops = hops_back = [0.0] * ranks
-    starts = [fills[r] + hops[r] for r in range(ranks)]
-    # The share of rank r in the work is at most its time from its start on. Units are weighed by
-    # the seconds on the fastest rank, and each rank by how close it can come to these.
+        hops = hops_back = [0.0] * len(placement)
+    # What the runtime adds to all Fs of a stage, to all of its Is, and to all of its Ws.
+    overhead = chunks * table.overhead
+    lost_seconds = [
+        fills[mine[0]] + hops[mine[0]] + 3 * len(mine) * overhead for mine in stages_by_rank
+    ]
+    # The share of rank r in the work is at most its time from its start on, without overhead. Units
+    # are weighed by the seconds on the fastest rank, and each rank by how close it can come to
+    # these.
     paces = {
         id(sums): max(
             (fastest[u] / (sums[u + 1] - sums[u]) for u in range(units) if sums[u + 1] > sums[u]),
@@ -80,12 +87,12 @@ def space_bound(
         for sums in distinct
     }
     pace = [paces[id(sums)] for sums in work]
-    even = (chunks * sum(fastest) + sum(s * p for s, p in zip(starts, pace, strict=True))) / sum(
-        pace
-    )
+    lost = sum(seconds * p for seconds, p in zip(lost_seconds, pace, strict=True))
+    even = (chunks * sum(fastest) + lost) / sum(pace)
     even = max(even, fills[-1] + drains[-1] + hops[-1] + hops_back[-1])
     if len(distinct) == 1:
-        even = max(even, chunks * _least_full_rank(fastest, ranks))
+        least_overhead = 3 * overhead * min(map(len, stages_by_rank))
+        even = max(even, chunks * _least_full_rank(fastest, ranks) + least_overhead)
     if sum(memory) < table.resident[-1]:
         return inf
     if list(placement) != list(range(ranks)):
@@ -105,9 +112,10 @@ def space_bound(
         for rank in range(ranks):
             start, sums = end, work[rank]
             left = seconds - fills[start] - hops[rank]
+            back = drains[start] + hops_back[rank]
             end = min(
-                reach(sums, start, left),
-                reach(ordered[id(sums)], start, left - drains[start] - hops_back[rank]),
+                reach(sums, start, left - 3 * overhead),
+                reach(ordered[id(sums)], start, left - 2 * overhead - back),
                 bisect_right(table.resident, (table.resident[start] + memory[rank]) * (1 + 1e-12))
                 - 1,
             )
@@ -118,7 +126,7 @@ def space_bound(
         return False
 
     low, high = even, hops[-1] + fills[-1] + drains[-1] + hops_back[-1]
-    high += chunks * max(sums[-1] for sums in work)
+    high += chunks * max(sums[-1] for sums in work) + 3 * overhead
     if not fits(high):
         return inf
     for _ in range(40):
@@ -134,13 +142,14 @@ def least_work(table: CostTable) -> float:
     return table.chunks * fsum(min(s[u + 1] - s[u] for s in sums) for u in units)
 
 
-def speed_up_bound(
+def bound_with_idle_gain(
     limit: float, work: float, gain: float, objective: Objective = "makespan"
 ) -> float:
     """Return how long a step takes at least that takes `limit` seconds while all ranks are busy.
 
     In a step of T seconds in which a rank works for w seconds in the mean, ranks are idle for
-    1 - w / T of the time. So it takes T / (1 + gain (1 - w / T)) seconds, which grows with T.
+    1 - w / T of the time. So it takes T / (1 + gain (1 - w / T)) seconds. This grows with T because
+    T is at least w and the gain is at most 1, so the bound for the least T holds for every T.
 
     Steps that follow each other without a barrier may be idle for any part of the time. For their
     period, only the work of the busiest rank counts.
@@ -148,7 +157,7 @@ def speed_up_bound(
     Args:
         limit: The seconds that a step, or its period, takes at least while all ranks are busy.
         work: The seconds that a rank works at least: in the mean, or for a period the busiest one.
-        gain: The largest `DeviceProfile.idle_gain`.
+        gain: The largest `DeviceProfile.idle_gain`, from 0 to 1.
         objective: What is bounded: a step, or its period.
     """
     if not gain or not limit:
@@ -159,25 +168,30 @@ def speed_up_bound(
     return limit / (1 + gain * (1 - work / limit))
 
 
-def _least_hops(table: CostTable, ranks: int) -> tuple[list[float], list[float]]:
-    """Return the least seconds of the messages from rank 0 to each rank, and back.
+def _least_hops(table: CostTable, placement: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Return the least seconds of the messages from stage 0 to each stage, and back.
 
-    Stage r is the first of rank r in every placement, so each of the ranks before passes the
-    micro-batch on to the next one. At the best cut, the fewest bytes are sent.
+    Whatever the cut is, the last unit of a stage passes something to the next unit, and so to the
+    next stage. At the best cut, the fewest bytes are passed. A skip connection is sent directly to
+    the stage that uses it, so its bytes do not travel from stage to stage.
     """
     profile = table.profile
     units = len(profile.units)
-    sizes = {True: [0.0] * (units + 1), False: [0.0] * (units + 1)}
+    forth, back = [0.0] * units, [0.0] * units  # bytes between each unit and the one before it
     for value, size, _ in table.values:
-        for boundary in range(value.src + 1, max(value.dsts, default=value.src) + 1):
-            for with_grad in (True, False):
-                sizes[with_grad][boundary] += size if value.has_grad or not with_grad else 0.0
-    forth, back = (min(sizes[with_grad][1:units], default=0.0) for with_grad in (False, True))
-    links = [profile.link_between(rank, rank + 1) for rank in range(ranks - 1)]
-    return (
-        list(accumulate((link.seconds(forth) for link in links), initial=0.0)),
-        list(accumulate((link.seconds(back) for link in links), initial=0.0)),
-    )
+        if value.src + 1 in value.dsts:
+            forth[value.src + 1] += size
+            back[value.src + 1] += size if value.has_grad else 0.0
+
+    def accumulate_hops(sizes: Sequence[float]) -> list[float]:
+        least = min(sizes[1:], default=0.0)
+        seconds = (
+            profile.link_between(rank, other).seconds(least) if rank != other else 0.0
+            for rank, other in pairwise(placement)
+        )
+        return list(accumulate(seconds, initial=0.0))
+
+    return accumulate_hops(forth), accumulate_hops(back)
 
 
 def _least_full_rank(seconds: Sequence[float], ranks: int) -> float:

@@ -257,7 +257,7 @@ class Profile:
             "version": _VERSION,
             "model": self.model,
             "rows": self.rows,
-            "devices": [_drop_infinite(vars(device)) for device in self.devices],
+            "devices": [_device_to_json(device) for device in self.devices],
             "link": _drop_infinite(vars(self.link)),
             "links": [
                 {"ranks": list(pair), **_drop_infinite(vars(link))}
@@ -458,6 +458,12 @@ def _unit_from_json(data: dict[str, Any]) -> UnitProfile:
         gradient_bytes=float(data.get("gradient_bytes", 0.0)),
         **sizes,
     )
+
+
+def _device_to_json(device: DeviceProfile) -> dict[str, Any]:
+    """Return the fields of a device, without an `idle_gain` of 0, which not every release reads."""
+    fields = _drop_infinite(vars(device))
+    return {name: value for name, value in fields.items() if name != "idle_gain" or value}
 
 
 def _drop_infinite(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ stages. A group is a placement with a number of micro-batches.
     2. Go through every cut of each group, except those that a bound shows to be no faster than the
        best plan so far. A group with too many is left alone: it is not exhausted.
     3. Let `fit` search for schedules: in an exhausted group for every cut and set of recomputed
-       stages whose bound allows it, in others for the best cut.
+       stages whose bound allows it, in others for the best cut and for cuts with a low bound.
+    4. Up to here, plans are compared at the speed of devices that are all busy. Time the best of
+       them at the speed that idle ranks leave (`DeviceProfile.idle_gain`), and take the fastest.
 
 If every group is exhausted or its bound is above the best plan, that plan is the best of the space.
 Otherwise the lowest bound of the other groups says how much faster a plan could be.
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 
 from penstock.display import Progress
 from penstock.errors import ArgumentError
-from penstock.planning.bound import least_work, schedule_bound, space_bound, speed_up_bound
+from penstock.planning.bound import bound_with_idle_gain, least_work, schedule_bound, space_bound
 from penstock.planning.plan import Alternative, Certificate, Plan, describe_choice
 from penstock.planning.profile import Profile, resolve_memory
 from penstock.planning.recomputed_fit import fit_with_recomputation
@@ -264,6 +266,16 @@ class Space:
         return self._tables[chunks]
 
     @cached_property
+    def idle_gain(self) -> float:
+        """The largest gain of a device: see `DeviceProfile.idle_gain`."""
+        return max(device.idle_gain for device in self.profile.devices)
+
+    @cached_property
+    def step_seconds(self) -> dict[Point, float]:
+        """The seconds of points at the speed that idle ranks leave, once they are known."""
+        return {}
+
+    @cached_property
     def _names_by_placement(self) -> dict[tuple[int, ...], frozenset[str]]:
         return {}
 
@@ -299,10 +311,12 @@ def search_plan(
     solver_seconds: float = 10.0,
     progress: Progress | None = None,
 ) -> Plan:
-    """Return the fastest plan for a profile, under a memory cap in bytes.
+    """Search for the fastest plan for a profile, under a memory cap in bytes.
 
-    What is given is kept; everything else is searched. The plan is never slower than one of `start`
-    that fits in memory.
+    What is given is kept; everything else is searched. Large problems are not searched completely:
+    the certificate says how much faster a plan may be. If devices have an `idle_gain`, plans are
+    found at the speed of ranks that are all busy, and only the best of these are compared at the
+    speed that idle ranks leave. The plan is never slower than one of `start` that fits in memory.
 
     Args:
         profile: The model and its devices. The plan uses all of them, in their order.
@@ -366,11 +380,11 @@ def search_plan(
         report("improving the best schedule", 0.9)
         polished = best.group.fit(best.cut, best.recomputed, _POLISH_EFFORT)
         if polished and polished.seconds < best.seconds * (1 - 1e-9):
-            best = min(best, polished, key=_time_step)
+            best = min(best, polished, key=_seconds_with_idle_gain)
     solved, schedule_limit, method = _solve_exactly(best, solver_seconds, report)
-    best = min(best, solved, key=_time_step)
+    best = min(best, solved, key=_seconds_with_idle_gain)
     _raise_bounds(best, groups, solver_seconds, report)
-    seconds = _time_step(best)
+    seconds = _seconds_with_idle_gain(best)
     fastest = min(best.seconds, solved.seconds, ranking[0].seconds)
     certificate = Certificate(
         bound=min(seconds, *(_bound_step(group, fastest) for group in groups)),
@@ -576,10 +590,10 @@ def _try_every_cut(group: Group, best: _Best, budget: int) -> int:
 
 
 def _fit_promising(space: Space, groups: Sequence[Group], best: _Best, report: Progress) -> None:
-    """Let `fit` make schedules: for every cut of exhausted groups, for two cuts of others.
+    """Let `fit` make schedules: for every cut of exhausted groups, for a few of others.
 
-    One of these two is the best with a named schedule. The other, in the most promising groups, has
-    a low bound: what is good for a named schedule is often not good for one made for the cut.
+    One of these is the best with a named schedule. The others, in the most promising groups, have a
+    low bound: what is good for a named schedule is often not good for one made for the cut.
     """
     candidates: list[tuple[float, int, Group, tuple[int, ...], tuple[bool, ...]]] = []
     low_cuts: set[tuple[Group, tuple[int, ...]]] = set()
@@ -876,7 +890,7 @@ def _next_best(space: Space, best: Point, ranking: Sequence[Point]) -> tuple[Alt
         choice = describe_choice(
             point.name, group.placement, group.chunks, point.recomputed, space.runtime
         )
-        rows.append(Alternative(choice, _time_step(point), max(peaks)))
+        rows.append(Alternative(choice, _seconds_with_idle_gain(point), max(peaks)))
     return tuple(sorted(rows, key=lambda row: row.seconds))
 
 
@@ -889,7 +903,7 @@ def _pick_fastest_step(ranking: Sequence[Point], started: Sequence[Point]) -> Po
         ranking: The points that were found, the fastest first.
         started: The points with which the search began: none of them may be faster.
     """
-    gain = _largest_gain(ranking[0].group.space)
+    gain = ranking[0].group.space.idle_gain
     if not gain:
         return ranking[0]
     by_group: dict[Group, Point] = {}
@@ -899,22 +913,21 @@ def _pick_fastest_step(ranking: Sequence[Point], started: Sequence[Point]) -> Po
     # The first ones are also the alternatives that are shown.
     candidates = [*ranking[:_COMPARED_POINTS], *list(by_group.values())[:_COMPARED_POINTS]]
     different = {id(point): point for point in (*candidates, *started)}
-    return min(different.values(), key=_time_step)
+    return min(different.values(), key=_seconds_with_idle_gain)
 
 
-def _time_step(point: Point) -> float:
+def _seconds_with_idle_gain(point: Point) -> float:
     """Return the seconds of a point at the speed that devices have while ranks are idle in it."""
-    group, devices = point.group, point.group.space.profile.devices
-    if not any(device.idle_gain for device in devices):
+    group, space = point.group, point.group.space
+    if not space.idle_gain:
         return point.seconds
-    costs = group.table.stage_costs(point.cut, group.placement)
-    timer = ScheduleTimer(point.name, point.schedule, costs.graph)
-    faster = timer.speed_up(costs, point.recomputed, devices)
-    return timer.seconds(faster, point.recomputed, group.space.objective)
-
-
-def _largest_gain(space: Space) -> float:
-    return max(device.idle_gain for device in space.profile.devices)
+    if point not in space.step_seconds:
+        costs = group.table.stage_costs(point.cut, group.placement)
+        timer = ScheduleTimer(point.name, point.schedule, costs.graph)
+        faster = timer.speed_up(costs, point.recomputed, space.profile.devices)
+        seconds = timer.seconds(faster, point.recomputed, space.objective)
+        space.step_seconds[point] = seconds
+    return space.step_seconds[point]
 
 
 def _bound_step(group: Group, fastest: float) -> float:
@@ -925,13 +938,11 @@ def _bound_step(group: Group, fastest: float) -> float:
     """
     space = group.space
     limit = min(fastest, inf if group.is_exhausted else group.bound)
-    if not _largest_gain(space):
-        return limit
     if space.objective == "period":
         work = space_bound(group.table, group.placement, space.memory, "period")
     else:
         work = least_work(group.table) / len(space.memory)
-    return speed_up_bound(limit, work, _largest_gain(space), space.objective)
+    return bound_with_idle_gain(limit, work, space.idle_gain, space.objective)
 
 
 def _bound_schedule(point: Point, limit: float) -> float:
@@ -943,7 +954,7 @@ def _bound_schedule(point: Point, limit: float) -> float:
         again = (cost.R or cost.F)[stage] if point.recomputed[stage] else 0.0
         busy[rank] += group.chunks * (cost.F[stage] + cost.I[stage] + cost.W[stage] + again)
     work = max(busy) if space.objective == "period" else sum(busy) / len(busy)
-    return speed_up_bound(limit, work, _largest_gain(space), space.objective)
+    return bound_with_idle_gain(limit, work, space.idle_gain, space.objective)
 
 
 def _explain_no_fit(space: Space, groups: Sequence[Group]) -> str:
