@@ -23,6 +23,7 @@ from tests.oracle import closely
 WIDTH, ROWS = 6, 24
 Function = Callable[[Tensor], Tensor]
 
+POSITIONS = torch.ones(64, 1)  # as long as it is not trained
 TABLE = torch.arange(5 * WIDTH).view(5, WIDTH) / 7
 KERNEL = torch.ones(1, 1, 3) / 3
 WEIGHT = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
@@ -235,6 +236,9 @@ MIXED: dict[str, Function] = {
     "rows turned into columns": lambda x: x.reshape(WIDTH, len(x)).cumsum(0).reshape(x.shape),
     "norm over rows": lambda x: functional.normalize(x, dim=0, eps=100.0),
     **OVERLOOKED,
+    "first rows of a table": lambda x: x * (2 * POSITIONS)[: len(x)],
+    "first rows of a padded table": lambda x: x * functional.pad(POSITIONS, (0, 0, 2, 0))[: len(x)],
+    "first rows of a narrowed table": lambda x: x * POSITIONS.cumsum(0).narrow(0, 0, len(x)),
     "largest rows": lambda x: (x - 50).relu().amax(0).mean(),
     "largest number": lambda x: (x[:, 0] - 50).relu().amax(),
     "deviation of rows": lambda x: (x - 50).relu().std(),

@@ -234,11 +234,15 @@ class RowOperations(CompileFriendlyDispatchMode):
         elif results_with_rows := [t for t in operation.results if operation.find_rows(t)]:
             # Views of a part of it: `table[:len(x)] = x` writes rows to a tensor without rows.
             tables = {get_storage_address(tensor): tensor for tensor in operation.inputs}
-            self._tables |= {
+            viewed = {
                 address: tables[address]
                 for address in map(get_storage_address, results_with_rows)
                 if address in tables
             }
+            self._tables |= viewed
+            # The entries of the first rows may be equal, and others not: `table[:len(x)] * x`.
+            if viewed:
+                self.problem = f"{func} takes entries of a table by the positions of rows"
         if has_positions(operation):
             self._positions.update({id(tensor): tensor for tensor in operation.results})
 
