@@ -108,11 +108,3 @@ def is_dense(tensor: Tensor) -> bool:
 def is_replaceable_by(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have the same shape, dtype and device, with any strides."""
     return (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
-
-
-def find_memory_address(tensor: Tensor) -> int | None:
-    """Return where the memory of a tensor begins, or None if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper, such as one of torch.func
-        return None

@@ -39,11 +39,11 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module
+from penstock.stage.payload import find_memory_address
 from penstock.stage.recompute import compute_product, is_recomputing
 from penstock.stage.row_counts import RowCounts, may_have_numbers, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
-from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import unwrap_transformed, without_dispatch_modes
 
 # The names of functions that return a number of a tensor to Python.

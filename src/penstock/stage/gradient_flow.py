@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.nested_values import iter_tensors
-from penstock.tensor_spec import find_memory_address
+from penstock.stage.payload import find_memory_address
 from penstock.torch_compat import is_inside_autograd_function, outside_autograd_function
 
 _DETACHING = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]

@@ -24,7 +24,6 @@ from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
 from penstock.nested_values import iter_hidden_tensors
 from penstock.stage.stage import OUTSIDE
-from penstock.tensor_spec import find_memory_address
 from penstock.torch_compat import REGISTER_PYTREE_NODE, pytree, wait_for_collective
 
 
@@ -166,6 +165,14 @@ def _may_hide_tensors(leaf: Any) -> bool:
 # in place only if it is the only reader of that memory: no other stage, no other micro-batch and
 # not the caller. Tensors that others read are marked in `Payload.shared`. After a forward their
 # version counters are compared, and a change is an error.
+
+
+def find_memory_address(tensor: Tensor) -> int | None:
+    """Return where the memory of a tensor begins, or None if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a wrapper, such as one of torch.func
+        return None
 
 
 def _storage_address(tensor: Tensor) -> int:

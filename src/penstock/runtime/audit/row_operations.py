@@ -47,7 +47,6 @@ from penstock.torch_compat import (
 
 Shape = tuple[int, ...]
 
-
 # Operations that are linear in totals. A product or a quotient has one total.
 _LINEAR = split_names(
     """
@@ -68,6 +67,7 @@ _UNRECORDED = (
     torch.ops.aten.transpose.int,
     torch.ops.aten.unsqueeze.default,
 )
+_UNRECORDED_IDS = frozenset(map(id, _UNRECORDED))  # their hash is computed in Python
 # Those that return memory without numbers.
 _EMPTY = split_names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 _RESIZES = (
@@ -76,7 +76,6 @@ _RESIZES = (
     torch.ops.aten.set_.source_Tensor,
     torch.ops.aten.set_.source_Storage_storage_offset,
 )
-_UNRECORDED_IDS = frozenset(map(id, _UNRECORDED))  # their hash is computed in Python
 
 
 class _Call(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.tensor_spec import find_memory_address
+from penstock.stage.payload import find_memory_address
 from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     FakeTensor,
