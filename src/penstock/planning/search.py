@@ -720,7 +720,8 @@ def _possible_flags(group: Group, costs: StageCosts, best: float) -> list[tuple[
     by_rank: list[list[frozenset[int]]] = []
     for mine, cap in zip(group.stages_by_rank, costs.free_bytes(group.space.memory), strict=True):
         sets = []
-        # If all micro-batches fit at once, recomputation can only take longer.
+        # If all micro-batches fit at once, a schedule without recomputation is faster than the same
+        # one with it. (`fit` may happen to find a better one with it. That is not searched.)
         fits_all = not exceeds(chunks * sum(cost.activation[s] for s in mine), cap)
         for size in range(1 if fits_all else len(mine) + 1):
             for subset in combinations(mine, size):
@@ -869,7 +870,7 @@ def _describe_space(groups: Sequence[Group]) -> str:
     return (
         f"{number} cuts into {' or '.join(map(str, stages))} stages, "
         f"{len(names)} named schedules and fit, {len(chunks)} numbers of micro-batches from "
-        f"{chunks[0]} to {chunks[-1]}, any stages recomputed"
+        f"{chunks[0]} to {chunks[-1]}, any stages recomputed where the memory needs it"
     )
 
 
