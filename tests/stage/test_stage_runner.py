@@ -328,3 +328,21 @@ def test_noise_that_is_switched_on_later(checkpoint: str, door: str) -> None:
         else:
             functional.mse_loss(pipe(x), target).backward()
     assert len({tuple(seen.flatten().tolist()) for seen in noise.seen}) == 2
+
+
+class AsksForGradient(nn.Module):
+    """A layer that goes by whether its input requires a gradient, as some quantizers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.9 * x if x.requires_grad else x + 0.1
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_input_requires_grad_in_calls_without_gradients(mode: Any, chunks: int) -> None:
+    model = nn.Sequential(AsksForGradient(), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipe(model, chunks, stages=2, devices=["cpu"] * 2, audit="off")
+    for requires_grad in (True, False):
+        x = torch.randn(4, 4, requires_grad=requires_grad)
+        with mode():
+            assert torch.equal(pipe(x), model(x))

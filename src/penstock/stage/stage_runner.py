@@ -273,6 +273,9 @@ class StageRunner:
             # A pipe that is a layer of another one detaches what its stages send to each other.
             if (outer_flow := find_function_mode(GradientFlow)) is not None:
                 outer_flow.count_all()
+            for payload in input_payloads.values():
+                if True in payload.needs_grad:
+                    _let_require_grad(payload)
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
             needs_grad: Callable[[Tensor], bool] = needs_no_grad
         elif (self.stage.index, microbatch) in self._recomputed_cells and (
@@ -1014,6 +1017,13 @@ def _copy_returned_inputs(outputs: FlatValues, input_payloads: Mapping[int, Payl
         dst: (tuple([copies.get(id(tensor), tensor) for tensor in flat[0]]), flat[1])
         for dst, flat in outputs.items()
     }
+
+
+def _let_require_grad(payload: Payload) -> None:
+    """Let inputs of a call without gradients require them, as the caller's do: a layer may ask."""
+    for tensor in compress(payload.tensors, payload.needs_grad):
+        if tensor is not None and tensor.is_leaf:
+            tensor.requires_grad_()
 
 
 def _copy_leaf(tensor: Tensor) -> Tensor:
