@@ -88,7 +88,7 @@ def test_state_that_is_not_put_back_is_refused_when_it_makes_a_difference(
         for _ in range(9):
             pipe.step(x) if door == "step" else pipe(x).sum().backward()
 
-    found_by_audit = "changes .*, and computes something else once it|advances a generator"
+    found_by_audit = "changes .*, and computes something else once it|advances an iterator"
     found_later = f"recomputation of {stage} .* for micro-batch [01] than"
     with pytest.raises(RunError, match=f"{found_by_audit}|{found_later}"):
         train()

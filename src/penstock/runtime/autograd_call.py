@@ -150,6 +150,8 @@ class AutogradCall:
         ]
         cell_io.output_gradients.clear()
         if not retain_graph:
+            self.execution.audits = None  # they refer to the batch
+        if not retain_graph:
             self.execution.clear()
             self.inputs.clear()
         self._check_hooked_parameters(parameter_gradients)

@@ -7,13 +7,13 @@ that draws returns what it returns on average, for each of its elements:
 
     dropout        keeps everything
     bernoulli      its probability
-    rand, randn    hardly below one half, or another level; the mean and half a deviation
+    rand, randn    one half, or another level; the mean and half a deviation
     randint        the middle of its range
     randperm       the reverse order, so that rows that are shuffled do mix
     multinomial    the largest entries
 
 Equal numbers have the order of their rows, so that `x[torch.rand(n).argsort()]` would shuffle
-nothing. So those of later rows are smaller by rounding.
+nothing. So in a vector those of later rows are smaller by rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Arguments = dict[str, Any]
 
 # A layer that compares with the level itself, such as `rand(n) < 0.5`, does the same for all rows.
 _BELOW_LEVEL = 1 - 1e-3
-_MAX_TIES = 16  # rows that are told apart, so that rounding stays rounding
+_TIE_STEPS = 16  # the reductions repeat after so many rows, so that they stay within rounding
 
 
 class FixedDraws(DrawRedirect):
@@ -59,7 +59,7 @@ class FixedDraws(DrawRedirect):
         compute = _RESULTS.get(name)
         if name in _UNIFORM:
             self.has_uniform = True
-            compute = _UNIFORM[name](self.level * _BELOW_LEVEL)
+            compute = _UNIFORM[name](self.level)
         if compute is None or any(name.startswith("out") for name in named):
             return super().run(func, args, kwargs)
         return compute(named)
@@ -98,13 +98,13 @@ def _create(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:
 
 
 def _break_ties(tensor: Tensor) -> Tensor:
-    """Let the numbers of later rows be smaller by rounding, and return the tensor."""
-    if tensor.dtype not in (torch.float32, torch.float64) or not tensor.dim() or len(tensor) < 2:
+    """Let the numbers of later rows of a vector be smaller by rounding, and return it."""
+    if tensor.dtype not in (torch.float32, torch.float64) or tensor.dim() != 1:
         return tensor
     with DisableTorchFunction():  # nobody watches what is not an operation of the model
-        steps = torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype) % _MAX_TIES
-        factors = 1 - steps * torch.finfo(tensor.dtype).eps
-        return tensor.mul_(factors.view(-1, *[1] * (tensor.dim() - 1)))
+        tensor.mul_(_BELOW_LEVEL)
+        steps = torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype) % _TIE_STEPS
+        return tensor.mul_(1 - steps * torch.finfo(tensor.dtype).eps)
 
 
 def _find_bernoulli_mean(named: Arguments) -> Any:

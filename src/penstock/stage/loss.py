@@ -374,12 +374,12 @@ class LossStageFunction:
                 value = result.get("loss") if isinstance(result, Mapping) else result
                 is_known = torch.is_grad_enabled() and prover.proves(value, self.reduction.is_sum)
                 adds_up = torch.is_grad_enabled() and prover.adds_up(value)
-                # With reduction='sum', a mean is what may be 0 at first.
-                other_totals = prover.means if self.reduction.is_sum else prover.sums
+                # What is proved may still be multiplied by the number of rows.
+                needs_totals = prover.goes_by_row_count or not is_known
                 self.comparison.note_functions(
                     prover.function_names,
                     prover.goes_by_row_count,
-                    () if is_known or not adds_up else other_totals,
+                    prover.totals if needs_totals and adds_up else (),
                 )
                 needs_batch = self.comparison.has_new_row_counts or not (is_known or adds_up)
                 self.comparison.keeps_outputs = needs_batch

@@ -266,17 +266,16 @@ class TermComparison:
         Args:
             names: Their names.
             goes_by_row_count: Whether it may call others for another number of rows.
-            other_totals: Sums in a loss that is averaged, or means in one that is summed. They may
-                be divided by the number of rows, or not.
+            other_totals: Means and sums over rows of which it is not known whether they are
+                divided by the number of rows as they have to be.
         """
         self.function_names, self._other_totals = names, other_totals
         needs_counts = goes_by_row_count or bool(other_totals)
         self.has_new_row_counts = needs_counts and not self._knows_row_counts
 
-    @property
-    def shows_totals(self) -> bool:
-        """Whether each of the other totals is not 0, so that it shows how it is divided."""
-        return all(bool(total) for total in self._other_totals)
+    def shows_totals(self, least_size: float) -> bool:
+        """Return whether each of the other totals is large enough to show how it is divided."""
+        return all(float(total.abs()) > least_size for total in self._other_totals)
 
     def add(self, microbatch: int) -> None:
         """Compare the terms of a micro-batch with those of others, at once if that is possible."""

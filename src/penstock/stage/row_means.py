@@ -11,14 +11,15 @@ mean, and a branch may be taken later. So the operations of a micro-batch are fo
     MEAN + MEAN, 0.1 * MEAN     MEAN        linear operations
     sum                         SUM         a sum over rows
     SUM + SUM                   SUM         linear operations, but for factors
-    MEAN + SUM, 0.1 * SUM       TOTAL       linear operations
+    MEAN + SUM, 0.1 * SUM       MIXED       linear operations
     anything else               OTHER       no proof
 
 A loss that is a MEAN is a mean over rows. (`loss_terms.py` compares what it counts.) With
-reduction='sum', it has to be a SUM. A TOTAL may be either: 0.1 may be 1 / rows. Its sums may be 0
-in the first steps, which shows nothing, so it is compared with the loss of the whole batch until
-each was another number. Of any other loss nothing is known, and it is compared in each step
-(`Audit.check_whole_loss`). So it is enough to know the operations of common losses.
+reduction='sum', it has to be a SUM. A MIXED loss may be either: 0.1 may be 1 / rows. Its sums may
+be 0 in the first steps, which shows nothing, so it is compared with the loss of the whole batch
+until each was a part of the loss that shows. So is a loss that goes by the number of its rows. Of
+any other loss nothing is known, and it is compared in each step (`Audit.check_whole_loss`). So it
+is enough to know the operations of common losses.
 
 The operations are those of a micro-batch. A loss that goes by the number of its rows may run others
 for the whole batch (row_counts.py).
@@ -53,11 +54,11 @@ class Kind(Enum):
     ROWS = auto()
     MEAN = auto()
     SUM = auto()
-    TOTAL = auto()
+    MIXED = auto()
     OTHER = auto()
 
 
-_TOTALS = frozenset((Kind.MEAN, Kind.SUM, Kind.TOTAL))
+_TOTALS = frozenset((Kind.MEAN, Kind.SUM, Kind.MIXED))
 
 
 # The names of functions, methods and operators, without underscores.
@@ -79,6 +80,7 @@ _LINEAR = split_names(
     """
 )
 _ADDITIONS = split_names("add radd sub rsub subtract")
+_OPERANDS = ("other", "alpha", "input")  # the names of operands
 _SCALING = split_names("mul rmul multiply div truediv divide")
 _SUMS = split_names("sum mean")
 _RESHAPES = split_names("view reshape flatten unflatten")
@@ -132,15 +134,13 @@ class RowMeanProver(TorchFunctionMode):
     Attributes:
         goes_by_row_count: Whether it may run other operations for another number of rows.
         function_names: The names of the functions that it has called on the batch.
-        means: The means over rows that it has computed.
-        sums: The sums over rows that it has computed.
+        totals: The means and sums over rows that it has computed.
     """
 
     def __init__(self, *batch: Any, row_counts: Sequence[int] = ()) -> None:
         super().__init__()
         self.function_names: list[str] = []
-        self.means: list[Tensor] = []
-        self.sums: list[Tensor] = []
+        self.totals: list[Tensor] = []
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}  # by id of a tensor
         # Whether Python has read a number, and may go by it, or an operation in place has changed
         # other tensors with the same memory. What follows is not known.
@@ -187,7 +187,7 @@ class RowMeanProver(TorchFunctionMode):
             self._is_lost |= not outputs and name.strip("_") not in _METADATA
             self._is_lost |= _works_in_place(name) or "out" in kwargs
             if outputs and not self._is_lost and (len(kinds) == 1 or kinds <= _TOTALS):
-                common_kind = kinds.pop() if len(kinds) == 1 else Kind.TOTAL
+                common_kind = kinds.pop() if len(kinds) == 1 else Kind.MIXED
                 kind = self._derive(name.strip("_"), common_kind, tensors, args, kwargs, outputs)
         for output in outputs:
             self._mark(output, kind)
@@ -215,8 +215,8 @@ class RowMeanProver(TorchFunctionMode):
     ) -> Kind:
         """Return the kind of what a function returns for arguments of one kind and constants."""
         if kind in _TOTALS:
-            return self._derive_total(name, kind, args)
-        if kind is not Kind.ROWS or not isinstance(args[0], Tensor | list | tuple):
+            return self._derive_total(name, kind, args, kwargs)
+        if kind is not Kind.ROWS or not args or not isinstance(args[0], Tensor | list | tuple):
             return Kind.OTHER
         source = tensors[0]
         if name in _LOSSES:
@@ -242,18 +242,24 @@ class RowMeanProver(TorchFunctionMode):
         return Kind.OTHER
 
     def _note_total(self, total: Tensor, is_sum: bool) -> Kind:
-        (self.sums if is_sum else self.means).append(total.detach())
+        self.totals.append(total.detach())
         return Kind.SUM if is_sum else Kind.MEAN
 
-    def _derive_total(self, name: str, kind: Kind, args: tuple[Any, ...]) -> Kind:
+    def _derive_total(
+        self, name: str, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Kind:
         """Return the kind of what a function returns for means, sums or both, and constants."""
+        if not args or any(isinstance(kwargs.get(key), Tensor | int | float) for key in _OPERANDS):
+            return Kind.OTHER
         operands = [a for a in list_operands(args) if self._find_kind(a) is not Kind.CONSTANT]
         if name in _LINEAR:
             is_averaged = name == "mean" and kind is Kind.SUM
             if kind is Kind.MEAN or is_averaged:
-                return Kind.TOTAL if is_averaged else Kind.MEAN
+                return Kind.MIXED if is_averaged else Kind.MEAN
             # What is added to a sum counts once for each micro-batch, and may be 0 at first.
-            values = args if name in _ADDITIONS else list_operands(args[:1])
+            values: Sequence[Any] = list_operands(args[:1])
+            if name in _ADDITIONS:  # `sum(terms)` begins with the number 0
+                values = [v for v in args if isinstance(v, Tensor) or v != 0]
             return kind if len(values) == len(operands) else Kind.OTHER
         # Not the product of two totals, nor a constant that is divided by a total.
         if (
@@ -261,7 +267,7 @@ class RowMeanProver(TorchFunctionMode):
             and len(operands) == 1
             and (operands[0] is args[0] or "div" not in name)
         ):
-            return Kind.MEAN if kind is Kind.MEAN else Kind.TOTAL
+            return Kind.MEAN if kind is Kind.MEAN else Kind.MIXED
         return Kind.OTHER
 
     def _derive_loss(
@@ -280,6 +286,8 @@ class RowMeanProver(TorchFunctionMode):
             return Kind.OTHER
         if output.dim():
             return Kind.ROWS
+        if any(type(value) is int for value in args[2:]):  # of a function of C++: a reduction
+            return Kind.OTHER
         reduction = kwargs.get("reduction", "mean")
         if any(kwargs.get(name) is not None for name in ("size_average", "reduce")):
             return Kind.OTHER

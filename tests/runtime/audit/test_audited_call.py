@@ -745,7 +745,7 @@ def test_model_with_an_iterator_that_cannot_be_copied_is_not_audited(
     pipe = piped(layer, checkpoint="never", runtime="inline")
     with caplog.at_level(logging.WARNING, "penstock"):
         for count in (4, 9):  # of four micro-batches each, and the next line
-            with pytest.raises(AuditError, match=f"advances a {name}"):
+            with pytest.raises(AuditError, match=rf"advances an iterator \({name}\)"):
                 pipe.step(rows())
             assert advance() == count + 1
         is_on = False

@@ -559,3 +559,38 @@ def test_layer_that_gets_another_class_behaves_as_one_made_of_it(
             losses.append(pipe.step(x, target=y).loss)
         assert torch.equal(*losses)
         assert same_gradients(changed, expected)
+
+
+class SetsFlag(nn.Module):
+    """A layer that sets a flag in its first forward, and goes by numbers of its rows."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.compute, self.is_ready = compute, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_ready = True
+        return self.compute(self.linear(x) + x)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: 2 * x if x.mean() > 5 else x, lambda x: x * 0.5 if len(x) > ROWS // 2 else x],
+    ids=["mean", "number of rows"],
+)
+def test_layer_that_sets_a_flag_in_its_first_forward_is_watched(
+    compute: Callable[[Tensor], Tensor],
+) -> None:
+    """What was found out about the first call was not known in later ones, which had the flag."""
+    torch.manual_seed(0)
+    last = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    options: dict[str, Any] = {"stages": 2, "devices": ["cpu"] * 2, "checkpoint": "never"}
+    pipe = Pipe(PipeSequential(SetsFlag(compute), last), 2, loss_fn=functional.mse_loss, **options)
+    half = ROWS // 2
+    for _ in range(2):
+        pipe.step(rows()[:half], target=rows()[:half])
+    x = rows()
+    x[:half] += 20
+    with pytest.raises(AuditError):
+        pipe.step(x, target=rows())

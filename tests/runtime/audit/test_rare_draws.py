@@ -47,6 +47,7 @@ BY_ROW: dict[str, Function] = {
     "skipped rows": lambda x: torch.where(torch.rand(len(x), 1) < 0.1, torch.zeros_like(x), x),
     "half of the rows": lambda x: torch.where(torch.rand(len(x), 1) < 0.5, -x, x),
     "tenth of the rows": lambda x: torch.where(torch.rand(len(x), 1) > 0.99, -x, x),
+    "rows below one number": lambda x: torch.where(torch.rand(len(x), 1) < torch.rand(1), -x, x),
     "numbers in a random order": lambda x: x[:, torch.rand(x.shape[1]).argsort()],
     "skipped layer": lambda x: x * 0.5 if torch.rand(()) < 0.1 else x,
     "gumbel": lambda x: x - (-torch.rand_like(x).clamp(1e-9, 1 - 1e-9).log()).log(),

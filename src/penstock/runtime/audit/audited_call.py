@@ -88,6 +88,9 @@ if TYPE_CHECKING:
     from penstock.runtime.audit.auditor import Auditor
 
 
+_SHOWN_TOTAL = 0.01  # of the loss: what is divided otherwise makes a difference
+
+
 class _AuditedMicrobatch(NamedTuple):
     """The forward of the unsplit model on the audited micro-batch, and the state that it changes.
 
@@ -290,7 +293,7 @@ class Audit:
             obstacle = "loss_fn draws from random or numpy.random, which all threads share"
         if obstacle is not None:
             self._auditor.note_audited(self._kind, self._term_sizes)
-            self._auditor.tell_once(obstacle)
+            self._auditor.log_once(obstacle)
             return
         self._split_problem = self._split_problem or self._rows_check.compare_rows(forward)
         if self._inputs.chunks > 1:
@@ -381,7 +384,7 @@ class Audit:
         """Return whether there is a reference. Say so if it failed where the pipe did not."""
         if self._failure is not None:
             self._auditor.note_audited(self._kind, self._term_sizes)
-            self._auditor.tell_once(f"the unsplit model raised {self._failure!r}")
+            self._auditor.log_once(f"the unsplit model raised {self._failure!r}")
         return self._forward is not None
 
     def check_step(self, sizes: TermSizes) -> None:
@@ -651,7 +654,8 @@ class Audit:
                 are_equal = abs(total - whole) <= find_split_tolerance(torch.float64) * size
         if are_equal:
             has_same_functions = computed.function_names == comparison.function_names
-            if has_same_functions and comparison.shows_totals:
+            # A total is a part of the loss, perhaps times a small factor.
+            if has_same_functions and comparison.shows_totals(_SHOWN_TOTAL * size):
                 self._auditor.note_loss_counts(self._kind, self._inputs.rows.counts)
             return
         # A micro-batch without targets that count has a mean of nan.

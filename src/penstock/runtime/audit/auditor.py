@@ -77,32 +77,57 @@ class AuditChoice(NamedTuple):
 
 
 @dataclass
+class KindRecord:
+    """The record of what was found out about one kind of call.
+
+    Attributes:
+        terms: The terms of the loss in the audited calls. None: it has to be audited.
+        branches: What is known of its branches, if it has some.
+        row_counts: The numbers of rows of the audited calls, if its forward goes by them.
+        loss_counts: Those of calls whose loss was compared with that of the whole batch.
+        repeat_at: The call in which weights that were 0 have moved.
+        is_repeated: Whether it was or will be audited once more then.
+        graphs: Descriptions of the graphs of the stages in calls that were found right, with
+            whether a backward of `pipe(x)` has run.
+        has_equal_rows: Whether all rows were equal so far, which shows nothing of mixed rows.
+        mixing_count: How many calls there were, if its layers are not known to compute each row
+            by itself.
+        constant_inputs: The inputs whose rows were all equal so far, as those of a mask of ones
+            are. They may be no rows at all: a table with as many entries as the batch has rows.
+        tested_ids: See `note_state_by_id`.
+    """
+
+    terms: TermSizes | None = None
+    branches: BranchRecord | None = None
+    row_counts: set[tuple[int, ...]] | None = None
+    loss_counts: set[tuple[int, ...]] = field(default_factory=set)
+    repeat_at: int | None = None
+    is_repeated: bool = False
+    graphs: set[tuple[bool, GraphDescriptions]] = field(default_factory=set)
+    has_equal_rows: bool = False
+    mixing_count: int | None = None
+    constant_inputs: list[int] | None = None
+    tested_ids: set[int] | None = None
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether calls of this kind were found right."""
+        return self.terms is not None
+
+
+@dataclass
 class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
-    _audited_kinds: dict[Any, TermSizes] = field(default_factory=dict)
+    # By kind. A call that changes a setting, such as a flag, has two kinds and one record.
+    _records: dict[Any, KindRecord] = field(default_factory=dict)
     _call_count: int = 0
-    _told: set[str] = field(default_factory=set)
+    _logged_reasons: set[str] = field(default_factory=set)
     kept_places: list[KeptPlace] = field(default_factory=list)
-    _branches: dict[Any, BranchRecord] = field(default_factory=dict)  # by kind of call
-    # By kind of call, if its forward goes by numbers of rows: those of the audited calls.
-    _row_counts: dict[Any, set[tuple[int, ...]]] = field(default_factory=dict)
-    _loss_counts: set[tuple[Any, tuple[int, ...]]] = field(default_factory=set)
-    # By kind, the call in which weights that were 0 have moved. None: it was audited.
-    _repeats: dict[Any, int | None] = field(default_factory=dict)
-    # By kind, descriptions of the graphs of the stages in calls that were found right, with whether
-    # a backward of `pipe(x)` has run.
-    _graphs: dict[Any, set[tuple[bool, GraphDescriptions]]] = field(default_factory=dict)
     # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
     _read_counts: dict[str, int] = field(default_factory=dict)
-    # Those in whose calls all rows were equal so far, which shows nothing of mixed rows.
-    _equal_row_kinds: set[Any] = field(default_factory=set)
-    # By kind, how many calls there were of layers that are not known to compute each row by itself.
-    _mixing_counts: dict[Any, int] = field(default_factory=dict)
-    # By kind, the inputs whose rows were all equal so far, as those of a mask of ones are. They may
-    # be no rows at all: a table with as many entries as the batch has rows.
-    _constant_inputs: dict[Any, list[int]] = field(default_factory=dict)
-    _tested_ids: dict[Any, set[int]] = field(default_factory=dict)  # see `note_state_by_id`
+    _has_branches: bool = False  # whether any kind of call has
+    _has_loss_counts: bool = False
     _graph_count: int = 0  # of calls with other graphs
     _kind: Any = None  # of the call that runs, if it may be audited
     _request: ref[Request] | None = None  # of the call that has this kind
@@ -126,45 +151,29 @@ class Auditor:
         kind = self._kind = self.identify(request, inputs)
         self._request = ref(request)
         is_due = isinstance(request.audit, int) and self._call_count % request.audit == 0
-        repeat = self._repeats.get(kind)
-        if repeat is not None and self._call_count >= repeat:
-            self._repeats[kind] = None
-            self.forget(kind)
+        record = self._get_record(kind)
+        if record.repeat_at is not None and self._call_count >= record.repeat_at:
+            record.repeat_at = record.terms = None
         if (
             self._has_other_numbers
-            or self._has_new_ids(kind, request, inputs)
-            or self._has_other_rows(kind, request, inputs)
+            or _has_new_ids(record, request, inputs)
+            or _has_other_rows(record, request, inputs)
         ):
-            self.forget(kind)
-        audited_counts = self._row_counts.get(kind)
-        has_new_counts = audited_counts is not None and inputs.rows.counts not in audited_counts
-        is_known = kind in self._audited_kinds
-        if kind in self._equal_row_kinds:
+            record.terms = None
+        counts = inputs.rows.counts
+        has_new_counts = record.row_counts is not None and counts not in record.row_counts
+        is_known = record.is_audited
+        if record.has_equal_rows:
             is_known = not have_different_rows(
                 (request.inputs, dict(request.keyword_inputs)), inputs.rows
             )
         if is_known and not has_new_counts and not is_due:
             return None
-        self._equal_row_kinds.discard(kind)
+        record.has_equal_rows = False
         return AuditChoice(kind, compares_groups=is_due)
 
-    def _has_other_rows(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
-        """Return whether an input has rows that differ for the first time. Remember which have."""
-        known = self._constant_inputs.get(kind)
-        if known == []:
-            return False
-        batch = request.inputs, dict(request.keyword_inputs)
-        constant = find_constant_inputs(batch, inputs.rows, known)
-        self._constant_inputs[kind] = constant
-        return known is not None and constant != known
-
-    def _has_new_ids(self, kind: Any, request: Request, inputs: StageInputs) -> bool:
-        """Return whether micro-batches have ids in common for the first time, if that matters."""
-        tested = self._tested_ids.get(kind)
-        if tested is None:
-            return False
-        shared = find_shared_ids(request.list_batch(), inputs.rows.counts)
-        return not tested.issuperset(index for index, *_ in shared)
+    def _get_record(self, kind: Any) -> KindRecord:
+        return self._records.setdefault(kind, KindRecord())
 
     def note_state_by_id(self, kind: Any, tested: Iterable[int]) -> None:
         """Remember that a forward computes with what the same rows have left before.
@@ -172,14 +181,17 @@ class Auditor:
         So do other rows with the same ids, perhaps. `tested` are the tensors with ids that several
         micro-batches had, and it made no difference.
         """
-        self._tested_ids.setdefault(kind, set()).update(tested)
+        record = self._get_record(kind)
+        record.tested_ids = (record.tested_ids or set()).union(tested)
 
     def note_hiding_weights(self, kind: Any) -> None:
         """Let a call of this kind be audited once more when very small weights have moved.
 
         Gradients show what is multiplied with one such weight, and not what is with two.
         """
-        self._repeats.setdefault(kind, self._call_count + _CALLS_TO_MOVE)
+        record = self._get_record(kind)
+        if not record.is_repeated:
+            record.is_repeated, record.repeat_at = True, self._call_count + _CALLS_TO_MOVE
 
     def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
@@ -198,18 +210,20 @@ class Auditor:
         # A loss function may have called the pipe in between.
         is_known = self._request is not None and self._request() is request
         kind = self._kind if is_known else self.identify(request, inputs)
-        audited = self._audited_kinds.get(kind)
-        if audited is None:
+        terms = self._get_record(kind).terms
+        if terms is None:
             return kind if is_validation else None
         for key, size in sizes.items():
-            if size > (8 if key == OTHER_TERMS else 2) * audited.get(key, 0.0):
+            if size > (8 if key == OTHER_TERMS else 2) * terms.get(key, 0.0):
                 return kind
         return None
 
     @property
     def kind_with_graphs(self) -> Any:
         """The kind of this call if its graphs are compared. Branches have a watch of their own."""
-        return None if self._kind in self._branches else self._kind
+        if self._kind is None or self._get_record(self._kind).branches is not None:
+            return None
+        return self._kind
 
     def is_new_graph(
         self, kind: Any, graphs: GraphDescriptions, is_audited: bool, after_backward: bool
@@ -220,14 +234,12 @@ class Auditor:
         another one in many calls, as with layers that are skipped at random, it is looked at each
         time that the number of these calls has doubled.
         """
-        if kind not in self._audited_kinds:
-            return False
-        known_graphs = self._graphs.setdefault(kind, set())
+        record = self._get_record(kind)
         entry = after_backward, graphs
-        if entry in known_graphs or not any(graphs):
+        if not record.is_audited or entry in record.graphs or not any(graphs):
             return False
-        if is_audited or not any(known[0] == after_backward for known in known_graphs):
-            known_graphs.add(entry)
+        if is_audited or not any(known[0] == after_backward for known in record.graphs):
+            record.graphs.add(entry)
             return False
         self._graph_count += 1
         is_skipped = self._graph_count > _MAX_GRAPHS and self._graph_count & (self._graph_count - 1)
@@ -256,7 +268,7 @@ class Auditor:
 
         Later batches may have rows that are mixed, such as two that are near each other.
         """
-        self._mixing_counts[kind] = 1
+        self._get_record(kind).mixing_count = 1
 
     def compares_rows_again(self) -> bool:
         """Return whether to compare the whole batch, since the layers may mix rows.
@@ -264,17 +276,20 @@ class Auditor:
         The comparison takes the time of a step. So it is made each time that the number of these
         calls has doubled.
         """
-        if self._kind not in self._mixing_counts:
+        if self._kind is None:
             return False
-        count = self._mixing_counts[self._kind] = self._mixing_counts[self._kind] + 1
-        return not count & (count - 1)
+        record = self._get_record(self._kind)
+        if record.mixing_count is None:
+            return False
+        record.mixing_count += 1
+        return not record.mixing_count & (record.mixing_count - 1)
 
     def note_graphs(self, kind: Any, graphs: GraphDescriptions, after_backward: bool) -> None:
         """Remember that a call with these graphs was found right.
 
         The next call of this kind is audited as a first one is.
         """
-        self._graphs[kind].add((after_backward, graphs))
+        self._get_record(kind).graphs.add((after_backward, graphs))
         self.forget(kind)
 
     def read_settings(self, request: Request, partition: Partition) -> None:
@@ -315,45 +330,47 @@ class Auditor:
 
     def note_audited(self, kind: Any, sizes: TermSizes | None = None) -> None:
         """Remember that a call of this kind was audited, and the terms of its loss."""
-        audited = self._audited_kinds.setdefault(kind, {})
+        record = self._get_record(kind)
+        terms = record.terms = {} if record.terms is None else record.terms
         if self._settings is not None and isinstance(kind, tuple):
             # A forward may have filled a cache, or set a flag.
             self._settings.read()
-            alias = *kind[:-1], self._settings.key
-            self._audited_kinds.setdefault(alias, audited)
-            self._graphs[alias] = self._graphs.setdefault(kind, set())
-            if kind in self._mixing_counts:
-                self._mixing_counts[alias] = self._mixing_counts[kind]
+            other_kind = *kind[:-1], self._settings.key
+            if not self._get_record(other_kind).is_audited:
+                self._records[other_kind] = record
         self._add_age(sizes or {})
         for key, size in (sizes or {}).items():
-            audited[key] = max(size, audited.get(key, 0.0))
+            terms[key] = max(size, terms.get(key, 0.0))
 
     def note_equal_rows(self, kind: Any) -> None:
         """Remember that a call was audited whose rows are equal or count nothing.
 
         The next call of this kind is audited if its rows differ.
         """
-        self._equal_row_kinds.add(kind)
+        self._get_record(kind).has_equal_rows = True
 
     def note_row_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
         """Remember that a call was audited whose forward goes by its number of rows.
 
         Calls of this kind with other numbers of rows are audited, too.
         """
-        self._row_counts.setdefault(kind, set()).add(counts)
+        record = self._get_record(kind)
+        record.row_counts = (record.row_counts or set()) | {counts}
 
     def note_loss_counts(self, kind: Any, counts: tuple[int, ...]) -> None:
         """Remember that a loss function calls the same functions for micro-batches and batch.
 
         It may go by their numbers of rows.
         """
-        self._loss_counts.add((kind, counts))
+        self._get_record(kind).loss_counts.add(counts)
+        self._has_loss_counts = True
 
     def knows_loss_counts(self, request: Request, inputs: StageInputs) -> bool:
         """Return whether these numbers of rows were noted for the loss of this kind of call."""
-        if not self._loss_counts:
+        if not self._has_loss_counts:
             return False
-        return (self.identify(request, inputs), inputs.rows.counts) in self._loss_counts
+        record = self._get_record(self.identify(request, inputs))
+        return inputs.rows.counts in record.loss_counts
 
     def _add_age(self, sizes: TermSizes) -> None:
         if OTHER_TERMS in sizes:
@@ -366,22 +383,24 @@ class Auditor:
 
     def note_branches(self, kind: Any) -> None:
         """Let the stages be watched in later calls of this kind: see branches.py."""
-        self._branches.setdefault(kind, BranchRecord())
+        record = self._get_record(kind)
+        record.branches = record.branches or BranchRecord()
+        self._has_branches = True
 
     def find_branches(self, request: Request, inputs: StageInputs) -> BranchRecord | None:
         """Return what is known of the branches in a call. None: it has none, or no parts."""
-        if not self._branches or request.audit == "off" or running.is_running:
+        if not self._has_branches or request.audit == "off" or running.is_running:
             return None
-        return self._branches.get(self.identify(request, inputs))
+        return self._get_record(self.identify(request, inputs)).branches
 
     def forget(self, kind: Any) -> None:
         """Let the next call of this kind be audited again."""
-        self._audited_kinds.pop(kind, None)
+        self._get_record(kind).terms = None
 
-    def tell_once(self, reason: str) -> None:
+    def log_once(self, reason: str) -> None:
         """Log why a call was not audited, unless that was said before."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 _log.warning(
                     "penstock: the first step was not compared with the unsplit model, because %s. "
@@ -389,6 +408,24 @@ class Auditor:
                     "this note.)",
                     reason,
                 )
+
+
+def _has_other_rows(record: KindRecord, request: Request, inputs: StageInputs) -> bool:
+    """Return whether an input has rows that differ for the first time. Remember which have."""
+    known_inputs = record.constant_inputs
+    if known_inputs == []:
+        return False
+    batch = request.inputs, dict(request.keyword_inputs)
+    record.constant_inputs = find_constant_inputs(batch, inputs.rows, known_inputs)
+    return known_inputs is not None and record.constant_inputs != known_inputs
+
+
+def _has_new_ids(record: KindRecord, request: Request, inputs: StageInputs) -> bool:
+    """Return whether micro-batches have ids in common for the first time, if that matters."""
+    if record.tested_ids is None:
+        return False
+    shared = find_shared_ids(request.list_batch(), inputs.rows.counts)
+    return not record.tested_ids.issuperset(index for index, *_ in shared)
 
 
 def _identify_input(value: Any) -> Any:
@@ -696,7 +733,7 @@ class CallAudits:
             if iterator is not None and self._call.is_local and self._call.inputs.chunks > 1:
                 self._iterator = _WatchedIterator(iterator, describe_iterator(iterator), kind)
             self._auditor.note_audited(kind)
-            self._auditor.tell_once(obstacle)
+            self._auditor.log_once(obstacle)
             return None
         return Audit(
             placed,

@@ -5,15 +5,15 @@ through the state of modules and variables, and finds what a forward has moved. 
 lets that be far ahead:
 
     a number             moved by the same step millions of times, to a multiple of many numbers;
-                         or close to 0, if it becomes smaller
+                         or almost 0, for a number that decreases
     tensor, array        the same, or 1,000 times as large
     list, deque, set,    with many more entries
     tuple, str
     itertools.count      goes on from a large number
 
-Nobody knows where other values go: the name of a phase, a date, a list that becomes shorter, a
-deque that is rotated, an iterator. They are *opaque*, and a model that changes one in each forward
-is refused.
+The next value cannot be predicted for other types: the name of a phase, a date, a list that becomes
+shorter, a deque that is rotated, an iterator. They are *opaque*, and a model that changes one in
+each forward is refused.
 
 A value that is computed once and then kept, such as a scale or a table, is not a counter. So most
 values count only if they move in two forwards, and the others only if they do or become something
@@ -64,6 +64,17 @@ Key = tuple[Any, ...]
 SetValue = Callable[[Any], object]
 
 
+class Text(NamedTuple):
+    """The description of a string, or of a tuple of plain values."""
+
+    value: str | tuple[Any, ...]
+
+    def goes_on_from(self, before: Any) -> bool:
+        """Return whether it begins as an earlier one, which was empty if there is none."""
+        old = before.value if isinstance(before, Text) else self.value[:0]
+        return bool(self.value[: len(old)] == old)
+
+
 class MovedValue(NamedTuple):
     """A value that a forward has moved.
 
@@ -100,8 +111,10 @@ class MovedValue(NamedTuple):
             return describe_iterator(value)
         if self.is_opaque and isinstance(value, list | deque):
             return [repr(entry)[:_MAX_TEXT] for entry in itertools.islice(value, _MAX_SHOWN)]
-        if isinstance(value, list | deque | set | tuple | str):
-            return value if self.is_opaque else len(value)
+        if isinstance(value, str) or _is_plain_tuple(value):
+            return Text(value)
+        if isinstance(value, list | deque | set | tuple):
+            return len(value)
         return value.tobytes() if is_of_numpy(value) else repr(value)
 
     def advance(self, steps_before: int, moves_again: bool, is_constant: bool = False) -> bool:
@@ -286,7 +299,10 @@ def _have_arrays_moved(value: Any, before: Any) -> bool:
 
 
 def _has_grown(value: Any, before: Any) -> bool:
-    """Return whether a string or a tuple begins as before, and goes on."""
+    """Return whether a string or a tuple begins as before, and goes on.
+
+    What was empty before may be anything: it is known when it has changed twice.
+    """
     if len(value) <= len(before):
         return False
     if isinstance(value, str):
@@ -296,11 +312,11 @@ def _has_grown(value: Any, before: Any) -> bool:
 
 def _is_opaque_change(value: Any, before: Any) -> bool:
     """Return whether a value has become another one, and it is not known how it goes on."""
+    is_plain = isinstance(value, _OPAQUE_TYPES) or _is_plain_tuple(value)
     if type(value) is not type(before):
-        return False
-    is_plain_tuple = type(value) is tuple and SCALAR_TYPES.issuperset(map(type, value))
-    if is_plain_tuple or isinstance(value, _OPAQUE_TYPES):
-        return bool(value != before)
+        return is_plain and before is None
+    if is_plain:
+        return repr(value) != repr(before)  # nan equals nan
     if not isinstance(value, list | deque) or len(value) > _MAX_ENTRIES:
         return False
     if len(value) < len(before):
@@ -310,6 +326,10 @@ def _is_opaque_change(value: Any, before: Any) -> bool:
         [*map(_describe_entry, value)] != [*map(_describe_entry, before)]
         and sorted(map(_describe_entry, value)) == sorted(map(_describe_entry, before))
     )
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and SCALAR_TYPES.issuperset(map(type, value))
 
 
 def _has_advanced(value: Any, before: Any) -> bool:

@@ -44,6 +44,8 @@ _MAX_SINGLE_ROUNDING = 1e-3
 HIDING_SIZE = 1e-3
 HIDING_SIZE_IN_DOUBLE = 1e-6
 
+# Functions that draw numbers of the default dtype, by name.
+_DRAWS = frozenset(("rand", "randn", "normal"))
 # Methods that convert to a dtype, by name.
 _CONVERSIONS = {"bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32}
 
@@ -81,6 +83,8 @@ class WideMode(TorchFunctionMode):
             return args[0].to(self._dtype)
         args = tuple([self._dtype if self._is_narrow(value) else value for value in args])
         kwargs = {k: self._dtype if self._is_narrow(v) else v for k, v in kwargs.items()}
+        if name in _DRAWS and not any(isinstance(value, Tensor) for value in args):
+            kwargs.setdefault("dtype", self._dtype)
         result = func(*args, **kwargs)
         narrow = [t for t in list_tensors(result) if self._is_narrow(t.dtype)]
         if not narrow:

@@ -19,9 +19,9 @@ def build_error(problem: str, is_step: bool) -> AuditError:
 def describe_advanced_iterator(name: str) -> str:
     """Return what is wrong if a forward advances an iterator of this type."""
     return (
-        f"a layer or the loss advances a {name}. The unsplit model does so once for the whole "
-        "batch, and a pipe for each micro-batch, so they compute with other values. Advance it "
-        "outside of the forward, and pass the value as an input, or use chunks=1."
+        f"a layer or the loss advances an iterator ({name}). The unsplit model does so once for "
+        "the whole batch, and a pipe for each micro-batch, so they compute with other values. "
+        "Advance it outside of the forward, and pass the value as an input, or use chunks=1."
     )
 
 
@@ -44,12 +44,11 @@ def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
 
 
 def describe_opaque_state(name: str) -> str:
-    """Return what is wrong if each forward changes a value, and it is not known how it goes on."""
+    """Return what is wrong if each forward changes a value whose next one cannot be predicted."""
     return (
-        f"each forward changes {name}, which is no number, so it cannot be tried whether a later "
-        "one computes something else by it. The unsplit model changes it once for the whole batch, "
-        "and a pipe for each micro-batch. Change it outside of the forward, after each step, or "
-        "use chunks=1."
+        f"each forward changes {name}, which is not a number, so the audit cannot test later "
+        "values. The unsplit model changes it once for the whole batch, and a pipe for each "
+        "micro-batch. Change it outside of the forward, after each step, or use chunks=1."
     )
 
 

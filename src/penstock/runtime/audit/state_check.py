@@ -6,8 +6,8 @@ left, and the results and gradients must agree. Where they do, four things may s
 
     a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
                            run again with the counter far ahead (counters.py).
-    an opaque value        A phase with a name, a date, a deque that is rotated: nobody knows where
-                           it goes, so it is refused if each forward changes it.
+    an opaque value        The next name of a phase, the next date or the next entry of an iterator
+                           cannot be predicted, so it is refused if each forward changes it.
     a settled buffer       The vectors of a spectral norm may have converged before training. The
                            rows run again with other numbers in the buffer.
     an id of a row         State of a user or a class matters to rows with the same id, and the
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.audit.batch_rows import Rows
+from penstock.runtime.audit.counters import Text
 from penstock.runtime.audit.digest import Digest, Digester
 from penstock.runtime.audit.precision import find_repetition_rounding
 from penstock.runtime.audit.problems import (
@@ -194,11 +195,17 @@ class StateCheck:
             self._check_graphs(first_forward, later_forward)
             actual = self._digest_results(later_forward)
             after_both, opaque_both = watch.describe_counters(), watch.describe_opaque_values()
+            # A text that seemed to grow, as every text that was empty does.
+            opaque_both |= {
+                key: text
+                for key, text in after_both.items()
+                if isinstance(text, Text) and not text.goes_on_from(after_first.get(key))
+            }
             # What is a function of the last rows is the same whatever has run before.
             opaque_names = [
                 watch.find_name(key)
-                for key, description in opaque_later.items()
-                if opaque_both.get(key, description) != description
+                for key, description in {**after_later, **opaque_later}.items()
+                if key in opaque_both and repr(opaque_both[key]) != repr(description)
             ]
             common_keys = after_first.keys() & after_both.keys()
             moving = {key for key in common_keys if after_first[key] != after_both[key]}
