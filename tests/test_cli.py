@@ -738,6 +738,10 @@ def test_check_prints_json(run: Run, given: str) -> None:
     ("words", "message"),
     [
         ("no_such_module:make", "there is no module 'no_such_module'"),
+        (
+            "folder/mine.py:make",
+            "'folder/mine.py' is a file, and MODULE is a name: write mine:make",
+        ),
         ("GIVEN", "expected MODULE:FACTORY, such as my_model:make, not 'GIVEN'"),
         (
             "GIVEN:nothing",

@@ -185,7 +185,9 @@ def test_cap_below_one_layer_says_what_is_missing_and_what_would_fit() -> None:
 
 
 def test_more_devices_are_proposed_if_they_would_fit() -> None:
-    with pytest.raises(ArgumentError, match=r"What would fit: 4 devices, or a cap of 1.62 KB"):
+    with pytest.raises(
+        ArgumentError, match=r"What would fit: at least 4 devices, or a cap of 1.62 KB"
+    ):
         search_plan(even_profile(units=8, ranks=2), memory=900)
 
 

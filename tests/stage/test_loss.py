@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from penstock import Pipe, Weighted
 from penstock.errors import RunError
 from penstock.stage import loss_terms
 from penstock.stage.loss import TargetCounter, is_entry_mean, resolve_reduction
+from penstock.stage.loss_hints import explain_loss_call
 from penstock.stage.row_means import RowMeanProver
 from tests.support import closely
 
@@ -328,3 +330,35 @@ def test_hook_of_all_modules_makes_a_loss_followed() -> None:
 )
 def test_arguments_that_may_mix_rows_make_a_loss_followed(output: Any, targets: Any) -> None:
     assert not is_entry_mean(functional.mse_loss, output, targets)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "output", "target", "hint"),
+    [
+        (
+            functional.binary_cross_entropy_with_logits,
+            torch.randn(4, 1),
+            torch.ones(4),
+            r"pass target\.unsqueeze\(-1\)",
+        ),
+        (
+            functional.cross_entropy,
+            torch.randn(4, 3),
+            torch.tensor([0, -1, 2, 1]),
+            "labels go down to -1, and classes are numbered from 0",
+        ),
+        (
+            functional.cross_entropy,
+            torch.randn(4, 3),
+            torch.rand(4, 5),
+            "target has 5 columns, and the output 3",
+        ),
+    ],
+    ids=["one output", "label below 0", "other classes"],
+)
+def test_error_of_a_loss_names_the_mistake(
+    loss_fn: Callable[..., Any], output: Tensor, target: Tensor, hint: str
+) -> None:
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        loss_fn(output, target)
+    assert re.search(hint, explain_loss_call(loss_fn, output, (target,)))

@@ -64,6 +64,12 @@ def _import_and_call(path: str) -> Any:
     name, _, factory = path.partition(":")
     if not name or not factory:
         raise ArgumentError(f"expected MODULE:FACTORY, such as my_model:make, not '{path}'")
+    if name.endswith(".py") or "/" in name:
+        module_name = Path(name).with_suffix("").name
+        raise ArgumentError(
+            f"'{name}' is a file, and MODULE is a name: write {module_name}:{factory}, in the "
+            "folder of the file"
+        )
     # A console script does not have the current directory on its path, unlike `python -m`.
     here = str(Path.cwd())
     if here not in sys.path:

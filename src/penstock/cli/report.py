@@ -106,7 +106,10 @@ def print_timeline(facts: dict[str, Any], timeline: Timeline, picture: str) -> N
 
 def print_comparison(title: str, rows: Iterable[dict[str, Any]]) -> None:
     """Print the table of `penstock compare`, with a row for each summary."""
-    caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
+    caption = (
+        "peak: micro-batches alive on the worst rank; fit: under --memory, or the peak that 1f1b "
+        "has without recomputation"
+    )
     table = Table(title=Text(title), caption=caption)
     table.add_column("schedule", no_wrap=True)
     for heading in ("stages a rank", "makespan", "bubble", "peak", "messages"):

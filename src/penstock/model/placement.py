@@ -220,9 +220,9 @@ def place_model(
             )
         if not is_plain_sequential(module):
             raise ArgumentError(
-                f"{type(module).__name__} is not an nn.Sequential, so stages= and example= are "
-                "needed: the number of stages, and a batch to trace its forward with, as in "
-                "Pipe(model, stages=4, example=batch)"
+                f"{type(module).__name__} is not an nn.Sequential, so example= is needed, a batch "
+                "to trace its forward with, as in Pipe(model, example=batch). stages= sets the "
+                "number of stages, which is planned otherwise"
             )
         return _keep_user_placement(module, request)
     return _place_as_requested(module, request)

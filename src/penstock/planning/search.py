@@ -979,7 +979,7 @@ def _explain_no_fit(space: Space, groups: Sequence[Group]) -> str:
             recomputed=(),
         )
         if _fits(wider, rows):
-            cures.append(f"{more} devices")
+            cures.append(f"at least {more} devices")
             break
     fewer = rows // 2
     while fewer and not _fits(replace(space, cut=(), recomputed=()), fewer):

@@ -48,6 +48,8 @@ def _compare(output: Tensor, target: Tensor) -> str:
         if output.is_floating_point() and not target.is_floating_point():
             return "A target of the shape of the output has its dtype, too: pass target.float()."
         return ""
+    if output.shape == (*target.shape, 1):
+        return "The output has a last dim of size 1: pass target.unsqueeze(-1), or squeeze(-1) it."
     if output.dim() == 3 and target.shape == output.shape[:2]:
         return (
             "Cross-entropy has its classes on dim 1: use "
@@ -55,12 +57,21 @@ def _compare(output: Tensor, target: Tensor) -> str:
         )
     if target.dim() == output.dim() and target.shape[-1] == 1 and output.shape[-1] > 1:
         return "Class labels have no dim of their own: pass target.squeeze(-1)."
+    if target.dim() == output.dim() and target.shape[:-1] == output.shape[:-1]:
+        return f"The target has {target.shape[-1]} columns, and the output {output.shape[-1]}."
     if target.dim() != output.dim() - 1:
         return ""
     if target.is_floating_point() or target.dtype in _INTEGERS:
         return "Class labels are of dtype torch.int64: pass target.long()."
     # Reading values of another device would wait for it, and it may have failed.
-    if target.device.type == "cpu" and target.numel() and int(target.max()) >= output.shape[1]:
+    if target.device.type != "cpu" or not target.numel():
+        return ""
+    if int(target.min()) < 0:
+        return (
+            f"The labels go down to {int(target.min())}, and classes are numbered from 0. Labels "
+            "that a loss should leave out are -100, or what you pass as ignore_index."
+        )
+    if int(target.max()) >= output.shape[1]:
         return (
             f"The labels go up to {int(target.max())}, but the output has {output.shape[1]} "
             "classes, numbered from 0. Give the last layer more outputs, or check the labels."

@@ -130,12 +130,20 @@ def compare_outputs(
             if not torch.equal(leaf.isnan(), other.isnan()):
                 raise ShowsNothingError
             continue
+        where = f"the output{pytree.keystr(path)}, joined from {_count_parts(parts)} of the batch,"
+        if leaf.shape == other.shape and leaf.dim():
+            difference = float((leaf - other).detach().abs().nan_to_num().max())
+            return (
+                f"{where} differs by up to {difference:.3g} from that of the same rows together. "
+                "So the output depends on how the batch is split: the model mixes rows, or goes by "
+                "their number or their positions. Let each row be computed by itself, or use "
+                "chunks=1."
+            )
         return (
-            f"the output{pytree.keystr(path)}, joined from {_count_parts(parts)} of the batch, "
-            f"has shape {tuple(leaf.shape)} and is not that of the same rows together, which "
-            f"has shape {tuple(other.shape)}. So the output depends on how the batch is split: "
-            "it has no rows on dim 0, is a number other than a mean over rows, or mixes rows. "
-            "Return what has rows, or use chunks=1."
+            f"{where} has shape {tuple(leaf.shape)} and is not that of the same rows together, "
+            f"which has shape {tuple(other.shape)}. So the output depends on how the batch is "
+            "split: it has no rows on dim 0, is a number other than a mean over rows, or mixes "
+            "rows. Return what has rows, or use chunks=1."
         )
     return None
 
