@@ -156,13 +156,13 @@ def has_saved_tensors(node: Any) -> bool:
 
 
 def describe_graph(roots: Iterable[Any]) -> int:
-    """Return a hash of the operations of a graph, and of the dims along which they compute.
+    """Return a hash of the operations of a graph, of their dims, and of what they take from where.
 
     Sizes are left out, and so are numbers, such as the factor of a product. It is computed in each
     step, so nodes are walked through here and not by a generator.
     """
     nodes = list(dict.fromkeys(roots))
-    visited = set(nodes)
+    positions = {node: position for position, node in enumerate(nodes)}
     description: list[Any] = []
     for node in nodes:  # it grows
         kind = type(node)
@@ -171,9 +171,13 @@ def describe_graph(roots: Iterable[Any]) -> int:
         for attribute in dims:
             description.append(getattr(node, attribute))
         for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in visited:
-                visited.add(next_node)
+            if next_node is None:
+                continue
+            position = positions.get(next_node)
+            if position is None:
+                position = positions[next_node] = len(nodes)
                 nodes.append(next_node)
+            description.append(position)
     return hash(tuple(description))
 
 

@@ -183,18 +183,18 @@ class StateCheck:
         with self._reference.isolate():
             watch = self._reference.watch_state()
             expected = self._digest_results(self._run_rows(later, microbatch))
-            after_later, opaque_later = watch.describe_counters(), watch.describe_opaque_values()
+            after_later = watch.describe_moved()
         if not _shows_something(expected):
             raise ShowsNothingError
         with self._reference.isolate():
             watch = self._reference.watch_state()
             first_forward = self._run_first_rows(first, watch)
-            after_first = watch.describe_counters()
+            after_first = watch.describe_moved().counters
             settled = watch.find_settled_buffers()
             later_forward = self._run_rows(later, microbatch)
             self._check_graphs(first_forward, later_forward)
             actual = self._digest_results(later_forward)
-            after_both, opaque_both = watch.describe_counters(), watch.describe_opaque_values()
+            after_both, opaque_both = watch.describe_moved()
             # A text that seemed to grow, as every text that was empty does.
             opaque_both |= {
                 key: text
@@ -204,13 +204,13 @@ class StateCheck:
             # What is a function of the last rows is the same whatever has run before.
             opaque_names = [
                 watch.find_name(key)
-                for key, description in {**after_later, **opaque_later}.items()
+                for key, description in {**after_later.counters, **after_later.opaque}.items()
                 if key in opaque_both and repr(opaque_both[key]) != repr(description)
             ]
             common_keys = after_first.keys() & after_both.keys()
             moving = {key for key in common_keys if after_first[key] != after_both[key]}
-            common_keys = after_first.keys() & after_later.keys()
-            constant = {key for key in common_keys if after_first[key] == after_later[key]}
+            common_keys = after_first.keys() & after_later.counters.keys()
+            constant = {key for key in common_keys if after_first[key] == after_later.counters[key]}
             # Only to see whether there is anything to advance: the isolation ends here.
             distances = [n for n in (1, 0) if watch.advance_counters(moving, constant, n)]
         if self._do_results_differ(actual, expected):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,18 @@ def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, An
         for name, value in vars(module).items()
         if type(value) in (int, float)
     }
+
+
+class MovedState(NamedTuple):
+    """What a forward has moved, described, by where it is.
+
+    Attributes:
+        counters: What is known to go on: numbers, and what grows.
+        opaque: Other values that it has changed: see counters.py.
+    """
+
+    counters: dict[Key, Any]
+    opaque: dict[Key, Any]
 
 
 class StateWatch:
@@ -132,13 +144,13 @@ class StateWatch:
         values = [v for v in self._copier.list_originals() if type(v) not in _NO_GENERATORS]
         return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
 
-    def describe_counters(self) -> dict[Key, Any]:
-        """Return what a forward has moved, by where it is, so that it can be compared."""
-        return {m.key: m.describe() for m in self._find_moved() if not m.is_opaque}
-
-    def describe_opaque_values(self) -> dict[Key, Any]:
-        """Return what a forward has changed that is no counter: see counters.py."""
-        return {m.key: m.describe() for m in self._find_moved() if m.is_opaque}
+    def describe_moved(self) -> MovedState:
+        """Return what a forward has moved, so that it can be compared."""
+        state = MovedState({}, {})
+        for moved in self._find_moved():
+            descriptions = state.opaque if moved.is_opaque else state.counters
+            descriptions[moved.key] = moved.describe()
+        return state
 
     def find_name(self, key: Key) -> str:
         """Return the name of the attribute or variable in which a value has been changed."""
