@@ -60,7 +60,7 @@ PreparedWork = AbstractContextManager[tuple[Callable[[], object], object]]
 
 
 class Slowdowns(NamedTuple):
-    """How many times longer work takes while the neighbours are busy, always or with pauses."""
+    """The factors by which busy neighbours make work longer, busy always or with pauses."""
 
     always: float
     with_pauses: float

@@ -61,7 +61,7 @@ def read_plain_attributes(modules: Iterable[nn.Module]) -> dict[AttributeKey, An
 
 
 class MovedState(NamedTuple):
-    """What a forward has moved, described, by where it is.
+    """The descriptions of what a forward has moved, by where it is.
 
     Attributes:
         counters: What is known to go on: numbers, and what grows.
