@@ -250,11 +250,15 @@ def test_new_watchdog_works_after_a_failure() -> None:
 
 
 def all_at_once(stage: Stage) -> None:
-    run(stage, At(stage.rank, "end", partial(fails_as, stage.rank)))
+    run(stage, At(stage.rank, "end", partial(fail_together, stage)))
 
 
-def fails_as(rank: int) -> None:
-    raise Burst(f"on {rank}")
+def fail_together(stage: Stage) -> None:
+    """Raise once every rank is here: the failure of the first could interrupt a slow one."""
+    meeting = dist.distributed_c10d._get_default_store()
+    meeting.set(f"about to fail/{stage.rank}", "")
+    meeting.wait([f"about to fail/{rank}" for rank in range(stage.size)])
+    raise Burst(f"on {stage.rank}")
 
 
 def test_simultaneous_failures_raise_the_same_error_on_all_ranks() -> None:
