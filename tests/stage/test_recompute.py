@@ -411,6 +411,104 @@ def test_layer_whose_recomputation_gives_another_output_is_refused(
         pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4)).sum().backward()
 
 
+class RemembersMean(nn.Module):
+    """Keeps the mean of what a function makes of its input, and returns the input."""
+
+    mean: Tensor
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *, assigns: bool = False) -> None:
+        super().__init__()
+        self.function, self.assigns = function, assigns
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        new = self.function(x).detach().mean(0)
+        if self.assigns:
+            self.mean = new
+        else:
+            self.mean.copy_(new)
+        return x
+
+
+REMEMBERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad mode": lambda x: x * 2 if torch.is_grad_enabled() else x * 1,
+    "requires_grad": lambda x: x * 2 if x.requires_grad else x * 1,
+    "own generator": lambda x: x * OWN.random(),
+}
+
+
+@each_door
+@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize("kind", REMEMBERED)
+def test_layer_whose_recomputation_leaves_another_buffer_is_refused(
+    kind: str, assigns: bool, door: str
+) -> None:
+    """One of the two runs is not what the unsplit model computes, though the outputs are equal."""
+    layers = nn.Sequential(RemembersMean(REMEMBERED[kind], assigns=assigns), Do(lambda x: x.sum(1)))
+    pipe = Pipe(layers, 2, "always", stages=[1, 1], loss_fn=torch.mean, audit="off")
+    with pytest.raises(
+        RunError, match=r"the recomputation of stage 0 .* left another value in a buffer for micro-"
+    ):
+        pipe.step(torch.ones(4, 4)) if door == "step" else pipe(torch.ones(4, 4)).sum().backward()
+
+
+class ScaledBeside(nn.Module):
+    """Returns its output, and what it makes of it according to `requires_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        return x, REMEMBERED["requires_grad"](x)
+
+
+class AssignsBetweenUnits(nn.Module):
+    """Assigns a buffer of its own between its blocks, which answer differently without a graph."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ScaledBeside(), ScaledBeside()])
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scaled = self.blocks[0](x)
+        self.mean = 0.9 * self.mean + scaled.detach().mean(0)
+        return cast(Tensor, self.blocks[1](x)[0])
+
+
+def test_buffer_that_a_model_assigns_between_units_is_compared_with_its_recomputation() -> None:
+    pipe = Pipe(
+        AssignsBetweenUnits(),
+        2,
+        "always",
+        example=torch.ones(4, 4),
+        stages=2,
+        loss_fn=lambda y: y.sum(),
+        audit="off",
+    )
+    with pytest.raises(RunError, match="left another value in a buffer"):
+        pipe.step(torch.ones(4, 4))
+
+
+@each_door
+def test_buffer_of_a_layer_that_tells_its_two_runs_apart_may_differ(door: str) -> None:
+    """Such a layer may write in one of them only."""
+    knows = RemembersMean(lambda x: x * 0 if is_recomputing() else x)
+    expected = copy.deepcopy(knows)
+    layers = nn.Sequential(knows, Do(lambda x: x.sum(1)))
+    pipe = Pipe(layers, 2, "always", stages=[1, 1], loss_fn=torch.mean, audit="off")
+    x = torch.arange(16.0).view(4, 4)
+    pipe.step(x) if door == "step" else pipe(x).sum().backward()
+    expected(x[2:])
+    assert torch.equal(knows.mean, expected.mean)
+
+
 @each_door
 def test_recomputation_that_rounds_differently_is_accepted(door: str) -> None:
     """Without a graph PyTorch may choose another kernel."""

@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module
 from penstock.stage.payload import find_memory_address
-from penstock.stage.recompute import compute_product, is_recomputing
+from penstock.stage.recompute import compute_product, in_recomputation
 from penstock.stage.row_counts import RowCounts, may_have_numbers, unwrap_numbers
 from penstock.stage.row_statistics import RowStatistics, StatisticRead, find_whole_outcomes
 from penstock.stage.stage import Stage, StageFunction
@@ -538,7 +538,7 @@ class BranchStageFunction:
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage, and note the way of the micro-batch in its first forward."""
-        if is_recomputing():
+        if in_recomputation():
             return self.compute(inputs)
         statistics = RowStatistics() if self.follows_statistics else None
         with BranchWatch(statistics=statistics) as watch:

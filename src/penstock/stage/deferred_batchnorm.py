@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import ArgumentError
-from penstock.stage.recompute import is_recomputing
+from penstock.stage.recompute import in_recomputation
 from penstock.stage.stage import Stage
 from penstock.state_copy import MODULE_INTERNALS
 from penstock.torch_compat import BatchNormBase, NormBase
@@ -66,7 +66,7 @@ class DeferredStatsBatchNorm(BatchNormBase):
             )
         self._check_input_dim(input)
         # The forward of a recomputation has counted this micro-batch.
-        if self.track_running_stats and not is_recomputing():
+        if self.track_running_stats and not in_recomputation():
             self._accumulate_microbatch(input)
         return functional.batch_norm(
             input, None, None, self.weight, self.bias, training=True, eps=self.eps

@@ -30,7 +30,7 @@ from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.loss_hints import explain_loss_call
 from penstock.stage.loss_terms import LossTerm, LossTerms, TermComparison, find_loss_terms
-from penstock.stage.recompute import is_checkpointing, is_recomputing, mark_only_run
+from penstock.stage.recompute import in_checkpointed_forward, in_recomputation, mark_only_run
 from penstock.stage.row_means import RowMeanProver
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 from penstock.torch_compat import (
@@ -345,16 +345,16 @@ class LossStageFunction:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        is_watched = self.comparison is not None and not is_checkpointing()
+        is_watched = self.comparison is not None and not in_checkpointed_forward()
         # With a graph, the terms of the loss are read from it.
         recorder = None if torch.is_grad_enabled() or not is_watched else CrossEntropyRecorder()
         # For each micro-batch, so without new contexts that do nothing.
         with _NULL_CONTEXT if self.loss_fn or recorder is None else recorder:
             outputs = self.compute(inputs)
         (output,) = outputs[OUTSIDE]
-        if is_checkpointing() or is_recomputing():
+        if in_checkpointed_forward() or in_recomputation():
             self.model_outputs.append(output)
-        if is_checkpointing():
+        if in_checkpointed_forward():
             return {dst: values for dst, values in outputs.items() if dst != OUTSIDE}
         aux_losses = thread_state.sink
         if isinstance(aux_losses, CollectedLosses):
@@ -450,7 +450,7 @@ class OutputStageFunction:
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """Run the stage, and compare the terms of the loss in its output."""
-        if is_recomputing():
+        if in_recomputation():
             outputs = self.compute(inputs)
             if self.recomputed:
                 self._compare_graph(outputs, self.recomputed.pop(0))

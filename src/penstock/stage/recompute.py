@@ -41,6 +41,7 @@ class _RecomputeState(threading.local):
     def __init__(self) -> None:
         self.checkpointing = False
         self.recomputing = False
+        self.was_asked = False  # by a layer, since the current run began
 
 
 _thread_state = _RecomputeState()
@@ -56,6 +57,7 @@ def is_checkpointing() -> bool:
     >>> is_checkpointing()
     False
     """
+    _thread_state.was_asked = True
     return _thread_state.checkpointing
 
 
@@ -74,7 +76,23 @@ def is_recomputing() -> bool:
     ...             self.calls += 1
     ...         return x
     """
+    _thread_state.was_asked = True
     return _thread_state.recomputing
+
+
+def in_checkpointed_forward() -> bool:
+    """Return the same as `is_checkpointing`, to this library and not to a layer."""
+    return _thread_state.checkpointing
+
+
+def in_recomputation() -> bool:
+    """Return the same as `is_recomputing`, to this library and not to a layer."""
+    return _thread_state.recomputing
+
+
+def tells_runs_apart() -> bool:
+    """Return whether a layer has asked, in the last marked run of this thread, which run it is."""
+    return _thread_state.was_asked
 
 
 _NULL_CONTEXT = nullcontext()
@@ -88,6 +106,7 @@ class _Mark:
 
     def __enter__(self) -> None:
         setattr(_thread_state, self._flag, True)
+        _thread_state.was_asked = False
 
     def __exit__(self, *exception: object) -> None:
         setattr(_thread_state, self._flag, False)
@@ -210,6 +229,13 @@ def exclude_written(
     keys = {(snapshot.module, snapshot.name) for snapshot in written}
     unwritten = [snapshot for snapshot in snapshots if (snapshot.module, snapshot.name) not in keys]
     return [snapshot._replace(value=snapshot.buffer) for snapshot in unwritten]
+
+
+def read_buffers(snapshots: Sequence[BufferSnapshot]) -> list[Tensor]:
+    """Return what these buffers hold now, without those that are gone or None."""
+    registries = [(s.module._buffers, s.name) for s in snapshots]
+    values = [registry[name] for registry, name in registries if name in registry]
+    return [value for value in values if value is not None]
 
 
 def checksum(tensor: Tensor) -> Tensor | None:
@@ -420,10 +446,24 @@ _MAX_KEPT_BYTES = 1 << 12
 Product = float | Tensor | tuple[torch.dtype, bytes] | None
 
 
+class Difference(NamedTuple):
+    """What a recomputation did that its forward had not done, and what would be wrong."""
+
+    what: str
+    consequence: str
+
+
+OTHER_OUTPUT = Difference("gave another output", "the gradients would be wrong")
+OTHER_BUFFER = Difference(
+    "left another value in a buffer", "the buffer or the gradients would be wrong"
+)
+
+
 class _Pair(NamedTuple):
     """An output of a forward and of its recomputation, as numbers on a device."""
 
     microbatch: int
+    difference: Difference
     forward: Tensor
     repeated: Tensor
     norm: Tensor
@@ -444,14 +484,18 @@ class RepeatCheck:
         self._pairs: list[_Pair] = []
 
     def compare(
-        self, microbatch: int, forward: Sequence[Product], outputs: Sequence[Tensor]
+        self,
+        microbatch: int,
+        forward: Sequence[Product],
+        outputs: Sequence[Tensor],
+        difference: Difference = OTHER_OUTPUT,
     ) -> None:
         """Compare the outputs of a recomputation with the products of those of the forward.
 
         On an accelerator, `finish` raises if they differ.
         """
         if len(forward) != len(outputs):
-            self._raise_difference(microbatch)
+            self._raise(microbatch, difference)
         for product, output in zip(forward, outputs, strict=True):
             repeated = compute_product(output)
             if isinstance(product, tuple):
@@ -465,14 +509,16 @@ class RepeatCheck:
                 continue
             if isinstance(product, Tensor) and isinstance(repeated, Tensor):
                 norm, tolerance = _compute_norm(output), self._get_tolerance(output.dtype)
-                self._pairs.append(_Pair(microbatch, product, repeated, norm, tolerance))
+                self._pairs.append(
+                    _Pair(microbatch, difference, product, repeated, norm, tolerance)
+                )
             elif product != repeated and not _is_close(
                 float(product),
                 float(repeated),
                 float(_compute_norm(output)),
                 self._get_tolerance(output.dtype),
             ):
-                self._raise_difference(microbatch)
+                self._raise(microbatch, difference)
 
     def _get_tolerance(self, dtype: torch.dtype) -> float:
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -489,16 +535,16 @@ class RepeatCheck:
         for device in {pair.forward.device for pair in pairs}:
             on_device = [pair for pair in pairs if pair.forward.device == device]
             dtype = torch.float64 if has_double_precision(device.type) else torch.float32
-            numbers = [number.to(dtype) for pair in on_device for number in pair[1:4]]
+            numbers = [number.to(dtype) for pair in on_device for number in pair[2:5]]
             values = iter(torch.stack(numbers).tolist())
             for pair in on_device:
                 if not _is_close(next(values), next(values), next(values), pair.tolerance):
-                    self._raise_difference(pair.microbatch)
+                    self._raise(pair.microbatch, pair.difference)
 
-    def _raise_difference(self, microbatch: int) -> None:
+    def _raise(self, microbatch: int, difference: Difference) -> None:
         raise RunError(
-            f"the recomputation of {self._stage} gave another output for micro-batch {microbatch} "
-            "than its forward, so the gradients would be wrong. A layer depends on something that "
+            f"the recomputation of {self._stage} {difference.what} for micro-batch {microbatch} "
+            f"than its forward, so {difference.consequence}. A layer depends on something that "
             "changed in between: on a closure, a generator object or a global, on an attribute "
             "that was set after pipe(x), or on torch.is_grad_enabled() or x.requires_grad, which "
             "are False in a forward that will be recomputed. Keep its state in buffers or in "

@@ -43,7 +43,7 @@ from penstock.device.accelerator import get_default_generator, resolve_index
 from penstock.errors import RunError
 from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.compile_support import skip_dynamo_tracing
-from penstock.stage.recompute import is_checkpointing
+from penstock.stage.recompute import in_checkpointed_forward
 from penstock.torch_compat import (
     TORCH_CHECKPOINT_GLOBALS,
     CompileFriendlyDispatchMode,
@@ -291,7 +291,7 @@ class DrawRedirect:
             self.used_own_generator = True
             if self._own_states is not None:
                 self._own_states.setdefault(generator, generator.get_state())
-            if is_checkpointing():
+            if in_checkpointed_forward():
                 raise RunError(
                     "this layer draws random numbers from its own generator, which the "
                     "recomputation cannot rewind. Draw without generator= (the pipe then provides "

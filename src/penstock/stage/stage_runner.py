@@ -75,6 +75,7 @@ from penstock.stage.payload import (
     unpack_with_graph_inputs,
 )
 from penstock.stage.recompute import (
+    OTHER_BUFFER,
     AttributeSnapshot,
     AttributeWatch,
     BufferSnapshot,
@@ -85,12 +86,14 @@ from penstock.stage.recompute import (
     exclude_written,
     find_changed,
     find_written,
-    is_checkpointing,
+    in_checkpointed_forward,
     mark_checkpointing,
     mark_recomputing,
+    read_buffers,
     restore_state,
     snapshot_attributes,
     snapshot_buffers,
+    tells_runs_apart,
 )
 from penstock.stage.rng import (
     CellRngKernels,
@@ -121,6 +124,9 @@ class _RecomputeInputs:
         attributes: Snapshots, from before the forward, of Python attributes that it sets.
         host_rng: What the forward drew from `random` and `numpy.random`, or None for nothing.
         products: Numbers of the outputs by destination, if the recomputation is compared with them.
+        buffer_products: Numbers of what the forward left in its written buffers, for the same
+            comparison. None if it is not made, or if a layer asks which run it is in: that may
+            write in one of them only.
         detached: The outputs that need no gradient, by destination, as their indices.
         is_detached_unknown: Whether only a graph can tell which outputs need no gradient.
     """
@@ -133,6 +139,7 @@ class _RecomputeInputs:
     attributes: list[AttributeSnapshot]
     host_rng: HostRngCell | None
     products: dict[int, list[Product]]
+    buffer_products: list[Product] | None
     detached: Mapping[int, Collection[int]] = field(default_factory=dict)
     is_detached_unknown: bool = False
 
@@ -354,8 +361,14 @@ class StageRunner:
             return {}
         self.has_recomputed = True
         inputs = self._copy_inputs(saved)
+        buffer_products = saved.buffer_products
+        buffers: list[Tensor] = []
         with self._restore_state(saved):
             self._graphs[microbatch], outputs = self._build_graph(microbatch, inputs)
+            if tells_runs_apart():
+                buffer_products = None
+            elif buffer_products is not None:
+                buffers = read_buffers(saved.written_buffers)
         for dst, excluded in saved.detached.items():
             if any(self._graphs[microbatch].roots[dst][index] for index in excluded):
                 self._behavior.follows_gradients = False  # so that the next step is right
@@ -379,6 +392,8 @@ class StageRunner:
         compared = self._list_compared_outputs(outputs)
         for dst, products in saved.products.items():
             self.repeat_check.compare(microbatch, products, compared[dst])
+        if buffer_products is not None:
+            self.repeat_check.compare(microbatch, buffer_products, buffers, OTHER_BUFFER)
         if self._writes_parameters:
             self._parameter_versions = self._read_parameter_versions()
         if OUTSIDE not in outputs:
@@ -552,6 +567,7 @@ class StageRunner:
         flow = self._build_gradient_flow(input_payloads) if behavior.follows_gradients else None
         with mark_checkpointing, nullcontext() if flow is None else flow.activate():
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
+            has_asked = tells_runs_apart()
         self._is_observed = False
         self._parameter_versions = self._read_parameter_versions()
         if watch is not None:
@@ -585,6 +601,9 @@ class StageRunner:
         products: dict[int, list[Product]] = {}
         for dst, tensors in self._list_compared_outputs(flat_outputs).items():
             products[dst] = list(map(compute_product, tensors))
+        buffer_products: list[Product] | None = None
+        if written and self._is_compared and not has_asked:
+            buffer_products = list(map(compute_product, read_buffers(written)))
         if not mutated:
             flat_outputs = _copy_returned_inputs(flat_outputs, input_payloads)
         return _RecomputeInputs(
@@ -596,6 +615,7 @@ class StageRunner:
             attributes,
             self._host_rng,
             products,
+            buffer_products,
             detached,
             is_unknown,
         ), flat_outputs
@@ -788,7 +808,7 @@ class StageRunner:
         # so the mode has to stay: it is not known whether this stage draws.
         is_known = rng is not None and not rng.redirect.used_own_generator
         # Neither is it known before a loss has run, which runs in the recomputation.
-        is_known &= not (self._has_loss and is_checkpointing())
+        is_known &= not (self._has_loss and in_checkpointed_forward())
         if rng is not None and not behavior.draws_random:
             has_drawn = rng.redirect.has_drawn
             if has_drawn or is_known:
@@ -834,7 +854,7 @@ class StageRunner:
             )
         self.used_host_generators |= host_rng.used
         # Otherwise it is not known yet, and the next forward is looked at, too.
-        is_known = not (host_rng.was_overwritten or (self._has_loss and is_checkpointing()))
+        is_known = not (host_rng.was_overwritten or (self._has_loss and in_checkpointed_forward()))
         if host_rng.used or is_known:
             has_drawn = bool(host_rng.used or self._behavior.draws_host_random)
             self._behavior.draws_host_random = has_drawn

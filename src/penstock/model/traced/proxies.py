@@ -289,12 +289,15 @@ class ProxyModel:
 
     # Called around every micro-batch of every stage, so it copies dicts and no tensors.
     @contextmanager
-    def isolated_forward(self, reassigned_buffers: Sequence[str] = ()) -> Iterator[None]:
+    def isolated_forward(
+        self, reassigned_buffers: Sequence[str] = (), writes_originals: bool = True
+    ) -> Iterator[None]:
         """Run one forward in this context and undo its side effects on the parents.
 
         Attributes, buffers and containers of the parent copies get their old values back, so that
         no micro-batch sees what another one left behind. The only exceptions are the
-        `reassigned_buffers`: this stage assigns them, and their new tensors go to the originals.
+        `reassigned_buffers`: this stage assigns them, and their new tensors go to the originals,
+        too, but for a recomputation.
         """
         copy_attributes = [parent_copy.__dict__ for _, parent_copy in self.parent_copies.values()]
         snapshots = [
@@ -303,18 +306,21 @@ class ProxyModel:
         try:
             yield
         finally:
-            # First, while the copies still have the new buffers.
-            self.write_back_buffers(reassigned_buffers)
+            reassigned: list[tuple[nn.Module, str, Tensor | None]] = []
+            for name in reassigned_buffers:
+                path, _, key = name.rpartition(".")
+                parent_copy = self.parent_copies[path][1]
+                reassigned.append((parent_copy, key, parent_copy._buffers[key]))
+            if writes_originals:
+                self.write_back_buffers(reassigned_buffers)
             for attributes, (previous, buffers) in zip(copy_attributes, snapshots, strict=True):
                 attributes.clear()
                 attributes.update(previous)
                 attributes["_buffers"].update(buffers)
             for container in self._containers.values():
                 container.restore()
-            for name in reassigned_buffers:
-                path, _, key = name.rpartition(".")
-                original, parent_copy = self.parent_copies[path]
-                parent_copy._buffers[key] = original._buffers[key]
+            for parent_copy, key, buffer in reassigned:
+                parent_copy._buffers[key] = buffer
 
     def refresh_buffers(self, device: torch.device) -> None:
         """Copy the buffers of the originals again, after the model was cast to another dtype."""

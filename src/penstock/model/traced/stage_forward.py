@@ -68,7 +68,7 @@ from penstock.model.traced.unit_checks import (
 )
 from penstock.nested_values import flatten, iter_tensors, map_call_tensors, map_tensors, unflatten
 from penstock.stage.host_rng import draw_between_units, draw_in_unit
-from penstock.stage.recompute import is_checkpointing, is_recomputing
+from penstock.stage.recompute import in_checkpointed_forward, in_recomputation
 from penstock.stage.stage import OUTSIDE
 
 
@@ -542,20 +542,22 @@ class StageForward:
         }
         # `torch.is_grad_enabled()` in the forward must answer the same in a forward that will be
         # recomputed. So the mode stays on there, and each node switches it off for itself.
-        hides_mode = is_checkpointing() and not program.runs_backward
+        hides_mode = in_checkpointed_forward() and not program.runs_backward
         interpreter = StageInterpreter(
             program, self._unit_modules, received, inputs, builds_graph=not hides_mode
         )
         interpreter.unit_hooks = self._proxy_model.unit_hooks
-        # A recomputation must not advance buffers a second time.
-        reassigned_buffers = () if is_recomputing() else program.reassigned_buffers
         output: Any = None
         state = self._shared_state.take_snapshot() if self._shared_state else ()
         try:
             # The forward may end early inside a `no_grad` block of the model. This context restores
             # the grad mode in any case.
             grad_mode = torch.set_grad_enabled(torch.is_grad_enabled() or hides_mode)
-            isolated = self._proxy_model.isolated_forward(reassigned_buffers)
+            # A recomputation must not advance buffers a second time. What it leaves in the copies
+            # is compared with what the forward left, and undone.
+            isolated = self._proxy_model.isolated_forward(
+                program.reassigned_buffers, writes_originals=not in_recomputation()
+            )
             with draw_between_units(), grad_mode, isolated, interpreter:
                 output = self._proxy_model.model(*args, **kwargs)
         except StageFinished:
