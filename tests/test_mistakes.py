@@ -86,6 +86,12 @@ TABLE: dict[str, list[Mistake]] = {
         ),
         Mistake("pipe.step(torch.tensor(1.0), target=y)", RUN, "No input has a dim", "x[None]"),
         Mistake(
+            "Pipe(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), 8)(x)",
+            VALUE,
+            "Micro-batch 0 has one of the 8 rows",
+            "fewer than chunks=8",
+        ),
+        Mistake(
             "pipe.step(x.double(), target=y)", RUN, "inputs are torch.float64", "Cast the batch"
         ),
         Mistake("pipe.step(x.to('meta'), target=y)", VALUE, "an input is on meta", "x.to('cpu')"),

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockTypeError
+from penstock.errors import ErrorLocation, PenstockTypeError
 from penstock.microbatch import list_tensors
 from penstock.model.example_hints import explain_split_input, list_positional_names
 from penstock.model.framework_attributes import find_base_model
@@ -34,7 +34,7 @@ def add_call_hint(error: Exception, placed: PlacedPartition, batch: Batch) -> No
     model = placed.partition.model
     if location is not None and location.stage > 0:  # the first stage has taken the inputs
         hint = _explain_labels(model, batch) if batch.uses_model_loss else ""
-        hint = hint or _explain_split_input(batch)
+        hint = hint or _explain_single_row(location, placed, batch) or _explain_split_input(batch)
         if hint:
             add_hint(error, hint)
         return
@@ -48,6 +48,7 @@ def add_call_hint(error: Exception, placed: PlacedPartition, batch: Batch) -> No
         or _explain_target_rows(batch)
         or _explain_moved_model(placed)
         or _explain_dtype(placed, batch)
+        or (_explain_single_row(location, placed, batch) if location is not None else "")
         or _explain_split_input(batch)
     )
     if hint:
@@ -206,6 +207,29 @@ def _explain_split_input(batch: Batch) -> str:
     # A `NoChunk` is not split, and a `Chunk` is meant.
     leaves = pytree.tree_leaves([*batch.inputs, *batch.keyword_inputs.values()])
     return explain_split_input([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+def _explain_single_row(location: ErrorLocation, placed: PlacedPartition, batch: Batch) -> str:
+    """Explain a micro-batch of one row for a BatchNorm, which needs several in training."""
+    inputs = _list_inputs(batch)
+    rows = len(inputs[0]) if inputs and inputs[0].dim() else 0
+    # As many micro-batches as `torch.chunk` makes, of which the last may have fewer rows.
+    size = -(-rows // batch.chunks)
+    layers = placed.partition.stages[location.stage].layers
+    if rows - location.microbatch * size != 1 and size != 1:
+        return ""
+    if not any(
+        isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and m.training
+        for layer in layers
+        for m in layer.modules()
+    ):
+        return ""
+    return (
+        f"Micro-batch {location.microbatch} has one of the {rows} rows, and BatchNorm needs "
+        "several values for each channel in training. Pass fewer than "
+        f"chunks={batch.chunks}, or more rows; "
+        "drop_last=True lets a DataLoader leave a small last batch out."
+    )
 
 
 def _explain_moved_model(placed: PlacedPartition) -> str:
