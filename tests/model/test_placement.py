@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import ArgumentError, Cost, Pipe, Schedule, loads, lower, schedules, simulate
+from penstock import ArgumentError, Cost, Pipe, Schedule, loads, lower, schedules, simulate, split
 from penstock.model import placement
 from penstock.model.cut import ResourceLimits, find_cut_within
 from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
@@ -246,3 +246,13 @@ def test_cut_for_several_stages_a_rank_is_the_faster_one_in_a_simulation(name: s
     counts = find_cut_within(limits, costs, (DeviceCapacity(),) * 4)
     gain = simulate_cut(even_stages) / simulate_cut(counts)
     assert counts == even_stages if name == "1f1b" else gain > {"zb-v": 1.15}.get(name, 1.0)
+
+
+def test_report_of_a_sequential_that_was_cut_by_time_has_the_times() -> None:
+    """It advised to measure what had been measured."""
+    model = layers(4, 4, 4, 4)
+    partition = split(model, 2, torch.zeros(8, 4), balance="time")
+    assert partition.outline.is_measured
+    assert "ms of F/I/W" in str(partition)
+    assert "nothing was measured" not in str(partition)
+    assert not split(model, 2, balance="parameters").outline.is_measured

@@ -41,9 +41,14 @@ ParameterStages = Iterable[tuple[str, nn.Parameter, Iterable[int]]]
 
 
 def describe_sequential(
-    module: nn.Sequential, counts: Sequence[int], skip_routes: Sequence[SkipRoute]
+    module: nn.Sequential,
+    counts: Sequence[int],
+    skip_routes: Sequence[SkipRoute],
+    costs: Sequence[UnitCost] | None = None,
 ) -> ModelSummary:
     """Describe a Sequential: each layer is a unit, and the sizes of the transfers are unknown.
+
+    `costs` are those of the layers, if they were measured.
 
     Under torchrun the first rank decides the counts. If this rank has another model, they may not
     add up to its layers. The zips below are not strict for that reason: a later check reports
@@ -51,9 +56,10 @@ def describe_sequential(
     """
     layers = list(module._modules.items())
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    unit_costs: Sequence[UnitCost | None] = costs or [None] * len(stages)
     units = [
-        _summarize_unit(name, stage, layer)
-        for (name, layer), stage in zip(layers, stages, strict=False)
+        _summarize_unit(name, stage, layer, cost)
+        for (name, layer), stage, cost in zip(layers, stages, unit_costs, strict=False)
     ]
     parameter_stages = (
         (name, parameter, [stage])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -344,8 +344,8 @@ def partition_model(
             return cut_model(
                 module, stages, example, request.units, request.balance, limits, request.loss
             )
-    counts = _choose_layer_counts(module, stages, request, stage_devices, placement)
-    partition = cut_sequential(module, counts)
+    cut = _choose_layer_counts(module, stages, request, stage_devices, placement)
+    partition = cut_sequential(module, cut.counts, cut.costs)
     if request.example is None:
         return partition
     # For the report only. Without an example the sizes stay unknown.
@@ -401,7 +401,7 @@ def _place_across_processes(
     resolve_recomputation(request.checkpoint, len(placement), request.chunks)
     if not is_plain_sequential(module):
         return _place_traced_across_processes(module, request, stages, placement, process)
-    counts = process.broadcast_from_first_rank(
+    counts, costs = process.broadcast_from_first_rank(
         lambda: _choose_layer_counts(
             module,
             stages,
@@ -412,7 +412,7 @@ def _place_across_processes(
             nearest=False,
         )
     )
-    whole = cut_sequential(module, counts)
+    whole = cut_sequential(module, counts, costs)
     # Tied tensors are found by identity, so they are looked up while all stages are still here and
     # before materialization and moving, which replace tensors.
     ties = find_tied_tensors(whole.stages, placement, process.rank)
@@ -529,6 +529,13 @@ def list_default_devices(ranks: int) -> list[torch.device]:
     return gpus[:ranks]
 
 
+class _LayerCut(NamedTuple):
+    """The number of layers of each stage of a Sequential, and what each layer costs, if known."""
+
+    counts: Sequence[int]
+    costs: Sequence[UnitCost] | None = None
+
+
 def _choose_layer_counts(
     module: nn.Sequential,
     stages: int | Sequence[int],
@@ -537,8 +544,8 @@ def _choose_layer_counts(
     placement: tuple[int, ...],
     measured_together: bool = False,
     nearest: bool = True,
-) -> Sequence[int]:
-    """Return the number of layers of each stage of a Sequential."""
+) -> _LayerCut:
+    """Choose the number of layers of each stage of a Sequential."""
     if not isinstance(stages, int):
         if request.balance is not None:
             raise ArgumentError(
@@ -546,16 +553,16 @@ def _choose_layer_counts(
                 f"Leave balance out, or give stages={len(stages)}."
             )
         check_cut(stages, len(module))
-        return stages
+        return _LayerCut(stages)
     # An example is given to be measured with. Without one, only parameters can be compared.
     balance = request.balance or ("parameters" if request.example is None else "time")
     if balance not in BALANCE_MODES:
         raise ArgumentError(f"balance must be one of {', '.join(BALANCE_MODES)}, not '{balance}'")
     if stages == 1:
-        return (len(module),)
+        return _LayerCut((len(module),))
     if balance == "parameters":
         check_not_lazy(module)
-        return balance_costs([parameter_bytes(layer) for layer in module], stages)
+        return _LayerCut(balance_costs([parameter_bytes(layer) for layer in module], stages))
     if request.example is None:
         raise ArgumentError(
             f"balance='{balance}' measures the layers on a batch. Pass one as example=."
@@ -578,7 +585,7 @@ def _choose_layer_counts(
             costs = measure_layer_bytes(
                 layers, example, unpack=unpack, chunks=request.chunks, device=device
             )
-            return balance_costs(take_maximum([costs], peers, device)[0], stages)
+            return _LayerCut(balance_costs(take_maximum([costs], peers, device)[0], stages))
         profiles = profile_layers(
             layers,
             example,
@@ -591,10 +598,11 @@ def _choose_layer_counts(
     rows = take_maximum(list(map(astuple, profiles)), peers, device)
     profiles = [UnitCost(f, i, w, int(activation), int(size)) for f, i, w, activation, size in rows]
     if request.memory is None and len(set(placement)) == stages:
-        return balance_costs([profile.seconds for profile in profiles], stages)
+        counts = balance_costs([profile.seconds for profile in profiles], stages)
+        return _LayerCut(counts, profiles)
     limits = _build_resource_limits(request, stage_devices, placement, measured_together, nearest)
     capacities = tuple(DeviceCapacity(memory=memory) for memory in limits.memory)
-    return find_cut_within(limits, profiles, capacities)
+    return _LayerCut(find_cut_within(limits, profiles, capacities), profiles)
 
 
 def describe_placement(placed_partition: PlacedPartition) -> list[str]:

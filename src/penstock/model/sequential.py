@@ -37,6 +37,7 @@ from penstock.model.sequential_stage import (
 from penstock.model.stage_inputs import Batch, InputDevices, StageInputs, append_target
 from penstock.model.traced.containers import HOOK_TABLES
 from penstock.model.traced.shared_state import find_shared_state
+from penstock.model.traced.traced_partition import UnitCost
 from penstock.schedules.ir import StageGraph
 from penstock.stage.skip import (
     SkipKey,
@@ -517,8 +518,13 @@ class _UnsplitSequential(nn.Sequential):
         return value
 
 
-def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPartition:
-    """Cut a Sequential into stages with these numbers of children."""
+def cut_sequential(
+    module: nn.Sequential, counts: Sequence[int], costs: Sequence[UnitCost] | None = None
+) -> SequentialPartition:
+    """Cut a Sequential into stages with these numbers of children.
+
+    `costs` are those of the children, if they were measured: for the report.
+    """
     names, children = zip(*module._modules.items(), strict=True)
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -547,7 +553,7 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> SequentialPa
         )
         for index, part in enumerate(slices)
     )
-    outline = describe_sequential(module, counts, routes)
+    outline = describe_sequential(module, counts, routes, costs)
     source = SequentialRef(module)
     return SequentialPartition(stages, graph, outline, None, routes, side_names, source)
 
