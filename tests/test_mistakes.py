@@ -137,6 +137,12 @@ TABLE: dict[str, list[Mistake]] = {
         ),
     ],
     "The result of a step": [
+        Mistake(
+            "penstock.draw.text(pipe.step(x, target=y))",
+            ATTRIBUTE,
+            "no attribute 'ranks'",
+            "draw.text(result.timeline)",
+        ),
         Mistake("pipe.step(x, target=y).backward()", ATTRIBUTE, "has run the", "optimizer.step()"),
         Mistake("pipe.step(x, target=y).item()", ATTRIBUTE, "no attribute", "result.loss.item()"),
         Mistake("loss, output = pipe.step(x, target=y)", TYPE, "not a tuple", "result.outputs"),

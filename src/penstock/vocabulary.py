@@ -148,6 +148,7 @@ RESULT_ATTRIBUTES: Mapping[str, str] = {
     "logits": _RESULT_OUTPUTS,
     "numpy": "The loss is result.loss, a tensor without a graph",
     "output": _RESULT_OUTPUTS,
+    "ranks": "Its timeline is result.timeline: write penstock.draw.text(result.timeline)",
 }
 
 # ---- schedules that have other names elsewhere ---------------------------------------------------
