@@ -21,7 +21,7 @@ from penstock.planning import (
 )
 from penstock.planning.bound import schedule_bound, space_bound
 from penstock.planning.schedule_timer import ScheduleTimer
-from penstock.planning.search import choose_chunks
+from penstock.planning.search_space import choose_chunks
 from penstock.planning.stage_costs import CostTable, StageCosts
 from penstock.schedules.families import loop, vee
 from tests.planning.brute_force import brute_force, make_problem, solve
@@ -238,7 +238,7 @@ def test_chunks_to_try() -> None:
 def test_plan_for_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     # Small budgets, so that most groups are left to their bounds, as with a thousand devices.
     monkeypatch.setattr("penstock.planning.search._BUILT_ACTIONS", 60_000)
-    monkeypatch.setattr("penstock.planning.search._HUGE_ACTIONS", 5_000)
+    monkeypatch.setattr("penstock.planning.search_space._HUGE_ACTIONS", 5_000)
     plan = search_plan(even_profile(units=64, ranks=32, rows=64, memory=2000.0), solver_seconds=0)
     assert max(plan.forecast.peak) <= 2000
     assert plan.timeline.makespan == pytest.approx(plan.seconds)

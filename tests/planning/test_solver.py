@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.planning import PerRows, UnitSeconds, search_plan
-from penstock.planning.search import choose_chunks
+from penstock.planning.search_space import choose_chunks
 from penstock.planning.solver import solve_schedule, solve_space_bound
 from penstock.planning.stage_costs import CostTable
 from penstock.schedules.families import loop, make, vee

@@ -31,7 +31,8 @@ from penstock.model.sequential import check_model, is_plain_sequential
 from penstock.model.traced.units import UnitSelector
 from penstock.planning.plan import Plan
 from penstock.planning.profile import PerRows, UnitProfile, UnitSeconds, resolve_memory
-from penstock.planning.search import check_schedule_names, search_plan
+from penstock.planning.search import search_plan
+from penstock.planning.search_space import check_schedule_names
 from penstock.schedules.bound import Objective
 from penstock.schedules.cost import Cost
 from penstock.schedules.families import FAMILIES, make

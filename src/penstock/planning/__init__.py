@@ -10,6 +10,9 @@ The modules, in reading order:
     period_solver.py   the best pattern of one micro-batch, for many of them, with ortools
     solver.py          the best schedule of a cut by constraint programming, with ortools
     recomputed_fit.py  a schedule of `fit` in which some stages are recomputed
+    search_space.py    the plans that are searched, in groups that are timed and bounded
+    cut_moves.py       cuts and recomputed stages that may be faster than those that are known
+    idle_speed.py      plans at the speed that idle ranks leave to the others
     search.py          `search_plan`: the fastest plan for a profile and a memory cap
 """
 
