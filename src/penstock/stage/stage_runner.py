@@ -232,6 +232,7 @@ class StageRunner:
         # `random` and `numpy.random`.
         self._aux_loss_count = 0
         self._host_rng: HostRngCell | None = None
+        self._has_drawn = False  # from the random numbers of PyTorch
         # Whether recomputations are compared with their forwards, and whether the first forward of
         # the latter runs now.
         self.repeat_check = RepeatCheck(stage, bool(context.autocast_dtypes))
@@ -245,8 +246,8 @@ class StageRunner:
 
     @property
     def has_drawn(self) -> bool:
-        """Return whether the stage has drawn random numbers in any forward."""
-        return bool(self._behavior.draws_random or self._behavior.draws_host_random)
+        """Return whether the stage has drawn random numbers in this call."""
+        return self._has_drawn or bool(self._behavior.draws_host_random)
 
     @property
     def may_draw_random(self) -> bool:
@@ -809,10 +810,12 @@ class StageRunner:
         is_known = rng is not None and not rng.redirect.used_own_generator
         # Neither is it known before a loss has run, which runs in the recomputation.
         is_known &= not (self._has_loss and in_checkpointed_forward())
-        if rng is not None and not behavior.draws_random:
-            has_drawn = rng.redirect.has_drawn
-            if has_drawn or is_known:
-                behavior.draws_random = has_drawn
+        if rng is not None and not self._has_drawn:
+            # What it has drawn in another call says nothing: a model may draw between its units,
+            # by modes and attributes that are not those of the stage.
+            self._has_drawn = rng.redirect.has_drawn
+            if self._has_drawn or (is_known and not behavior.draws_random):
+                behavior.draws_random = self._has_drawn
         if isinstance(rng, CellRngMode) and self._is_observed:
             behavior.uses_empty = rng.used_empty
         if self._host_rng is not None:

@@ -220,3 +220,28 @@ def test_change_of_a_tensor_that_is_not_a_buffer_is_refused(
     """A recomputation repeated the change, and the stages wrote into each other's numbers."""
     with pytest.raises(CutError, match=f"the forward changes '{name}' in place, a tensor that is"):
         piped(made(kind), batches(5)[0], stages=2)
+
+
+class DropsBetweenUnits(nn.Module):
+    """Applies dropout between its two layers, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Module()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(self.first(x), 0.3, self.block.training)
+        y: Tensor = self.second(x)
+        return y.square().mean()
+
+
+def test_generator_stays_where_it_is_when_nothing_is_drawn_between_units_any_more() -> None:
+    """The stages have no module whose mode tells that the dropout is off."""
+    model, x = DropsBetweenUnits(), torch.randn(6, 4)
+    pipe = Pipe(model, 2, stages=2, devices=["cpu"] * 2, example=x, units=["first", "second"])
+    for is_training in (True, False, True):
+        model.block.train(is_training)
+        before = torch.get_rng_state()
+        pipe.step(x)
+        assert torch.equal(torch.get_rng_state(), before) is not is_training
