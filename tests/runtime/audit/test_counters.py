@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -114,6 +114,75 @@ def test_counter_in_a_tensor_that_is_read_every_few_calls_is_found(
         layer.register_buffer("n", torch.ones((), dtype=getattr(torch, counter)))
     with pytest.raises(AuditError, match=GROWN):
         train(layer)
+
+
+def count_in_dict(layer: Any) -> Any:
+    layer.counts["calls"] += 1
+    return layer.counts["calls"]
+
+
+def count_share(layer: Any) -> Any:
+    layer.share += 0.01
+    return layer.share
+
+
+def restart(layer: Any) -> Any:
+    """Go through the numbers below 10, and begin again."""
+    layer.n = (layer.n * 3 + 1) % 10
+    return layer.n
+
+
+TESTS: dict[str, Callable[[Any], Any]] = {
+    "one call": lambda self: count(self) == 7,
+    "one call far ahead": lambda self: count(self) == 1_000_000,
+    "window": lambda self: 6 < count(self) < 12,
+    "window from the other end": lambda self: 12 > count_later(self) >= 6,
+    "every seven calls, one in the middle": lambda self: count(self) % 7 == 5,
+    "every second of twelve": lambda self: divmod(count(self), 12)[1] // 2 == 4,
+    "after a limit, now and then": lambda self: count(self) > 9 and self.n % 5 == 2,
+    "one of a list": lambda self: count(self) in [9, 40],
+    "bits": lambda self: count(self) >> 3 & 1,
+    "not zero": lambda self: not (count(self) - 8),
+    "rounded": lambda self: round(count(self) / 3) == 4,
+    "fraction": lambda self: 1.195 < count_share(self) < 1.205,
+    "power": lambda self: 0.1 < 0.8 ** count(self) < 0.12,
+    "dict": lambda self: count_in_dict(self) == 7,
+    "number on the left": lambda self: 0.5 * count(self) == 4 or 9.5 < self.n < 10.5,
+    "dim": lambda self: torch.ones(4).sum(self.n * 0) == 4 and count(self) == 7,
+    "two counters": lambda self: count(self) - count_in_dict(self) * 2 == -9,
+    "numbers that go round": lambda self: restart(self) == 0,
+}
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["Sequential", "any model"])
+@pytest.mark.parametrize("name", TESTS)
+def test_layer_that_acts_in_few_calls_is_found(name: str, is_traced: bool) -> None:
+    layer = Layer(TESTS[name], n=1, share=1.0, counts=Counter())
+    with pytest.raises(AuditError, match=GROWN):
+        train(layer, is_traced=is_traced)
+
+
+NO_TESTS: dict[str, Callable[[Any], Any]] = {
+    "never": lambda self: count(self) % 4 == 7,
+    "always": lambda self: count(self) < 0,
+    "what only a log reads": lambda self: count(self) == 7 and self.log.append(self.n),
+    "numbers that go round": lambda self: restart(self) == 5,
+    "type": lambda self: type(count(self)) is not int,
+    "text": lambda self: f"{count(self)}" == "x",
+    "table that ends": lambda self: count(self) > 9 and self.table[self.n],
+}
+
+
+@each_door
+@pytest.mark.parametrize("name", NO_TESTS)
+def test_comparison_of_a_counter_that_makes_no_difference_is_left_alone(
+    name: str, door: str
+) -> None:
+    layer: Any = Layer(NO_TESTS[name], n=1, counts=Counter(), log=[], table=[0] * 9)
+    train(layer, door)
+    assert type(layer.n) is int
+    if name != "numbers that go round":
+        assert layer.n == 1 + 4  # micro-batches
 
 
 def test_list_whose_length_is_read_every_few_calls_is_found() -> None:
@@ -335,6 +404,8 @@ ATTRIBUTES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "bounded deque": (deque(maxlen=7), lambda self: count_entry(self.state)),
     "set": (set(), lambda self: count_entry(self.state)),
     "set of names": ({"a"}, lambda self: count_entry(self.state, str)),
+    "dict of calls": ({}, lambda self: count_entry(self.state)),
+    "dict of names": ({"a": 0}, lambda self: count_entry(self.state, str)),
     "tuple of a set": ((set(),), lambda self: count_entry(self.state[0])),
     "object": (SimpleNamespace(calls=0), lambda self: count_attribute(self.state, "calls")),
     "dict in an object": (
@@ -355,7 +426,10 @@ def count_attribute(owner: Any, name: str = "state") -> Any:
 
 
 def count_entry(state: Any, kind: Callable[[int], Any] = int) -> int:
-    (state.add if isinstance(state, set) else state.append)(kind(len(state)))
+    if isinstance(state, dict):
+        state[kind(len(state))] = 0.5
+    else:
+        (state.add if isinstance(state, set) else state.append)(kind(len(state)))
     return len(state)
 
 
@@ -558,4 +632,4 @@ def test_only_layers_that_count_run_once_more(monkeypatch: pytest.MonkeyPatch) -
         train(Runs(change))
         runs[name] = len(os.environ["PENSTOCK_TEST_RUNS"])
     # The average is not looked at twice, as nothing is read below a limit of it.
-    assert runs == {"nothing": 7, "object": 15, "average": 20, "counter": 23, "number": 23}
+    assert runs == {"nothing": 7, "object": 15, "average": 20, "counter": 25, "number": 25}

@@ -8,7 +8,7 @@ lets that be far ahead:
                          or almost 0, for a number that decreases
     tensor, array        the same, or 1,000 times as large
     list, deque, set,    with many more entries
-    tuple, str
+    dict, tuple, str
     itertools.count      goes on from a large number
 
 The next value cannot be predicted for other types: the name of a phase, a date, a list that becomes
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.audit.counter_probe import unwrap_number
 from penstock.state_copy import (
     COPYABLE_ITERATORS,
     SCALAR_TYPES,
@@ -58,6 +59,7 @@ _MAX_ENTRIES = 1_000  # of a container that is looked through
 _MAX_SHOWN, _MAX_TEXT = 16, 80  # entries that are described, and letters of each
 _MAX_DEPTH = 4  # of containers in containers
 
+_KEY_TYPES = (int, float, str)
 _OPAQUE_TYPES = (str, bytes, complex, Enum, date, time, timedelta, frozenset, range)
 
 Key = tuple[Any, ...]
@@ -113,7 +115,7 @@ class MovedValue(NamedTuple):
             return [repr(entry)[:_MAX_TEXT] for entry in itertools.islice(value, _MAX_SHOWN)]
         if isinstance(value, str) or _is_plain_tuple(value):
             return Text(value)
-        if isinstance(value, list | deque | set | tuple):
+        if isinstance(value, list | deque | set | tuple | dict):
             return len(value)
         return value.tobytes() if is_of_numpy(value) else repr(value)
 
@@ -134,7 +136,7 @@ class MovedValue(NamedTuple):
         if self.set is None and not self.is_in_place:
             return False
         is_new = True
-        if isinstance(value, list | deque | set):
+        if isinstance(value, list | deque | set | dict):
             new = _lengthen(value if self.is_in_place else copy.copy(value), before, steps_before)
         elif isinstance(value, tuple | str):
             added = _count_added(len(value), len(before), steps_before)
@@ -187,8 +189,9 @@ class CounterWalk:
         before = self._copier.find_copy(before)
         is_direct = len(key) == 2
         if _is_number(value):
-            if type(value) is type(before) and _differ(value, before):
-                is_certain = type(value) is int and is_direct
+            kind = type(unwrap_number(value))
+            if kind is type(before) and _differ(value, before):
+                is_certain = kind is int and is_direct
                 yield MovedValue(key, value, before, put, False, is_certain)
             return
         if (
@@ -218,6 +221,8 @@ class CounterWalk:
         elif isinstance(value, list | deque | set) and len(value) > _measure(before):
             yield moved(is_certain=type(value) is type(before) is list and is_direct)
         elif len(key) < 2 + _MAX_DEPTH:
+            if _has_more_keys(value, before):
+                yield moved(is_certain=False)
             yield from self._find_in_parts(key, value, before)
 
     def _find_in_parts(self, key: Key, value: Any, before: Any) -> Iterator[MovedValue]:
@@ -244,9 +249,10 @@ class CounterWalk:
         for name, entry in list(entries.items()):
             # A counter of a class becomes one of the object when it is first raised, and a
             # `collections.Counter` begins without entries.
+            kind = type(unwrap_number(entry))
             in_class = getattr(type(value), name, None) if isinstance(name, str) else None
-            default = in_class if type(in_class) is type(entry) else None
-            old = old_entries.get(name, 0 if default is None and type(entry) is int else default)
+            default = in_class if type(in_class) is kind else None
+            old = old_entries.get(name, 0 if default is None and kind is int else default)
             put = None if put_entry is None else partial(put_entry, name)
             yield from self.find_moved((*key, name), entry, old, put)
 
@@ -310,6 +316,13 @@ def _has_grown(value: Any, before: Any) -> bool:
     return all(entry is old or entry == old for entry, old in zip(value, before, strict=False))
 
 
+def _has_more_keys(value: Any, before: Any) -> bool:
+    """Return whether a dict has become larger, and more keys of its kind can be made."""
+    if not isinstance(value, dict) or len(value) <= _measure(before):
+        return False
+    return type(next(reversed(value))) in _KEY_TYPES
+
+
 def _is_opaque_change(value: Any, before: Any) -> bool:
     """Return whether a value has become another one, and it is not known how it goes on."""
     is_plain = isinstance(value, _OPAQUE_TYPES) or _is_plain_tuple(value)
@@ -349,7 +362,7 @@ def _read_dict(value: Any) -> dict[str, Any]:
 
 
 def _measure(value: Any) -> int:
-    return len(value) if isinstance(value, list | deque | set) else 0
+    return len(value) if isinstance(value, list | deque | set | dict) else 0
 
 
 def _move_number(value: Any, step: Any, steps_before: int) -> Any:
@@ -406,18 +419,20 @@ def _count_added(length: int, length_before: int, steps_before: int) -> int:
 
 
 def _lengthen(value: Any, before: Any, steps_before: int) -> Any:
-    """Give a list, a deque or a set many more entries, and return it."""
+    """Give a list, a deque, a set or a dict many more entries, and return it."""
     length = len(value)
     added = _count_added(length, _measure(before), steps_before)
-    if not isinstance(value, set):
+    if isinstance(value, list | deque):
         value.extend([value[-1]] * added)
         return value
     kind = type(next(iter(value)))
-    make = kind if kind in (int, float, str) else _make_object
+    make = kind if kind in _KEY_TYPES else _make_object
     largest = max((entry for entry in value if type(entry) is int), default=0)
     new = map(make, itertools.count(max(largest, length) + 1))
+    last_entry = value[next(reversed(value))] if isinstance(value, dict) else None
     while len(value) < length + added:
-        value.update(itertools.islice(new, length + added - len(value)))
+        entries = itertools.islice(new, length + added - len(value))
+        value.update(dict.fromkeys(entries, last_entry) if isinstance(value, dict) else entries)
     return value
 
 

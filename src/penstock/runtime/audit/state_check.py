@@ -6,6 +6,8 @@ left, and the results and gradients must agree. Where they do, four things may s
 
     a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
                            run again with the counter far ahead (counters.py).
+                           The calls in which it is compared with another result are tried, too
+                           (counter_probe.py).
     an opaque value        The next name of a phase, the next date or the next entry of an iterator
                            cannot be predicted, so it is refused if each forward changes it.
     a settled buffer       The vectors of a spectral norm may have converged before training. The
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +31,8 @@ from typing import Any
 import torch
 
 from penstock.runtime.audit.batch_rows import Rows
-from penstock.runtime.audit.counters import Text
+from penstock.runtime.audit.counter_probe import CounterProbe, Counters
+from penstock.runtime.audit.counters import Key, Text
 from penstock.runtime.audit.digest import Digest, Digester
 from penstock.runtime.audit.precision import find_repetition_rounding
 from penstock.runtime.audit.problems import (
@@ -38,10 +42,12 @@ from penstock.runtime.audit.problems import (
 )
 from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.audit.row_results import ShowsNothingError
-from penstock.runtime.audit.state_watch import BufferKey, StateWatch
+from penstock.runtime.audit.state_watch import BufferKey, StateWatch, set_counters
 from penstock.stage.cell_graph import has_saved_tensors, iter_nodes
 from penstock.stage.payload import flatten_values
 from penstock.torch_compat import close_failed_checkpoints
+
+_MAX_CALLS = 12  # later calls that are tried
 
 
 class StateCheck:
@@ -211,6 +217,7 @@ class StateCheck:
             moving = {key for key in common_keys if after_first[key] != after_both[key]}
             common_keys = after_first.keys() & after_later.counters.keys()
             constant = {key for key in common_keys if after_first[key] == after_later.counters[key]}
+            has_counters = first != later and bool(watch.find_counters(moving))
             # Only to see whether there is anything to advance: the isolation ends here.
             distances = [n for n in (1, 0) if watch.advance_counters(moving, constant, n)]
         if self._do_results_differ(actual, expected):
@@ -229,7 +236,77 @@ class StateCheck:
                 actual = self._digest_results(self._run_rows(later, microbatch))
             if self._do_results_differ(actual, expected):
                 return True
+        if has_counters and self._goes_by_calls(expected, moving, first, later, microbatch):
+            return True
         return None
+
+    def _goes_by_calls(
+        self,
+        expected: dict[Any, Digest],
+        moving: Collection[Key],
+        first: Rows,
+        later: Rows,
+        microbatch: int,
+    ) -> bool:
+        """Return whether rows have other results in a call that compares counters in another way.
+
+        A layer may act in one call only, or in some of every seven. See counter_probe.py.
+        """
+        known_calls: set[tuple[Any, ...]] = set()
+        todo: deque[Counters | None] = deque([None])  # the counters that the first rows leave
+        for _ in range(_MAX_CALLS):
+            if not todo:
+                break
+            counters = todo.popleft()
+            if counters is not None:
+                with self._reference.isolate():
+                    watch = self._reference.watch_state()
+                    self._run_first_rows(first, watch)
+                    set_counters(watch.find_counters(moving), counters)
+                    try:
+                        actual = self._digest_results(self._run_rows(later, microbatch))
+                    except Exception as error:  # a table may have no entry for so many calls
+                        close_failed_checkpoints(error)
+                        continue
+                if self._do_results_differ(actual, expected):
+                    return True
+            for found in self._find_other_calls(counters, moving, first, later, microbatch):
+                if tuple(found) not in known_calls:
+                    known_calls.add(tuple(found))
+                    todo.append(found)
+        return False
+
+    def _find_other_calls(
+        self,
+        counters: Counters | None,
+        moving: Collection[Key],
+        first: Rows,
+        later: Rows,
+        microbatch: int,
+    ) -> list[Counters]:
+        """Return the counters of later calls in which they would be compared with another result.
+
+        Args:
+            counters: Those of the call that is looked at. None: those that the first rows leave.
+            moving: The places of the values that move in each forward.
+            first: The first rows.
+            later: The later rows.
+            microbatch: The micro-batch of the later rows.
+        """
+        for keeps_types in (False, True):
+            with self._reference.isolate():
+                watch = self._reference.watch_state()
+                self._run_first_rows(first, watch)
+                places = watch.find_counters(moving)
+                values = counters or [place.value for place in places.values()]
+                probe = CounterProbe(values, keeps_types)
+                try:
+                    return watch.probe_counters(
+                        places, probe, lambda: self._run_rows(later, microbatch)
+                    )
+                except Exception as error:
+                    close_failed_checkpoints(error)
+        return []
 
     def _is_iterated(
         self, buffers: Collection[BufferKey], first: Rows, later: Rows, microbatch: int

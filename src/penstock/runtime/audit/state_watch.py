@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.isolation import StateSnapshot
+from penstock.runtime.audit.counter_probe import CounterProbe, Counters
 from penstock.runtime.audit.counters import CounterWalk, Key, MovedValue, is_state
 from penstock.runtime.audit.write_log import WriteLog, get_storage_address
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
@@ -30,6 +31,7 @@ BufferKey = tuple[nn.Module, str]
 AttributeKey = tuple[nn.Module, str]
 UNNAMED_VARIABLE = "a variable outside of the modules"
 
+_NUMBER_TYPES = (int, float)
 _SETTLED = 1e-3  # by what part of their size numbers have changed that are settled
 
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
@@ -175,6 +177,34 @@ class StateWatch:
         ]
         return any(advanced)
 
+    def find_counters(self, moving: Collection[Key]) -> dict[Key, MovedValue]:
+        """Return the plain numbers that move in each forward, by their places.
+
+        Args:
+            moving: The places of the values that move in each forward.
+        """
+        return {
+            moved.key: moved
+            for moved in self._find_moved()
+            if moved.key in moving and type(moved.value) in _NUMBER_TYPES and moved.set is not None
+        }
+
+    def probe_counters(
+        self, places: Mapping[Key, MovedValue], probe: CounterProbe, run: Callable[[], object]
+    ) -> list[Counters]:
+        """Return the counters of later calls in which a forward would compare them otherwise.
+
+        Args:
+            places: The places of the counters.
+            probe: Has the counters, and follows them.
+            run: Runs the forward. It may raise, as its counters are of another type.
+        """
+        set_counters(places, probe.build_numbers())
+        run()
+        probe.stop()
+        after = {moved.key: moved.value for moved in self._find_moved()}
+        return probe.find_calls([after.get(key, place.value) for key, place in places.items()])
+
     def _find_moved(self) -> Iterator[MovedValue]:
         """Yield the numbers, lengths and iterators that a forward has moved."""
         walk = CounterWalk(self._copier)
@@ -258,6 +288,13 @@ class StateWatch:
         if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
             names.append(UNNAMED_VARIABLE)
         return list(dict.fromkeys(name for name in names if name != UNNAMED_VARIABLE)) or names[:1]
+
+
+def set_counters(places: Mapping[Key, MovedValue], counters: Counters) -> None:
+    """Let the places of counters hold these numbers."""
+    for place, number in zip(places.values(), counters, strict=True):
+        assert place.set is not None
+        place.set(number)
 
 
 def _is_settled(value: Tensor, before: Tensor) -> bool:
