@@ -6,8 +6,12 @@ This covers grad modes that the forward sets, state between units, and attribute
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date, timedelta
 from functools import partial
 from typing import Any
 
@@ -146,6 +150,96 @@ def test_forward_that_changes_an_attribute_causes_a_warning() -> None:
     x = torch.randn(8, WIDTH).double()
     with pytest.warns(UserWarning, match="the forward changes calls on modules around the units"):
         piped(Counting(), x, balance="parameters")
+
+
+class Scaled(Chain):
+    """A chain that multiplies its outputs by what a function computes from its state."""
+
+    def __init__(self, state: Any, find_scale: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.state, self.find_scale = state, find_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.find_scale(self)
+        return super().forward(x) * scale
+
+
+def build_scaled(state: Any, find_scale: Callable[[Any], float], chunks: int) -> Pipe:
+    x = torch.randn(8, WIDTH).double()
+    model = Scaled(state, find_scale).double()
+    pipe = Pipe(model, chunks, stages=2, example=x, balance="parameters", devices=["cpu"] * 2)
+    pipe.step(x)
+    return pipe
+
+
+def make_generator() -> Iterator[float]:
+    yield from (1.0, 0.5, 0.25, 2.0, 0.1) * 9
+
+
+ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
+    "cycle": lambda: itertools.cycle([1.0, 0.5, 0.7]),
+    "generator": make_generator,
+    "map": lambda: map(float, range(1, 99)),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", ITERATORS)
+def test_iterator_that_the_forward_advances_is_refused(name: str, chunks: int) -> None:
+    """The trace advanced it, and so did each stage."""
+    with pytest.raises(CutError, match=rf"advances an iterator \({name}\)"):
+        build_scaled(ITERATORS[name](), lambda self: next(self.state), chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", ITERATORS)
+def test_iterator_that_is_advanced_between_steps_is_equal(name: str, chunks: int) -> None:
+    iterator = ITERATORS[name]()
+    state = [iterator, 1.0]
+    pipe = build_scaled(state, lambda self: self.state[1], chunks)
+    x, model = torch.randn(8, WIDTH).double(), Chain().double()
+    model.load_state_dict(pipe.state_dict())
+    scale = state[1] = next(iterator) * 3
+    assert abs(pipe.step(x).loss - model(x) * scale) < 1e-12
+
+
+def add_a_letter(model: Any) -> float:
+    model.state += "."
+    return 1 + 0.1 * len(model.state)
+
+
+def add_an_entry(model: Any) -> float:
+    model.state += (1,)
+    return 1 + 0.1 * len(model.state)
+
+
+def move_a_date(model: Any) -> float:
+    model.state += timedelta(days=1)
+    return 1 + 0.1 * int(model.state.day)
+
+
+@pytest.mark.parametrize(
+    ("state", "find_scale"),
+    [("", add_a_letter), ((), add_an_entry), (date(2020, 1, 1), move_a_date)],
+)
+def test_text_or_date_that_the_next_call_computes_with_is_refused(
+    state: Any, find_scale: Callable[[Any], float]
+) -> None:
+    """Each stage began with the first text, in each micro-batch."""
+    with pytest.raises(CutError, match=r"the forward changes state .* an earlier call has left"):
+        build_scaled(state, find_scale, 1)
+
+
+def note_a_mode(model: Any) -> float:
+    model.state = "train" if model.training else "eval"
+    return 0.5 if model.state == "train" else 1.0
+
+
+@pytest.mark.parametrize("state", [None, "eval"])
+def test_text_that_each_call_writes_before_it_reads_it_is_no_state(state: str | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_scaled(state, note_a_mode, 4)
 
 
 @dataclass

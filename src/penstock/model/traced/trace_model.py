@@ -15,6 +15,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -59,7 +63,11 @@ from penstock.model.traced.unit_shapes import SizeBinding, SizesDiffer, UnitShap
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.nested_values import flatten, iter_tensors, unflatten
 from penstock.stage.rng import suspend_cell_rng
+from penstock.state_copy import SCALAR_TYPES, describe_iterator, find_reachable
 from penstock.torch_compat import FakeTensor, force_eager, without_fake_tensor_log
+
+_NUMBER_TYPES = (int, float)
+_PLAIN_TYPES = (str, bytes, complex, Fraction, Decimal, Enum, date, time, timedelta, frozenset)
 
 # ---- the consistency check ---------------------------------------------------------------------
 #
@@ -213,6 +221,8 @@ def trace_model(
     # A forward may call functions that cache their results (`functools.cache` on a mask). They
     # compute in the first run only, so the check after it finds another path. The second trace sees
     # the filled caches, as every later run does.
+    iterator = find_reachable([model]).find_uncopyable()
+    iterator_before = None if iterator is None else describe_iterator(iterator)
     for is_rerun in (False, True):
         leaves = [
             _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
@@ -237,6 +247,13 @@ def trace_model(
         if is_stable:
             break
     uninitialized.check_not_read(trace)
+    if iterator is not None and describe_iterator(iterator) != iterator_before:
+        raise CutError(
+            f"the forward advances an iterator ({type(iterator).__name__}), which cannot be copied "
+            "or set back. Tracing the model advances it, too, and so does every stage that runs "
+            "the code around the units. Advance it outside of the forward, and pass the value as "
+            "an input."
+        )
     return trace, constants
 
 
@@ -417,24 +434,45 @@ def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
 def _find_lost_attributes(proxy_model: ProxyModel) -> dict[str, bool]:
     """Return the names of values that the forward leaves on parents, and whether each is a number.
 
-    The others are tensors that were computed from units, and containers with other contents.
+    The others are tensors that were computed from units, containers with other contents, and texts,
+    dates and so on.
 
     Every stage runs the parents' forward for every micro-batch, and would count each of them. So
     changes to attributes of parents are undone after each micro-batch.
     """
-    return {
-        f"{name}.{key}".lstrip("."): not isinstance(value, FakeTensor)
-        for name, (original, parent_copy) in proxy_model.parent_copies.items()
-        for key, value in parent_copy.__dict__.items()
-        if isinstance(value, FakeTensor)
-        or (type(value) in (int, float) and value != original.__dict__.get(key, value))
-    } | {
-        f"{name}.{key}".lstrip("."): False
-        for name, (original, _) in proxy_model.parent_copies.items()
-        for key, value in vars(original).items()
-        if (container := proxy_model.get_container_copy(value)) is not None
-        and not has_same_state(container.stage_copy, container.snapshot)
-    }
+    return (
+        {
+            f"{name}.{key}".lstrip("."): not isinstance(value, FakeTensor)
+            for name, (original, parent_copy) in proxy_model.parent_copies.items()
+            for key, value in parent_copy.__dict__.items()
+            if isinstance(value, FakeTensor)
+            or (type(value) in _NUMBER_TYPES and value != original.__dict__.get(key, value))
+        }
+        | {
+            f"{name}.{key}".lstrip("."): False
+            for name, (original, parent_copy) in proxy_model.parent_copies.items()
+            for key, value in parent_copy.__dict__.items()
+            if _is_plain_value(value) and _has_changed(value, original.__dict__.get(key, value))
+        }
+        | {
+            f"{name}.{key}".lstrip("."): False
+            for name, (original, _) in proxy_model.parent_copies.items()
+            for key, value in vars(original).items()
+            if (container := proxy_model.get_container_copy(value)) is not None
+            and not has_same_state(container.stage_copy, container.snapshot)
+        }
+    )
+
+
+def _is_plain_value(value: Any) -> bool:
+    """Return whether a value is a text, a date and so on, or a tuple of plain values."""
+    if type(value) is tuple:
+        return SCALAR_TYPES.issuperset(map(type, value))
+    return isinstance(value, _PLAIN_TYPES) and type(value) not in _NUMBER_TYPES
+
+
+def _has_changed(value: Any, before: Any) -> bool:
+    return value is not before and (type(value) is not type(before) or bool(value != before))
 
 
 def _check_lost_attributes(
