@@ -55,6 +55,8 @@ COPYABLE_ITERATORS: tuple[type, ...] = (
     type(iter(range(0))),
     type(iter("")),
 )
+# Streams in memory. A copy is read from where the original is.
+STREAMS = (io.StringIO, io.BytesIO)
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 SCALAR_TYPES = frozenset(SCALARS)
 # What models consist of, for the most part. None of these is an iterator.
@@ -147,7 +149,7 @@ class StructureCopier:
         if isinstance(value, tuple | frozenset):
             items = map(self, value)
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, COPYABLE_ITERATORS):
+        if isinstance(value, (*COPYABLE_ITERATORS, *STREAMS)):
             return _try_copy(value)
         if isinstance(value, set | deque) or _is_plain_object(value):
             return self._copy_container(value)
@@ -216,6 +218,8 @@ class StructureCopier:
             return repr(value) == repr(before)
         if isinstance(value, (*COPYABLE_ITERATORS, random.Random)):
             return repr(value.__reduce__()) == repr(before.__reduce__())
+        if isinstance(value, STREAMS):
+            return _describe_stream(value) == _describe_stream(before)
         if isinstance(value, set):
             return bool(value == before)
         if isinstance(value, dict) and [*value] != [*before]:
@@ -370,6 +374,19 @@ class ReachedState:
                 ):
                     return iterator
         return None
+
+
+def is_read_further(stream: Any, before: Any) -> bool:
+    """Return whether a stream in memory has been read since it was copied, and not written to."""
+    if not isinstance(stream, STREAMS) or type(stream) is not type(before):
+        return False
+    position, contents = _describe_stream(stream)
+    position_before, contents_before = _describe_stream(before)
+    return position != position_before and contents == contents_before
+
+
+def _describe_stream(stream: Any) -> tuple[int, Any]:
+    return (-1, None) if stream.closed else (stream.tell(), stream.getvalue())
 
 
 def describe_iterator(iterator: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import enum
+import io
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -405,6 +406,10 @@ def take_next(layer: Any) -> float:
     return float(next(layer.state))
 
 
+def read_line(layer: Any) -> float:
+    return float(layer.state.readline())
+
+
 def name_phase(layer: Any) -> float:
     letters = "abcdefghi"
     following = letters.find(layer.state or "?") + 1
@@ -425,6 +430,8 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "a tuple that is rotated": (lambda: (1.0, 1.0, 1.0, 1.0, 0.5), rotate_tuple),
     "a complex number": (lambda: 1 + 0j, turn),
     "an iterator of a list": (lambda: iter([1.0] * 6 + [0.5] * 99), take_next),
+    "a stream of texts": (lambda: io.StringIO("1\n" * 6 + "0.5\n" * 99), read_line),
+    "a stream of bytes": (lambda: io.BytesIO(b"1\n" * 6 + b"0.5\n" * 99), read_line),
     "a chain": (lambda: itertools.chain([1.0] * 6, itertools.repeat(0.5)), take_next),
     "a cycle": (lambda: itertools.cycle([1.0, 1.0, 1.0, 1.0, 1.0, 0.5]), take_next),
     "a generator": (lambda: (1.0 if n < 6 else 0.5 for n in itertools.count()), take_next),
@@ -488,11 +495,14 @@ class Notes(nn.Module):
         self.shape: tuple[int, ...] = ()
         self.last: tuple[float, ...] = ()
         self.name, self.log, self.is_first = "", "", True
+        self.stream, self.closed_stream = io.StringIO(), io.BytesIO()
+        self.closed_stream.close()
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape, self.name = tuple(x.shape), f"{x.dtype} {x.dim()}"
         self.last = tuple(x[0].tolist())
         self.log += f"{x.shape}\n"
+        print(x.shape, file=self.stream)
         self.is_first = False
         return x * 1.0
 
@@ -502,6 +512,19 @@ def test_notes_of_the_last_micro_batch_are_no_state(door: str) -> None:
     pipe = build(Notes())
     for _ in range(3):
         train(pipe, door, rows())
+
+
+def test_stream_that_is_read_with_one_micro_batch_is_equal() -> None:
+    """The audit read its lines, and the step computed with the next ones."""
+    layer: Any = Keeps("a stream of texts")
+    layer.state = io.StringIO("2\n3\n5\n7\n")
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    pipe = Pipe(nn.Sequential(layer, linear), 1, stages=2, devices=["cpu"] * 2)
+    for factor in (2, 3, 5):
+        inputs, target = rows(), rows()
+        loss = pipe.step(inputs, target=target, loss_fn=functional.mse_loss).loss
+        expected = functional.mse_loss(linear(layer.linear(inputs) * factor), target)
+        torch.testing.assert_close(loss, expected.detach())
 
 
 # ---- weights that are computed once ---------------------------------------------------------

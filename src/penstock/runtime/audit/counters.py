@@ -42,10 +42,12 @@ from penstock.runtime.audit.counter_probe import unwrap_number
 from penstock.state_copy import (
     COPYABLE_ITERATORS,
     SCALAR_TYPES,
+    STREAMS,
     StructureCopier,
     describe_iterator,
     get_attributes,
     is_of_numpy,
+    is_read_further,
 )
 
 # A multiple of all numbers up to 16, and of 20, 25, 30, 50, 100 and 1,000.
@@ -111,6 +113,8 @@ class MovedValue(NamedTuple):
             return float(values.sum()), float(torch.linalg.vector_norm(values))
         if self.is_opaque and isinstance(value, COPYABLE_ITERATORS):
             return describe_iterator(value)
+        if self.is_opaque and isinstance(value, STREAMS):
+            return value.tell()
         if self.is_opaque and isinstance(value, list | deque):
             return [repr(entry)[:_MAX_TEXT] for entry in itertools.islice(value, _MAX_SHOWN)]
         if isinstance(value, str) or _is_plain_tuple(value):
@@ -346,7 +350,9 @@ def _is_plain_tuple(value: Any) -> bool:
 
 
 def _has_advanced(value: Any, before: Any) -> bool:
-    """Return whether an iterator has gone on. A count is a number."""
+    """Return whether an iterator or a stream has gone on. A count is a number."""
+    if is_read_further(value, before):
+        return True
     if not isinstance(value, COPYABLE_ITERATORS) or isinstance(value, itertools.count):
         return False
     return type(value) is type(before) and describe_iterator(value) != describe_iterator(before)
