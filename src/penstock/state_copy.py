@@ -340,6 +340,15 @@ class ReachedState:
         """Return the objects of a type."""
         return [value for value in self.objects.values() if isinstance(value, kind)]
 
+    def has_variable(self, variable: Variable) -> bool:
+        """Return whether the code can reach a variable, or the container that has no other name."""
+        if variable.namespace is None:
+            return id(variable.value) in self.objects
+        return any(
+            other.namespace is variable.namespace and other.name == variable.name
+            for other in self.variables
+        )
+
     def list_containers(self) -> list[Any]:
         """Return the containers, random generators, and tables of attributes of objects."""
         tables = [

@@ -9,7 +9,7 @@ import io
 import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -568,3 +568,84 @@ def test_weight_that_is_computed_once_without_saved_tensors_is_equal() -> None:
     assert gradient is not None
     assert expected is not None
     assert torch.allclose(gradient, expected)
+
+
+# ---- what a forward leaves for its backward -------------------------------------------------
+
+
+class ClipFunction(torch.autograd.Function):
+    """Lets through the gradients of small inputs, whose places `keep` and `find` hand over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Callable[[Any, Tensor], None], find: Any) -> Tensor:
+        keep(ctx, (x.detach().abs() < 100).to(x))
+        ctx.find = find
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.find(ctx), None, None
+
+
+class MaskBox:
+    mask: Any = None
+    masks: ClassVar[dict[str, Any]] = {}
+
+
+class Clips(nn.Module):
+    """A layer whose backward needs a mask of its rows. No row is masked at first."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.linear = place, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.mask: Any = None
+        self.register_buffer("kept", torch.zeros(0, dtype=torch.float64))
+
+    def keep(self, ctx: Any, mask: Tensor) -> None:
+        self.mask = mask.sum(1) if self.place == "log" else self.linear.weight.detach().clone()
+        if self.place in ("context", "log"):
+            ctx.save_for_backward(mask)
+        elif self.place == "attribute":
+            self.mask = mask
+        elif self.place == "buffer":
+            self.kept = mask
+        elif self.place == "class":
+            MaskBox.mask = mask
+        elif self.place == "dict":
+            MaskBox.masks["last"] = mask
+
+    def find(self, ctx: Any) -> Any:
+        if self.place in ("context", "log"):
+            return ctx.saved_tensors[0]
+        if self.place == "class":
+            return MaskBox.mask
+        if self.place == "dict":
+            return MaskBox.masks["last"]
+        return {"buffer": self.kept, "weight": self.mask.mean()}.get(self.place, self.mask)
+
+    def forward(self, x: Tensor) -> Any:
+        return ClipFunction.apply(self.linear(x), self.keep, self.find)  # type: ignore[no-untyped-call]
+
+
+@each_door
+@pytest.mark.parametrize("place", ["attribute", "buffer", "class", "dict"])
+def test_mask_that_a_forward_leaves_for_its_backward_is_found(place: str, door: str) -> None:
+    """It was that of the last micro-batch, which shows when rows are masked in a later step."""
+    with pytest.raises(AuditError, match="the backward of a layer reads it from there"):
+        train(build(Clips(place)), door, rows())
+
+
+@each_door
+@pytest.mark.parametrize("place", ["context", "log", "weight"])
+def test_what_is_the_same_for_all_rows_or_not_read_in_a_backward_may_be_left(
+    place: str, door: str
+) -> None:
+    train(build(Clips(place)), door, rows())
+
+
+def test_mask_for_the_backward_may_be_left_where_no_forward_comes_in_between() -> None:
+    """In the last stage of 1F1B each backward follows its forward."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Clips("attribute"))
+    options: dict[str, Any] = {"stages": [1, 1], "devices": ["cpu"] * 2, "checkpoint": "never"}
+    pipe = Pipe(layers, 4, schedule="1f1b", **options)
+    pipe.step(rows(), target=rows(), loss_fn=functional.mse_loss)

@@ -53,6 +53,7 @@ from penstock.runtime.audit.problems import (
     HOOKED_LEAF,
     KEPT_FOR_LOSS,
     build_error,
+    describe_backward_state,
     describe_hidden_output,
     describe_hooks,
 )
@@ -79,7 +80,7 @@ from penstock.stage.loss_terms import TermComparison, TermSizes
 from penstock.stage.payload import Payload, flatten_values
 from penstock.stage.rng import peek_seed
 from penstock.stage.stage import Stage
-from penstock.state_copy import ReachedState
+from penstock.state_copy import ReachedState, Variable, find_reachable
 from penstock.torch_compat import (
     close_failed_checkpoints,
 )
@@ -143,6 +144,7 @@ class Audit:
             for lane in program.lanes
             for action in lane
         )
+        self._overtaken_stages = _find_overtaken_stages(program)
         self._loss_order = _find_loss_order(program, max(orders))
         self._reorders_losses = self._loss_order != sorted(self._loss_order)
         devices = [placed.stage_devices[stage.index] for stage in placed.partition.stages]
@@ -284,6 +286,8 @@ class Audit:
             other = self._later_microbatches[0] if is_first else self._first_microbatch
             if self._reference.reads_earlier_stages(self.microbatch, other):
                 refusal = KEPT_FOR_LOSS
+        if changes and forward.has_own_backward and self._inputs.chunks > 1:
+            self._state_problem = self._state_problem or self._compare_backward_state()
         obstacle = None
         if forward.changed_state and is_first and not self._is_first_everywhere:
             obstacle = (
@@ -312,6 +316,26 @@ class Audit:
             self._forward = forward._replace(output=None, operations=None, row_watch=RowWatch())
         else:
             self._state_problem = refusal
+
+    def _compare_backward_state(self) -> str | None:
+        """Return how a backward computes with what its forward has left, or None.
+
+        That is right where no other forward comes in between, as in the last stage of 1F1B.
+        """
+        left = self._build_state_check().find_backward_state()
+        stages = [s for s in self._placed.partition.stages if s.index in self._overtaken_stages]
+        modules = {module for stage in stages for module in stage.modules()}
+        reached = find_reachable(list(modules)) if left else ReachedState()
+        names = [
+            tensor.name
+            for tensor in left
+            if (
+                reached.has_variable(tensor.owner)
+                if isinstance(tensor.owner, Variable)
+                else tensor.owner in modules
+            )
+        ]
+        return describe_backward_state(list(dict.fromkeys(names))) if names else None
 
     def _build_state_check(self) -> StateCheck:
         return StateCheck(
@@ -708,6 +732,24 @@ class Audit:
             self._auditor.note_equal_rows(self._kind)
         else:
             self._auditor.note_audited(self._kind, self._term_sizes)
+
+
+def _find_overtaken_stages(program: Program) -> set[int]:
+    """Return the stages where a forward comes between that of another micro-batch and its backward.
+
+    A recomputation is no such forward: what it leaves is put back.
+    """
+    stages: set[int] = set()
+    for lane in program.lanes:
+        last_forwards: dict[int, int] = {}  # by stage, the micro-batch
+        for action in lane:
+            if not isinstance(action, Compute) or action.op in (Op.R, Op.W):
+                continue
+            if action.op is Op.F:
+                last_forwards[action.stage] = action.microbatch
+            elif last_forwards.get(action.stage) != action.microbatch:
+                stages.add(action.stage)
+    return stages
 
 
 def _find_loss_order(program: Program, last_stage: int) -> list[int]:

@@ -64,6 +64,17 @@ def describe_shared_graph(changes: Sequence[str]) -> str:
     )
 
 
+def describe_backward_state(names: Sequence[str]) -> str:
+    """Return what is wrong if a backward computes with what its forward has left for its rows."""
+    text = ", ".join(names[:4]) or "a variable outside of the model"
+    return (
+        f"each forward leaves a tensor of its rows in {text}, and the backward of a layer reads it "
+        "from there. In a pipe, forwards of other micro-batches come in between, and leave theirs. "
+        "Keep it with ctx.save_for_backward, or in the closure of a hook on a tensor, or use "
+        "chunks=1."
+    )
+
+
 KEPT_FOR_LOSS = (
     "loss_fn reads what layers of an earlier stage have left outside of their outputs, such as "
     "features that a hook keeps. When it runs, that may be of another micro-batch. Return such "

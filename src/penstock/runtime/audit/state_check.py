@@ -42,7 +42,12 @@ from penstock.runtime.audit.problems import (
 )
 from penstock.runtime.audit.reference import Reference, ReferenceForward
 from penstock.runtime.audit.row_results import ShowsNothingError
-from penstock.runtime.audit.state_watch import BufferKey, StateWatch, set_counters
+from penstock.runtime.audit.state_watch import (
+    BufferKey,
+    LeftTensor,
+    StateWatch,
+    set_counters,
+)
 from penstock.stage.cell_graph import has_saved_tensors, iter_nodes
 from penstock.stage.payload import flatten_values
 from penstock.torch_compat import close_failed_checkpoints
@@ -326,6 +331,43 @@ class StateCheck:
                 results.append(self._digest_results(self._run_rows(later, microbatch)))
         expected, actual = results
         return _shows_something(expected) and self._do_results_differ(actual, expected)
+
+    def find_backward_state(self) -> list[LeftTensor]:
+        """Return the tensors of its rows that a forward leaves and its backward reads.
+
+        What all micro-batches leave may be the same in the first step, as a mask of what is
+        clipped. So the numbers are changed between the forward and the backward.
+        """
+        start, stop = self._reference.rows.find_rows(self._microbatch)
+        if stop - start < 2:
+            return []
+        try:
+            with self._reference.isolate():
+                watch = self._reference.watch_state()
+                self._run_rows((start, (start + stop) // 2), self._microbatch)
+                sizes = {key: t.value.shape for key, t in watch.find_left_tensors().items()}
+            if not sizes:
+                return []
+            results = []
+            for is_disturbed in (False, True):
+                with self._reference.isolate():
+                    watch = self._reference.watch_state()
+                    forward = self._run_rows((start, stop), self._microbatch)
+                    left = [
+                        tensor
+                        for key, tensor in watch.find_left_tensors().items()
+                        if key in sizes and tensor.value.shape != sizes[key]
+                    ]
+                    if not left:  # the others may be the same for all rows
+                        return []
+                    for tensor in left if is_disturbed else ():
+                        tensor.disturb()
+                    results.append(self._digest_results(forward))
+        except Exception as error:  # the model may not run on fewer rows
+            close_failed_checkpoints(error)
+            return []
+        expected, actual = results
+        return left if self._do_results_differ(actual, expected) else []
 
     def compare_loss_orders(self, order: Sequence[int]) -> str | None:
         """Return how the state of `loss_fn` depends on the order of the micro-batches, or None.

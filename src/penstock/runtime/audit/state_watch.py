@@ -74,6 +74,30 @@ class MovedState(NamedTuple):
     opaque: dict[Key, Any]
 
 
+class LeftTensor(NamedTuple):
+    """A tensor that a forward has left in an attribute, a variable or a container.
+
+    Attributes:
+        owner: The module or the variable that has it.
+        name: What a message calls the place.
+        value: The tensor.
+        set: Gives the place another one.
+    """
+
+    owner: nn.Module | Variable
+    name: str
+    value: Tensor
+    set: Callable[[Any], object]
+
+    def disturb(self) -> None:
+        """Let the place hold other numbers, in a memory of their own."""
+        value = self.value.detach()
+        if value.is_floating_point() or value.is_complex():
+            self.set(value * 1.5 + 0.25)
+        else:
+            self.set(~value if value.dtype is torch.bool else torch.zeros_like(value))
+
+
 class StateWatch:
     """Finds the state that a forward changes, so that the next one may compute with it.
 
@@ -231,6 +255,42 @@ class StateWatch:
             put_variable = variable.set if walk.has_copies else None
             yield from walk.find_moved((index, ""), value, before, put_variable)
 
+    def find_left_tensors(self) -> dict[Key, LeftTensor]:
+        """Return the tensors that a forward has put somewhere, or has written to."""
+        left: dict[Key, LeftTensor] = {}
+        for key, (name, value) in self._read().items():
+            owner = self._variables[key] if isinstance(key, int) else key[0]
+            put = owner.set if isinstance(owner, Variable) else partial(_set_member, *key)
+            old = self._before.get(key, ("", None))[1]
+            self._add_left(left, (key,), LeftTensor(owner, name, value, put), old)
+        for module, prefix in self._names.items():
+            if has_write_only_buffers(module) or module in self._other_modules:
+                continue
+            for name, buffer in module._buffers.items():
+                key, path = (module, name), f"{prefix}.{name}".lstrip(".")
+                old, _ = self._buffers.get(key, (None, 0))
+                if buffer is not None:
+                    put = partial(_set_member, *key)
+                    self._add_left(left, (key,), LeftTensor(module, path, buffer, put), old)
+        return left
+
+    def _add_left(self, left: dict[Key, LeftTensor], key: Key, place: LeftTensor, old: Any) -> None:
+        """Add a place that has another tensor than before, or the entries of its container."""
+        value: Any = place.value
+        if isinstance(value, Tensor):
+            is_set = not (isinstance(place.owner, Variable) and place.owner.namespace is None)
+            if (is_set or len(key) > 1) and (value is not old or self._copier.has_changed(value)):
+                left[key] = place
+        elif isinstance(value, dict | list) and len(key) == 1:
+            old = self._copier.find_copy(value)
+            old_ids = {id(entry) for entry in (old.values() if isinstance(old, dict) else old)}
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, entry in entries:
+                copied = self._copier.find_copy(entry)
+                if isinstance(entry, Tensor) and id(copied) not in old_ids:
+                    put = partial(value.__setitem__, name)
+                    self._add_left(left, (*key, name), place._replace(value=entry, set=put), None)
+
     def find_settled_buffers(self) -> list[BufferKey]:
         """Return the buffers that a forward has written without changing their numbers much."""
         return [
@@ -288,6 +348,12 @@ class StateWatch:
         if self._measure_tables() != self._table_sizes:  # the forward has registered a hook, say
             names.append(UNNAMED_VARIABLE)
         return list(dict.fromkeys(name for name in names if name != UNNAMED_VARIABLE)) or names[:1]
+
+
+def _set_member(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute or a buffer of a module, without the checks of PyTorch."""
+    table = module._buffers if name in module._buffers else vars(module)
+    table[name] = value
 
 
 def set_counters(places: Mapping[Key, MovedValue], counters: Counters) -> None:
