@@ -649,3 +649,79 @@ def test_mask_for_the_backward_may_be_left_where_no_forward_comes_in_between() -
     options: dict[str, Any] = {"stages": [1, 1], "devices": ["cpu"] * 2, "checkpoint": "never"}
     pipe = Pipe(layers, 4, schedule="1f1b", **options)
     pipe.step(rows(), target=rows(), loss_fn=functional.mse_loss)
+
+
+# ---- what calls in eval mode leave for training ---------------------------------------------
+
+
+class Banks(nn.Module):
+    """A layer that leaves something in eval mode or without gradients, and may train with it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.bank: list[Tensor] = []
+        self.calls = 0
+        self.table: Any = None
+        self.note: Any = None
+        self.centre: Any = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return self.linear(x) * self.find_scale()
+        if self.kind == "bank" or (self.kind == "first bank" and not self.bank):
+            self.bank.append(x.detach().mean(0))
+        elif self.kind == "buffer":
+            self.centre += x.detach().mean(0)
+        elif self.kind == "count":
+            self.calls += 1
+        elif self.kind == "table" and self.table is None:
+            self.table = torch.full((WIDTH,), 0.5, dtype=torch.float64)
+        self.note = x.detach().sum()
+        return self.linear(x)
+
+    def find_scale(self) -> Any:
+        if self.kind == "table":
+            return 0.5 if self.table is None else self.table
+        return (self.bank[-1] if self.bank else 1.0) + self.centre + self.calls
+
+
+def evaluate(pipe: Pipe, mode: str) -> None:
+    if mode == "eval":
+        pipe.eval()
+    with torch.no_grad():
+        pipe(rows())
+    pipe.train()
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad"])
+@pytest.mark.parametrize("order", ["training first", "evaluation first"])
+@pytest.mark.parametrize("kind", ["bank", "first bank", "buffer", "count"])
+def test_state_of_evaluation_that_training_computes_with_is_found(
+    kind: str, order: str, mode: str
+) -> None:
+    """A pipe left the mean of each micro-batch there, and the model that of the batch."""
+    pipe = build(Banks(kind))
+    is_training = order == "training first"
+    run = {True: lambda: train(pipe, "step", rows()), False: lambda: evaluate(pipe, mode)}
+    run[is_training]()
+    with pytest.raises(AuditError, match="that in training computes with what it has left"):
+        run[not is_training]()
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad"])
+@pytest.mark.parametrize("kind", ["note", "table"])
+def test_state_of_evaluation_that_does_not_change_training_is_left_alone(
+    kind: str, mode: str
+) -> None:
+    pipe = build(Banks(kind))
+    evaluate(pipe, mode)
+    for _ in range(2):
+        train(pipe, "step", rows())
+        evaluate(pipe, mode)
+
+
+def test_state_of_evaluation_is_no_problem_without_training() -> None:
+    pipe = build(Banks("bank"))
+    for _ in range(3):
+        evaluate(pipe, "eval")

@@ -54,6 +54,7 @@ from penstock.runtime.audit.problems import (
     KEPT_FOR_LOSS,
     build_error,
     describe_backward_state,
+    describe_evaluation_state,
     describe_hidden_output,
     describe_hooks,
 )
@@ -286,6 +287,8 @@ class Audit:
             other = self._later_microbatches[0] if is_first else self._first_microbatch
             if self._reference.reads_earlier_stages(self.microbatch, other):
                 refusal = KEPT_FOR_LOSS
+        if self._later_microbatches:
+            self._state_problem = self._state_problem or self._compare_evaluation(changes)
         if changes and forward.has_own_backward and self._inputs.chunks > 1:
             self._state_problem = self._state_problem or self._compare_backward_state()
         obstacle = None
@@ -346,7 +349,38 @@ class Audit:
             compares_loss_only=self._reduction is not None,
             parameter_ids=self._name_parameters(),
             recomputes=self._recomputes,
+            other_microbatch=next(
+                (m for m in self._later_microbatches if m != self._first_microbatch),
+                self._first_microbatch,
+            ),
         )
+
+    def _compare_evaluation(self, changes: Sequence[str]) -> str | None:
+        """Return how training computes with what calls in eval mode leave, or None.
+
+        It is tried in the call that leaves something, as the next one may leave no more, and once
+        more in training, if that comes later. Then it is known which modules are in training mode.
+        """
+        modes = {module: module.training for module in self._reference.modules}
+        history = self._auditor.modes
+        if self._request.training and torch.is_grad_enabled():
+            history.training = modes
+            if history.evaluation is None:
+                return None
+        elif changes:
+            history.evaluation, history.changes = modes, changes
+        else:
+            return None
+        assert history.evaluation is not None
+        history.has_difference |= self._build_state_check().compare_training(
+            history.evaluation, history.training or dict.fromkeys(modes, True)
+        )
+        if history.training is None:
+            return None
+        if history.has_difference:
+            return describe_evaluation_state(history.changes)
+        history.evaluation = None
+        return None
 
     def _compare_branches(self, forward: ReferenceForward) -> str | None:
         """Compare the whole batch if its forward may go another way than that of micro-batches."""

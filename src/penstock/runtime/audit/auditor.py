@@ -28,6 +28,7 @@ from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import SettingsWatch
 from penstock.runtime.audit.problems import build_error, describe_advanced_iterator
 from penstock.runtime.audit.reference import list_parameters, running
+from penstock.runtime.audit.state_check import ModuleModes
 from penstock.runtime.audit.state_watch import AttributeKey
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
@@ -116,6 +117,24 @@ class KindRecord:
 
 
 @dataclass
+class ModeHistory:
+    """The modes of the modules in audited calls.
+
+    Attributes:
+        training: Those of a call with gradients.
+        evaluation: Those of a call without gradients, or in eval mode, that has left something
+            with which training was not compared yet.
+        changes: The names of what it has left.
+        has_difference: Whether training computes with that.
+    """
+
+    training: ModuleModes | None = None
+    evaluation: ModuleModes | None = None
+    changes: Sequence[str] = ()
+    has_difference: bool = False
+
+
+@dataclass
 class Auditor:
     """Decides which calls of a pipe are audited. A copy of the pipe starts anew."""
 
@@ -124,6 +143,7 @@ class Auditor:
     _call_count: int = 0
     _logged_reasons: set[str] = field(default_factory=set)
     kept_places: list[KeptPlace] = field(default_factory=list)
+    modes: ModeHistory = field(default_factory=ModeHistory)
     # Of calls in which the batch reads others from its inputs: see `StageInputs.other_reads`.
     _read_counts: dict[str, int] = field(default_factory=dict)
     _has_branches: bool = False  # whether any kind of call has

@@ -43,6 +43,17 @@ def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
     )
 
 
+def describe_evaluation_state(changes: Sequence[str]) -> str:
+    """Return what is wrong if training computes with what calls in eval mode have left."""
+    names = ", ".join(changes[:4]) or "a variable outside of the model"
+    return (
+        f"the forward in eval mode, or without gradients, changes {names}, and that in training "
+        "computes with what it has left. The unsplit model leaves there what it computes from the "
+        "whole batch, and a pipe what micro-batches give. Change such state outside of the "
+        "forward, or use chunks=1."
+    )
+
+
 def describe_opaque_state(name: str) -> str:
     """Return what is wrong if each forward changes a value whose next one cannot be predicted."""
     return (

@@ -2,7 +2,7 @@
 
 The unsplit model computes every row with the state from before the batch. So some rows of a later
 micro-batch run twice, with that state and with the one that rows of the first micro-batch have
-left, and the results and gradients must agree. Where they do, four things may still hide state:
+left, and the results and gradients must agree. Where they do, six things may still hide state:
 
     a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
                            run again with the counter far ahead (counters.py).
@@ -14,6 +14,8 @@ left, and the results and gradients must agree. Where they do, four things may s
                            rows run again with other numbers in the buffer.
     an id of a row         State of a user or a class matters to rows with the same id, and the
                            micro-batches may have none in common. The rows run after themselves.
+    the other mode         Only training may compute with what calls in eval mode leave.
+    a backward             It may read what its forward has left, which other forwards overwrite.
 
 `loss_fn` may keep state, too. Its own order of micro-batches must not matter where a schedule
 computes the losses in another one.
@@ -29,6 +31,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.runtime.audit.batch_rows import Rows
 from penstock.runtime.audit.counter_probe import CounterProbe, Counters
@@ -52,6 +55,8 @@ from penstock.stage.cell_graph import has_saved_tensors, iter_nodes
 from penstock.stage.payload import flatten_values
 from penstock.torch_compat import close_failed_checkpoints
 
+ModuleModes = Mapping[nn.Module, bool]  # whether each is in training mode
+
 _MAX_CALLS = 12  # later calls that are tried
 
 
@@ -73,6 +78,7 @@ class StateCheck:
         compares_loss_only: Whether the results are a loss with its extras.
         parameter_ids: The ids of the parameters whose gradients are compared.
         recomputes: Whether stages are recomputed.
+        other_microbatch: A micro-batch that is not the first one.
     """
 
     def __init__(
@@ -84,9 +90,11 @@ class StateCheck:
         compares_loss_only: bool,
         parameter_ids: Collection[int],
         recomputes: bool,
+        other_microbatch: int,
     ) -> None:
         self._reference, self._digester = reference, digester
         self._first_microbatch, self._microbatch = first_microbatch, microbatch
+        self._other_microbatch = other_microbatch
         self._compares_loss_only = compares_loss_only
         self._parameter_ids, self._recomputes = parameter_ids, recomputes
         self.shares_graph = self.shows_nothing = False
@@ -332,6 +340,41 @@ class StateCheck:
         expected, actual = results
         return _shows_something(expected) and self._do_results_differ(actual, expected)
 
+    def compare_training(self, evaluation: ModuleModes, training: ModuleModes) -> bool:
+        """Return whether training computes with what calls in eval mode have left of their rows.
+
+        It must be the same whichever rows they had, and however many calls there were.
+
+        Args:
+            evaluation: The modes of the modules in calls that leave something.
+            training: Their modes in training.
+        """
+        microbatches = self._first_microbatch, self._other_microbatch
+        ranges = [self._reference.rows.find_rows(microbatch) for microbatch in microbatches]
+        few = [(start, start + max(1, (stop - start) // 4)) for start, stop in ranges]
+        first, second = few
+        results = []
+        try:
+            for calls in ((first,), (second,), (first, second)):
+                with self._reference.isolate():
+                    watch = self._reference.watch_state()
+                    _set_modes(evaluation)
+                    for rows in calls:
+                        with torch.no_grad():
+                            self._run_rows(rows, self._microbatch)
+                        watch.rewind_generators()
+                    _set_modes(training)
+                    with torch.enable_grad():
+                        forward = self._run_rows(second, self._microbatch)
+                        results.append(self._digest_results(forward))
+        except Exception as error:  # the model may not run on so few rows
+            close_failed_checkpoints(error)
+            return False
+        expected, *others = results
+        return _shows_something(expected) and any(
+            self._do_results_differ(actual, expected) for actual in others
+        )
+
     def find_backward_state(self) -> list[LeftTensor]:
         """Return the tensors of its rows that a forward leaves and its backward reads.
 
@@ -455,6 +498,12 @@ class StateCheck:
             for key in {**expected, **actual}
             if key in parameters or isinstance(key, str)
         )
+
+
+def _set_modes(modes: ModuleModes) -> None:
+    """Let modules be in training or in eval mode, inside an isolation."""
+    for module, is_training in modes.items():
+        module.training = is_training
 
 
 class _SharedGraphError(Exception):
