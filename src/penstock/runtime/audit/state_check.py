@@ -5,9 +5,8 @@ micro-batch run twice, with that state and with the one that rows of the first m
 left, and the results and gradients must agree. Where they do, six things may still hide state:
 
     a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
-                           run again with the counter far ahead (counters.py).
-                           The calls in which it is compared with another result are tried, too
-                           (counter_probe.py).
+                           run again with the counter far ahead (counters.py), and in the calls in which
+                           it would be compared with another result (counter_probe.py).
     an opaque value        The next name of a phase, the next date or the next entry of an iterator
                            cannot be predicted, so it is refused if each forward changes it.
     a settled buffer       The vectors of a spectral norm may have converged before training. The
