@@ -1,8 +1,9 @@
-"""Losses with a sum or a mean over rows that is 0 in the first steps, which shows nothing of it."""
+"""Losses of which the first steps show nothing: sums that are 0, weights of rows that are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from penstock import AuditError, Pipe
 
 ROWS, WIDTH = 8, 4
+EQUAL, UNEQUAL = [1] * ROWS, list(range(1, ROWS + 1))
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -118,3 +120,51 @@ def test_penalty_on_the_parameters_of_a_summed_loss_is_found() -> None:
         loss_fn.center.fill_(1.0)
     with pytest.raises(AuditError, match="the loss of the whole batch is"):
         train(pipe, 1)
+
+
+# ---- weights of rows in the target ---------------------------------------------------------------
+
+
+def weigh(output: Tensor, target: Any) -> Tensor:
+    entries = target["weights"]
+    weights = [entries[i] for i in range(ROWS)] if isinstance(entries, dict) else entries.entries
+    losses = [
+        functional.mse_loss(row, wanted) * weight
+        for row, wanted, weight in zip(output, target["rows"], weights, strict=False)
+    ]
+    return torch.stack(losses).sum() / len(output)
+
+
+TARGETS: dict[str, Callable[[Sequence[int]], Any]] = {
+    "dict": lambda values: dict(enumerate(values)),
+    "object": lambda values: SimpleNamespace(entries=values),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_weights_by_row_in_a_target_that_differ_later_are_found(name: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipe(model, 4, stages=2, devices=["cpu"] * 2, loss_fn=weigh)
+
+    def step(values: Sequence[int]) -> None:
+        rows = torch.randn(ROWS, WIDTH)
+        pipe.step(rows, target={"rows": rows.clone(), "weights": TARGETS[name](values)})
+
+    for _ in range(2):
+        step(EQUAL)
+    with pytest.raises(AuditError, match="the loss of the whole batch is"):
+        step(UNEQUAL)
+
+
+def test_number_in_an_object_of_the_target_is_accepted() -> None:
+    def scale(output: Tensor, target: Any) -> Tensor:
+        losses = [*map(functional.mse_loss, output, target["rows"])]
+        total: Tensor = torch.stack(losses).sum() / len(output) * target["options"].scale
+        return total
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipe(model, 4, stages=2, devices=["cpu"] * 2, loss_fn=scale)
+    for number in range(1, 5):
+        rows = torch.randn(ROWS, WIDTH)
+        options = SimpleNamespace(scale=number)
+        pipe.step(rows, target={"rows": rows.clone(), "options": options})

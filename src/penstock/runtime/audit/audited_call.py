@@ -691,12 +691,10 @@ class Audit:
         """
         outputs = comparison.kept_outputs
         arguments = [outputs[microbatch] for microbatch in range(self._inputs.chunks)]
-        rows = self._inputs.rows
-        target_rows = rows._replace(output_dims=())  # those are dims of the output
-        joined = tuple(
-            gather(column, target_rows if index else rows)
-            for index, column in enumerate(zip(*arguments, strict=True))
-        )
+        # Where a target has no rows of a tensor, all micro-batches have the same object, such as a
+        # dict of weights. So the target is that of the batch, and is not joined.
+        output = gather([output for output, *_ in arguments], self._inputs.rows)
+        joined = output, *self._reference.take_target()
         computed = self._reference.compute_loss(joined)
         if computed is None:
             return

@@ -72,6 +72,7 @@ from penstock.state_copy import (
 from penstock.torch_compat import (
     BatchNormBase,
     force_eager,
+    pytree,
 )
 
 
@@ -223,6 +224,18 @@ class Reference:
             kwargs,
             tuple(value.to(device) if isinstance(value, Tensor) else value for value in target),
         )
+
+    def take_target(self) -> tuple[Any, ...]:
+        """Return a copy of the target of the whole batch, which a loss may write to."""
+        rows = self.rows.inputs.rows
+        target = take_rows(self._request.target, rows, (0, sum(rows.counts)))
+        device = self._devices[-1]
+
+        def copy_leaf(leaf: Any) -> Any:
+            return leaf.detach().clone().to(device) if isinstance(leaf, Tensor) else leaf
+
+        copied: tuple[Any, ...] = pytree.tree_map(copy_leaf, target)
+        return copied
 
     def watch_state(self) -> StateWatch:
         """Return an object that finds what a forward changes, inside an isolation."""
