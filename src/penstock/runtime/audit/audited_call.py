@@ -677,6 +677,18 @@ class Audit:
             )
         self._finish()
 
+    def check_plain_inputs(self) -> None:
+        """Compare the whole batch, after a call whose inputs that are no tensors are others."""
+        problem = self._rows_check.compare_all_microbatches()
+        if problem is not None:
+            self._auditor.forget_plain_inputs()
+            self._split_problem = (
+                "an input that is no tensor may have an entry for each row, as `zip(x, weights)` "
+                "takes it. Every micro-batch gets all of it, and takes the first entries. Pass a "
+                f"tensor, which is split: {problem}"
+            )
+        self._finish()
+
     def note_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes

@@ -26,6 +26,7 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.audited_call import Audit
 from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import SettingsWatch
+from penstock.runtime.audit.plain_inputs import PlainInputs
 from penstock.runtime.audit.problems import build_error, describe_advanced_iterator
 from penstock.runtime.audit.reference import list_parameters, running
 from penstock.runtime.audit.state_check import ModuleModes
@@ -96,6 +97,7 @@ class KindRecord:
         constant_inputs: The inputs whose rows were all equal so far, as those of a mask of ones
             are. They may be no rows at all: a table with as many entries as the batch has rows.
         tested_ids: See `note_state_by_id`.
+        plain_inputs: The contents of the inputs that are no tensors.
     """
 
     terms: TermSizes | None = None
@@ -109,6 +111,7 @@ class KindRecord:
     mixing_count: int | None = None
     constant_inputs: list[int] | None = None
     tested_ids: set[int] | None = None
+    plain_inputs: PlainInputs = field(default_factory=PlainInputs)
 
     @property
     def is_audited(self) -> bool:
@@ -278,6 +281,16 @@ class Auditor:
             count = self._read_counts[reads] = self._read_counts.get(reads, 0) + 1
             is_due |= not count & (count - 1)
         return is_due
+
+    def compares_plain_inputs(self, request: Request) -> bool:
+        """Return whether the whole batch is compared for the inputs that are no tensors."""
+        if self._kind is None:
+            return False
+        return self._get_record(self._kind).plain_inputs.have_new_contents(request)
+
+    def forget_plain_inputs(self) -> None:
+        """Let the next call with such inputs be compared, after an error."""
+        self._get_record(self._kind).plain_inputs.forget()
 
     def note_other_reads(self) -> None:
         """Let the next call in which the batch reads other numbers be compared, after an error."""
@@ -606,6 +619,7 @@ class CallAudits:
         self._check_branches()
         self._check_graphs()
         self._check_input_reads()
+        self._check_plain_inputs()
         self._check_rows()
         if comparison is not None and comparison.kept_outputs:
             self._check_whole_loss(comparison)
@@ -708,6 +722,13 @@ class CallAudits:
             audit = self._build_audit(self._identify())
             if audit is not None:
                 audit.check_input_reads()
+
+    def _check_plain_inputs(self) -> None:
+        """Compare the whole batch if inputs that are no tensors have new contents."""
+        if self._call.inputs.chunks > 1 and self._auditor.compares_plain_inputs(self._call.request):
+            audit = self._build_audit(self._identify())
+            if audit is not None:
+                audit.check_plain_inputs()
 
     def _check_rows(self) -> None:
         """Compare the whole batch if the layers may mix rows, and it is time again."""
