@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import AuditError, Pipe, RunError
-from penstock.stage.loss_terms import find_loss_terms
+from penstock.stage.loss_terms import Gates, find_loss_terms
 from tests.oracle import closely
 
 ROWS, WIDTH = 12, 4
@@ -289,3 +289,15 @@ def test_sides_of_a_kink_are_compared_without_an_audit(name: str) -> None:
     )
     with pytest.raises(RunError, match="different sides"):
         run(pipe, "step", batch)
+
+
+def test_gates_are_looked_for_below_sums_and_not_below_layers() -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    hinge = x.sub(2).relu()
+    layer = nn.Linear(WIDTH, WIDTH)(x.relu())
+    assert not find_loss_terms(layer.square().sum(), Gates.ALL).gates
+    assert not find_loss_terms(hinge.mean(), Gates.UNPROVEN).gates
+    assert not find_loss_terms(hinge.sum()).gates
+    for loss, gates in ((hinge.sum(), Gates.UNPROVEN), (hinge.mean(), Gates.ALL)):
+        (part,) = find_loss_terms(loss, gates).gates
+        assert part == (x > 2).double().mean()

@@ -63,7 +63,7 @@ from penstock.stage.loss import (
     append_loss,
     resolve_reduction,
 )
-from penstock.stage.loss_terms import TermComparison
+from penstock.stage.loss_terms import Gates, TermComparison
 from penstock.stage.stage import Stage
 from penstock.torch_compat import (
     is_forward_ad_enabled,
@@ -412,6 +412,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         audits.can_check_whole_loss(),
         inputs.rows.counts,
         audits.knows_loss_counts,
+        audits.watched_gates,
     )
     # The loss is computed by the last stage, in its thread and on its device.
     stages = append_loss(
@@ -478,7 +479,7 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             stages = audits.watch_branches()
             watched = None
             if call.inputs.averages_loss_by_rows:
-                watched = watch_output(stages[-1], program, call.inputs)
+                watched = watch_output(stages[-1], program, call.inputs, audits.watched_gates)
                 stages = [*stages[:-1], replace(stages[-1], compute=watched)]
             execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
             audits.start(execution, program)
@@ -507,7 +508,9 @@ def run_generate(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         )
 
 
-def watch_output(last: Stage, program: Program, inputs: StageInputs) -> OutputStageFunction:
+def watch_output(
+    last: Stage, program: Program, inputs: StageInputs, gates: Gates
+) -> OutputStageFunction:
     """Return the computation of the last stage of `pipe(x)`, if it returns a loss.
 
     It raises if the losses are not means over rows.
@@ -522,7 +525,7 @@ def watch_output(last: Stage, program: Program, inputs: StageInputs) -> OutputSt
         ]
 
     shares = inputs.rows.fractions()
-    comparisons = TermComparison(shares), TermComparison(shares)
+    comparisons = TermComparison(shares), TermComparison(shares, gates=gates)
     orders = list_microbatches(Op.F), list_microbatches(Op.R)
     return OutputStageFunction(last.compute, *orders, comparisons)
 

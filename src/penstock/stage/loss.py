@@ -29,7 +29,13 @@ from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
 from penstock.stage.aux_loss import CollectedLosses, sum_losses, thread_state
 from penstock.stage.loss_hints import explain_loss_call
-from penstock.stage.loss_terms import LossTerm, LossTerms, TermComparison, find_loss_terms
+from penstock.stage.loss_terms import (
+    Gates,
+    LossTerm,
+    LossTerms,
+    TermComparison,
+    find_loss_terms,
+)
 from penstock.stage.recompute import in_checkpointed_forward, in_recomputation, mark_only_run
 from penstock.stage.row_means import RowMeanProver
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
@@ -404,7 +410,10 @@ class LossStageFunction:
         elif self.comparison is not None:
             terms = None
             if not self.reduction.is_sum:
-                terms = find_loss_terms(loss) if recorder is None else LossTerms(recorder.terms)
+                gates = self.comparison.gates if self.loss_fn is None else Gates.NONE
+                terms = (
+                    find_loss_terms(loss, gates) if recorder is None else LossTerms(recorder.terms)
+                )
             self.comparison.note(terms, self._list_kept_values(output, targets))
         if self.return_outputs:
             extras = extras._replace(output=(output,))
@@ -473,7 +482,7 @@ class OutputStageFunction:
         """Compare the terms of a loss that has a graph."""
         loss = find_loss_tensor(outputs[OUTSIDE][0])
         if isinstance(loss, Tensor) and not loss.dim() and loss.grad_fn is not None:
-            self.comparisons[1].note(find_loss_terms(loss))
+            self.comparisons[1].note(find_loss_terms(loss, self.comparisons[1].gates))
         self.comparisons[1].add(microbatch)
 
 

@@ -212,6 +212,36 @@ class _KinkFinder:
         return entries
 
 
+# ---- gates ---------------------------------------------------------------------------------------
+#
+# A function with a kink above the numbers of rows may be closed at first, as a hinge without
+# violations is. Then it hides what is done with its numbers: a sum over rows, a table of pairs.
+
+_GATES = frozenset(_SIDES) - {"AbsBackward"}  # which lets all numbers through
+_MAX_GATES = 8
+
+
+def find_gates_below(node: Any) -> list[Tensor]:
+    """Return for each gate below a term of a loss which part of its numbers is let through."""
+    gates: list[Tensor] = []
+    visited: set[Any] = set()
+    todo = [node]
+    while todo and len(visited) < _MAX_NODES and len(gates) < _MAX_GATES:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        name = node.name().rstrip("0123456789")
+        if name in _LAYERS:
+            continue
+        if name in _GATES:
+            side = find_side(node, name)
+            if side is not None and side.numel():
+                gates.append((side == 1).double().mean())
+        todo += [function for function, _ in node.next_functions]
+    return gates
+
+
 def _takes_first_dim(node: Any) -> bool:
     """Return whether a sum, a mean or a selection is one over dim 0.
 

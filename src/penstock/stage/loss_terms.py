@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from penstock.device.accelerator import is_captured
 from penstock.errors import RunError
 from penstock.stage.loss_kinks import (
     GRAPH_ENTRY,
+    find_gates_below,
     find_side,
     find_sides_below,
     find_slopes,
@@ -63,6 +65,14 @@ _SUMS_OF_TERMS = frozenset(
         *("Squeeze", "Unsqueeze", "Expand", "Stack", "NanToNum"),
     )
 )
+
+
+class Gates(Enum):
+    """Which gates of a loss are watched: see loss_kinks.py."""
+
+    NONE = auto()
+    UNPROVEN = auto()  # not those below a mean
+    ALL = auto()  # rows may be mixed below a mean
 
 
 class LossTerm(NamedTuple):
@@ -97,20 +107,26 @@ class Coefficient(NamedTuple):
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The terms of the loss of one micro-batch."""
+    """The terms of the loss of one micro-batch.
+
+    Attributes:
+        terms: The terms.
+        gates: For each gate that may hide what a term is, which part of its numbers is let through.
+    """
 
     terms: Sequence[LossTerm]
+    gates: Sequence[Tensor] = ()
 
     def list_device_numbers(self) -> list[Tensor]:
         """Return the numbers that cannot be read without waiting for a device."""
-        numbers = []
+        numbers = [gate for gate in self.gates if is_on_device(gate)]
         for term in self.terms:  # loops, as this is for each micro-batch
             for number in term.factors + term.divisors:
                 if isinstance(number, Tensor) and is_on_device(number):
                     numbers.append(number)
         return numbers
 
-    def compute_coefficients(self, device_numbers: Iterator[float]) -> list[Coefficient]:
+    def compute_coefficients(self, device_numbers: Iterator[float]) -> _Coefficients:
         """Return the coefficients of all terms, given what `list_device_numbers` returned."""
 
         def read(number: Tensor | float) -> float:
@@ -122,6 +138,7 @@ class LossTerms:
             with without_dispatch_modes():
                 return float(number)
 
+        gates = [*map(read, self.gates)]
         coefficients = []
         for name, factors, divisors, is_sum in self.terms:
             factor = math.prod(map(read, factors))
@@ -130,12 +147,20 @@ class LossTerms:
             value = factor / divisor if divisor else math.inf
             counted = values[-1] if values else 1.0
             coefficients.append(Coefficient(name, value, counted, is_sum))
-        return coefficients
+        return _Coefficients(coefficients, gates)
 
 
-def find_loss_terms(loss: Tensor) -> LossTerms:
-    """Return the terms of a loss that has a graph."""
+class _Coefficients(NamedTuple):
+    """The coefficients of the terms of a micro-batch, and the parts that its gates let through."""
+
+    coefficients: list[Coefficient]
+    gates: list[float]
+
+
+def find_loss_terms(loss: Tensor, gates: Gates = Gates.NONE) -> LossTerms:
+    """Return the terms of a loss that has a graph, and of those gates that are to be watched."""
     terms: list[LossTerm] = []
+    gated: list[Any] = []  # the nodes of terms below which gates are looked for
     todo: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [(loss.grad_fn, (), ())]
     for _ in range(_MAX_NODES):
         if not todo:
@@ -161,6 +186,8 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
             elif name == "MeanBackward" or getattr(node, "_saved_reduction", 0) == _MEAN:
                 divisors = *divisors, get_input_numel(node)
             terms += map(_build_kink_term, find_sides_below(inputs[0]))
+            if gates is Gates.ALL or name == "SumBackward":
+                gated.append(inputs[0])
             # The losses of several heads: `torch.stack(losses).mean()`.
             if inputs[0] is not None and inputs[0].name() == "StackBackward0":
                 todo.append((inputs[0], factors, divisors))
@@ -186,7 +213,10 @@ def find_loss_terms(loss: Tensor) -> LossTerms:
             for function in inputs:
                 terms += map(_build_kink_term, find_sides_below(function))
             terms.append(LossTerm(name, factors, divisors, is_sum=False))
-    return LossTerms(terms)
+            gated.append(node)
+    if gates is Gates.NONE:
+        return LossTerms(terms)
+    return LossTerms(terms, [gate for node in gated for gate in find_gates_below(node)])
 
 
 def find_added_terms(losses: Sequence[Tensor]) -> LossTerms | None:
@@ -214,6 +244,19 @@ TermSizes = dict[tuple[str, int], float]
 # The key of a loss with a term that is no sum, such as a root or a variance of all rows. It has no
 # coefficient that shows whether it is a mean over rows.
 OTHER_TERMS = "other", 0
+# The keys of the gates of a loss: the parts of the numbers that they let through, and hold back.
+_OPEN, _CLOSED = "open gate", "closed gate"
+
+
+def is_gate(key: tuple[str, int]) -> bool:
+    """Return whether a key of `TermSizes` is that of a gate, which may hide what a term is."""
+    return key[0] in (_OPEN, _CLOSED)
+
+
+def has_half_open_gate(sizes: TermSizes) -> bool:
+    """Return whether a gate lets some of its numbers through, and holds others back."""
+    gates = (index for name, index in sizes if name == _OPEN)
+    return any(sizes[_OPEN, index] and sizes[_CLOSED, index] for index in gates)
 
 
 class TermComparison:
@@ -228,7 +271,9 @@ class TermComparison:
         keeps_outputs: bool = False,
         row_counts: Sequence[int] = (),
         knows_row_counts: bool = False,
+        gates: Gates = Gates.NONE,
     ) -> None:
+        self.gates = gates  # those of the model's own loss that are watched
         self._row_shares, self.row_counts = row_shares, row_counts
         # Whether a loss that goes by the number of its rows was compared for these numbers.
         self._knows_row_counts = knows_row_counts
@@ -245,6 +290,7 @@ class TermComparison:
         self._latest: LossTerms | None = None
         self._waiting: dict[int, LossTerms] = {}  # by micro-batch
         self._coefficients: dict[int, list[Coefficient]] = {}
+        self._gate_sizes: TermSizes = {}
         self._device_numbers: Tensor | None = None
         # Of the losses that layers add, by stage and micro-batch.
         self.added_terms: dict[tuple[int, int], LossTerms] = {}
@@ -331,7 +377,7 @@ class TermComparison:
             numbers = iter(self._device_numbers.tolist())
             for microbatch, terms in self._waiting.items():
                 self._compare(microbatch, terms.compute_coefficients(numbers))
-        sizes: TermSizes = {}
+        sizes: TermSizes = dict(self._gate_sizes)
         for coefficients in self._coefficients.values():
             counts: dict[str, int] = {}  # in every step, and a `Counter` is slow to make
             for name, value, _, is_sum in coefficients[:_MAX_SIZES]:
@@ -363,7 +409,14 @@ class TermComparison:
                     f"than in replica {index}, or over fewer"
                 )
 
-    def _compare(self, microbatch: int, coefficients: list[Coefficient]) -> None:
+    def _note_gates(self, gates: Sequence[float]) -> None:
+        for index, part in enumerate(gates):
+            for key, size in (((_OPEN, index), part), ((_CLOSED, index), 1 - part)):
+                self._gate_sizes[key] = max(size, self._gate_sizes.get(key, 0.0))
+
+    def _compare(self, microbatch: int, computed: _Coefficients) -> None:
+        coefficients, gates = computed
+        self._note_gates(gates)
         self._coefficients[microbatch] = coefficients
         first_microbatch = next(iter(self._coefficients))
         if microbatch == first_microbatch:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import AuditError, Pipe
+from penstock.runtime.audit.rows import RowsCheck
 
 ROWS, WIDTH = 8, 4
 EQUAL, UNEQUAL = [1] * ROWS, list(range(1, ROWS + 1))
@@ -168,3 +169,100 @@ def test_number_in_an_object_of_the_target_is_accepted() -> None:
         rows = torch.randn(ROWS, WIDTH)
         options = SimpleNamespace(scale=number)
         pipe.step(rows, target={"rows": rows.clone(), "options": options})
+
+
+# ---- the model's own loss ------------------------------------------------------------------------
+
+
+def hinge(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().sub(8).relu()
+
+
+def pairs(output: Tensor, target: Tensor) -> Tensor:
+    errors = (output - target)[:, 0]
+    return (errors[:, None] - errors[None]).abs().sub(8).relu()
+
+
+class OwnLoss(nn.Module):
+    """A model that computes its loss, with a term that is 0 for small targets."""
+
+    def __init__(self, penalty: LossFn) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.penalty = penalty
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        output = self.last(torch.tanh(self.first(x)))
+        return functional.mse_loss(output, target) + self.penalty(output, target)
+
+
+OWN: dict[str, LossFn] = {
+    "sum": lambda y, t: 0.01 * hinge(y, t).sum(),
+    "root": lambda y, t: (hinge(y, t).square().mean() + 1e-12).sqrt(),
+    "pairs": lambda y, t: pairs(y, t).mean(),
+    "covariance": lambda y, t: ((y - t).T @ (y - t) / len(y)).abs().sub(20).relu().mean(),
+    "masked": lambda y, t: (y - t).masked_fill((y - t).abs() < 8, 0).square().sum(),
+    "chosen": lambda y, t: torch.where((y - t).abs() > 8, y.square(), 0 * y).sum(),
+}
+OWN_RIGHT: dict[str, LossFn] = {
+    "sum over the rows": lambda y, t: hinge(y, t).sum() / len(y),
+    "mean": lambda y, t: hinge(y, t).mean(),
+}
+
+
+def run_own(pipe: Pipe, scale: float, door: str) -> None:
+    x, target = torch.randn(ROWS, WIDTH), scale * torch.randn(ROWS, WIDTH)
+    if door == "step":
+        pipe.step(x, target)
+    else:
+        pipe(x, target).backward()
+
+
+def build_own(penalty: LossFn) -> Pipe:
+    example = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    return Pipe(OwnLoss(penalty), 4, stages=2, devices=["cpu"] * 2, example=example)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("name", OWN)
+def test_term_of_the_own_loss_that_begins_later_is_found(name: str, door: str) -> None:
+    pipe = build_own(OWN[name])
+    for _ in range(4):
+        run_own(pipe, 0.2, door)
+    with pytest.raises(AuditError, match=r"depends on how (it|the batch) is split"):
+        run_own(pipe, 20, door)
+
+
+def test_violation_of_one_row_in_the_first_step_is_found() -> None:
+    pipe = build_own(OWN["sum"])
+    target = torch.zeros(ROWS, WIDTH)
+    target[5] = 20  # no row of which a loss may count more
+    with pytest.raises(AuditError, match="depends on how it is split"):
+        pipe.step(torch.randn(ROWS, WIDTH), target)
+
+
+@pytest.mark.parametrize("name", OWN_RIGHT)
+def test_term_of_the_own_loss_that_is_a_mean_is_accepted(name: str) -> None:
+    pipe = build_own(OWN_RIGHT[name])
+    for scale in (0.2, 0.2, 20, 20, 0.2, 40):
+        run_own(pipe, scale, "step")
+
+
+def test_gate_of_the_own_loss_is_compared_each_time_that_its_part_has_doubled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    compare = RowsCheck.compare_all_microbatches
+
+    def count(check: RowsCheck) -> str | None:
+        compared.append(check)
+        return compare(check)
+
+    monkeypatch.setattr(RowsCheck, "compare_all_microbatches", count)
+    pipe = build_own(lambda y, t: hinge(y, t).sum(1).mean() + 0 * hinge(y, t).sum())
+    numbers = []
+    for scale in (0.2, 20, 20, 0.2, 20, 20):
+        torch.manual_seed(1)
+        run_own(pipe, scale, "step")
+        numbers.append(len(compared))
+    assert numbers == [0, 1, 1, 1, 1, 1]

@@ -77,7 +77,7 @@ from penstock.runtime.request import Request
 from penstock.schedules.ir import Compute, Op, Program
 from penstock.stage.branches import RowWatch
 from penstock.stage.loss import LossReduction
-from penstock.stage.loss_terms import TermComparison, TermSizes
+from penstock.stage.loss_terms import TermComparison, TermSizes, has_half_open_gate
 from penstock.stage.payload import Payload, flatten_values
 from penstock.stage.rng import peek_seed
 from penstock.stage.stage import Stage
@@ -466,6 +466,7 @@ class Audit:
         assert seed is not None
         scale = float(seed) / self._reference_seed if self._reference_seed else 1.0
         self._check_gradients(self._reference_grads, scale)
+        self._compare_gates()
         self._finish()
 
     def check_outputs(self) -> None:
@@ -622,15 +623,19 @@ class Audit:
             "after the change."
         )
 
-    def check_new_terms(self, sizes: TermSizes) -> None:
-        """Find out whether a loss with new terms is a mean over rows, after its step."""
+    def check_new_terms(self, sizes: TermSizes, compares_batch: bool = False) -> None:
+        """Find out whether a loss with new terms is a mean over rows, after its step.
+
+        With `compares_batch`, the whole batch is compared: the rows that show it may be anywhere.
+        """
         self._term_sizes = sizes
         try:
             is_validation = not torch.is_grad_enabled()
             with torch.no_grad():
                 self._split_problem = self._rows_check.compare_rows()
                 # Without a graph, what the means of the model's own loss count is not known.
-                if is_validation and self._request.loss_fn is None and not self._split_problem:
+                compares_batch |= is_validation and self._request.loss_fn is None
+                if compares_batch and not self._split_problem:
                     self._split_problem = self._rows_check.compare_all_microbatches()
         except Exception as error:
             close_failed_checkpoints(error)
@@ -689,10 +694,19 @@ class Audit:
             )
         self._finish()
 
-    def note_terms(self, sizes: TermSizes) -> None:
+    def check_terms(self, sizes: TermSizes) -> None:
         """Note the terms of the model's own loss in `pipe(x)`, which was found right."""
         self._term_sizes = sizes
-        self._note_audited()
+        self._compare_gates()
+        self._finish()
+
+    def _compare_gates(self) -> None:
+        """Compare the whole batch if gates of the model's own loss let a part of its rows through.
+
+        The few rows that were compared need not be among them.
+        """
+        if has_half_open_gate(self._term_sizes) and self._split_problem is None:
+            self._split_problem = self._rows_check.compare_all_microbatches()
 
     def check_whole_loss(self, comparison: TermComparison, losses: LossAccumulator) -> None:
         """Compare the loss of a step with that of all outputs together.

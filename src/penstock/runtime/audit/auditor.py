@@ -38,7 +38,7 @@ from penstock.schedules.ir import Program
 from penstock.stage.branches import BranchRecord, BranchStageFunction
 from penstock.stage.caller_context import is_inside_cell
 from penstock.stage.loss import LossReduction, identify_loss
-from penstock.stage.loss_terms import OTHER_TERMS, TermComparison, TermSizes
+from penstock.stage.loss_terms import OTHER_TERMS, Gates, TermComparison, TermSizes, is_gate
 from penstock.stage.stage import Stage
 from penstock.state_copy import ReachedState, describe_iterator, find_reachable
 from penstock.torch_compat import (
@@ -151,6 +151,7 @@ class Auditor:
     _read_counts: dict[str, int] = field(default_factory=dict)
     _has_branches: bool = False  # whether any kind of call has
     _has_loss_counts: bool = False
+    _has_possible_mixing: bool = False  # whether a kind has `mixing_count`
     _graph_count: int = 0  # of calls with other graphs
     _kind: Any = None  # of the call that runs, if it may be audited
     _request: ref[Request] | None = None  # of the call that has this kind
@@ -216,8 +217,13 @@ class Auditor:
         if not record.is_repeated:
             record.is_repeated, record.repeat_at = True, self._call_count + _CALLS_TO_MOVE
 
-    def find_new_terms(self, request: Request, inputs: StageInputs, sizes: TermSizes) -> Any:
+    def find_new_terms(
+        self, request: Request, inputs: StageInputs, sizes: TermSizes
+    ) -> tuple[Any, bool]:
         """Return the kind of a step that was not audited if its loss has new terms, or else None.
+
+        Also return whether the whole batch is compared: numbers of a gate have come through for the
+        first time, or twice as many as ever before.
 
         The weight of a term may have been 0 so far, or too small to see whether it is a mean over
         rows. It is audited each time that it has doubled. A term that is no sum may have been a
@@ -228,18 +234,20 @@ class Auditor:
         # joined all the same.
         is_validation = request.is_step and not torch.is_grad_enabled()
         if not (sizes or is_validation) or request.audit == "off" or running.is_running:
-            return None
+            return None, False
         self._add_age(sizes)
         # A loss function may have called the pipe in between.
         is_known = self._request is not None and self._request() is request
         kind = self._kind if is_known else self.identify(request, inputs)
         terms = self._get_record(kind).terms
         if terms is None:
-            return kind if is_validation else None
-        for key, size in sizes.items():
-            if size > (8 if key == OTHER_TERMS else 2) * terms.get(key, 0.0):
-                return kind
-        return None
+            return (kind if is_validation else None), False
+        new_keys = [
+            key
+            for key, size in sizes.items()
+            if size > (8 if key == OTHER_TERMS else 2) * terms.get(key, 0.0)
+        ]
+        return (kind if new_keys else None), any(map(is_gate, new_keys))
 
     @property
     def kind_with_graphs(self) -> Any:
@@ -302,6 +310,13 @@ class Auditor:
         Later batches may have rows that are mixed, such as two that are near each other.
         """
         self._get_record(kind).mixing_count = 1
+        self._has_possible_mixing = True
+
+    def may_mix_rows(self, request: Request, inputs: StageInputs) -> bool:
+        """Return whether layers in calls of this kind are not known to compute rows apart."""
+        if not self._has_possible_mixing:
+            return False
+        return self._get_record(self.identify(request, inputs)).mixing_count is not None
 
     def compares_rows_again(self) -> bool:
         """Return whether to compare the whole batch, since the layers may mix rows.
@@ -555,6 +570,14 @@ class CallAudits:
         """Whether these numbers of rows were noted for the loss of this kind of call."""
         return self._auditor.knows_loss_counts(self._call.request, self._call.inputs)
 
+    @property
+    def watched_gates(self) -> Gates:
+        """The gates of the model's own loss that are watched."""
+        request, inputs = self._call.request, self._call.inputs
+        if request.loss_fn is not None or request.audit == "off" or inputs.chunks < 2:
+            return Gates.NONE
+        return Gates.ALL if self._auditor.may_mix_rows(request, inputs) else Gates.UNPROVEN
+
     def can_check_whole_loss(self) -> bool:
         """Return whether the loss of a step can be compared with that of the whole batch."""
         request, reduction = self._call.request, self._reduction
@@ -669,13 +692,12 @@ class CallAudits:
         """Compare an audited step. In others, audit the loss if it has new terms."""
         if self._audit is None:
             call = self._call
-            audit = self._build_audit(
-                self._auditor.find_new_terms(call.request, call.inputs, sizes)
-            )
+            kind, compares_batch = self._auditor.find_new_terms(call.request, call.inputs, sizes)
+            audit = self._build_audit(kind)
             if audit is not None:
-                audit.check_new_terms(sizes)
+                audit.check_new_terms(sizes, compares_batch)
         elif self._reduction is None:
-            self._audit.note_terms(sizes)
+            self._audit.check_terms(sizes)
         else:
             self._audit.check_step(sizes)
 
