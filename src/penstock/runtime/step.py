@@ -489,6 +489,7 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             if watched is not None and call.is_local:
                 sizes = watched.comparisons[1].compare_device_numbers()
             audits.check(sizes)
+            audits.check_structure(output)
             execution.audits = audits if audits.needs_backward else None
             if in_caller_graph:
                 audits.guard_kept_tensors()

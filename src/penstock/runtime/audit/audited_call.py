@@ -57,6 +57,7 @@ from penstock.runtime.audit.problems import (
     describe_evaluation_state,
     describe_hidden_output,
     describe_hooks,
+    describe_lost_rows,
 )
 from penstock.runtime.audit.reference import (
     HostDrawsError,
@@ -680,6 +681,16 @@ class Audit:
                 "`x / lengths.max().item()` does. The unsplit model reads them from the whole "
                 f"batch, and a micro-batch has others: {problem}"
             )
+        self._finish()
+
+    def check_structure(self, lost_rows: str | None) -> None:
+        """Compare the whole batch, after a call whose outputs have other rows than before.
+
+        `lost_rows` is the path of an output that had rows, and now is a list of tensors.
+        """
+        self._split_problem = self._rows_check.compare_all_microbatches()
+        if lost_rows is not None and self._split_problem is None:
+            self._split_problem = describe_lost_rows(lost_rows)
         self._finish()
 
     def check_plain_inputs(self) -> None:

@@ -24,6 +24,7 @@ from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.cell_recorder import list_by_path
 from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import SettingsWatch
 from penstock.runtime.audit.plain_inputs import PlainInputs
@@ -46,6 +47,7 @@ from penstock.torch_compat import (
     get_eager_function,
     get_global_hook_ids,
     get_saved_tensor_hooks,
+    pytree,
     unwrap_compiled,
 )
 
@@ -63,6 +65,7 @@ GraphDescriptions = tuple[int | None, ...]
 _CALLS_TO_MOVE = 4
 # So many other graphs are looked at one by one, and then every doubling.
 _MAX_GRAPHS = 8
+_MAX_STRUCTURES = 16
 
 
 class AuditChoice(NamedTuple):
@@ -76,6 +79,18 @@ class AuditChoice(NamedTuple):
 
     kind: Any
     compares_groups: bool
+
+
+class OutputStructure(NamedTuple):
+    """The structure of an output, in which what has rows is one tensor, and all else a list.
+
+    Attributes:
+        spec: The structure.
+        paths: The paths of the tensors.
+    """
+
+    spec: pytree.TreeSpec
+    paths: set[str]
 
 
 @dataclass
@@ -98,6 +113,7 @@ class KindRecord:
             are. They may be no rows at all: a table with as many entries as the batch has rows.
         tested_ids: See `note_state_by_id`.
         plain_inputs: The contents of the inputs that are no tensors.
+        structures: The structures of the outputs of `pipe(x)`.
     """
 
     terms: TermSizes | None = None
@@ -112,6 +128,7 @@ class KindRecord:
     constant_inputs: list[int] | None = None
     tested_ids: set[int] | None = None
     plain_inputs: PlainInputs = field(default_factory=PlainInputs)
+    structures: list[OutputStructure] = field(default_factory=list)
 
     @property
     def is_audited(self) -> bool:
@@ -299,6 +316,36 @@ class Auditor:
     def forget_plain_inputs(self) -> None:
         """Let the next call with such inputs be compared, after an error."""
         self._get_record(self._kind).plain_inputs.forget()
+
+    def find_structure(self, output: Any) -> OutputStructure | None:
+        """Return the structure of an output of `pipe(x)` if it was not noted before.
+
+        A tensor has rows if it is as long as its micro-batch, and others may be so by chance.
+        """
+        if self._kind is None:
+            return None
+        spec = pytree.tree_structure(output)
+        if any(spec == known.spec for known in self._get_record(self._kind).structures):
+            return None
+        return OutputStructure(spec, set(list_by_path(output)))
+
+    def note_structure(self, structure: OutputStructure) -> None:
+        """Remember the structure of an output that was found right."""
+        structures = self._get_record(self._kind).structures
+        if len(structures) < _MAX_STRUCTURES:
+            structures.append(structure)
+
+    def is_first_structure(self) -> bool:
+        """Return whether no output of this kind of call has been noted."""
+        return not self._get_record(self._kind).structures
+
+    def find_lost_rows(self, structure: OutputStructure) -> str | None:
+        """Return which output had rows in an earlier call and is a list of tensors in this one."""
+        for known in self._get_record(self._kind).structures:
+            for path in known.paths - structure.paths:
+                if f"{path}[0]" in structure.paths:
+                    return path
+        return None
 
     def note_other_reads(self) -> None:
         """Let the next call in which the batch reads other numbers be compared, after an error."""
@@ -669,6 +716,17 @@ class CallAudits:
         """Raise an AuditError if the outputs of `pipe(x)` are not those of the unsplit model."""
         if self._audit is not None:
             self._audit.check_outputs()
+
+    def check_structure(self, output: Any) -> None:
+        """Compare the whole batch if outputs of `pipe(x)` have rows that had none, or none now."""
+        structure = self._auditor.find_structure(output)
+        if structure is None:
+            return
+        if self._call.inputs.chunks > 1 and not self._auditor.is_first_structure():
+            audit = self._build_audit(self._identify())
+            if audit is not None:
+                audit.check_structure(self._auditor.find_lost_rows(structure))
+        self._auditor.note_structure(structure)
 
     def check_backward(
         self, get_output_gradients: Callable[[int], Sequence[Tensor | None]]

@@ -116,3 +116,12 @@ def describe_hidden_output(leaf: Any) -> str:
         "pipe's outputs, so a backward from it would reach the last stage only. Return tuples, "
         "lists or dicts."
     )
+
+
+def describe_lost_rows(path: str) -> str:
+    """Return what is wrong if an output had rows in earlier calls, and has none in this one."""
+    return (
+        f"the output{path} has no rows here, although it had in earlier calls, so that the pipe "
+        "returns a list with what each micro-batch has returned. A layer may leave out the dim of "
+        "a single row, as `x.squeeze()` does. Name the dim, as in `x.squeeze(-1)`."
+    )
