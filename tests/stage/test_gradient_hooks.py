@@ -230,6 +230,23 @@ def test_hook_of_several_parameters_runs_once() -> None:
     assert all(map(closely, found, expected))
 
 
+def test_hooks_run_in_the_order_of_a_backward() -> None:
+    """A hook of several gradients changed one in place before it was in `.grad`, and not after."""
+    pipe, model = build("1f1b", 3, lambda _: None)
+    orders: dict[nn.Module, list[str]] = {pipe: [], model: []}
+    for module, order in orders.items():
+        for name, parameter in module.named_parameters():
+            if name.endswith("weight"):
+                parameter.register_hook(lambda _, order=order, name=name: order.append(name))
+        weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
+        register_multi_grad_hook([weights[-1], weights[0]], lambda grads: grads[0].mul_(2))
+    x, y = batch()
+    pipe.step(x, target=y)
+    functional.mse_loss(model(x), y).backward()
+    assert orders[pipe] == orders[model] == sorted(orders[pipe], reverse=True)
+    assert same_gradients(pipe, model)
+
+
 def test_hook_of_a_recurrent_layer() -> None:
     """Its forward computes with a list of the parameters that it keeps."""
 

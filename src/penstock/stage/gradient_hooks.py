@@ -76,8 +76,13 @@ class DeferredHooks:
             )
         if pairs:
             parameters, gradients = zip(*pairs, strict=True)
+            # A backward comes to the last layer first, and hooks may go by that: one of several
+            # gradients may change one in place that is in `.grad` already. Autograd keeps the order
+            # of nodes, and takes leaves in any order.
+            with torch.enable_grad():
+                roots = [torch.ops.aten.alias(parameter) for parameter in parameters]
             with no_autocast():  # as in the backward of a stage
-                torch.autograd.backward(parameters, gradients)
+                torch.autograd.backward(roots, gradients)
 
     def restore(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """Put hooks and earlier gradients back. Return the gradients of this step."""
