@@ -725,3 +725,67 @@ def test_state_of_evaluation_is_no_problem_without_training() -> None:
     pipe = build(Banks("bank"))
     for _ in range(3):
         evaluate(pipe, "eval")
+
+
+# ---- state of a backward ---------------------------------------------------------------------
+
+
+class CountedGradient(torch.autograd.Function):
+    """Returns its input, and notes each backward on a layer, which may scale the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.layer.note(gradients[0])
+        return gradients[0] * ctx.layer.find_scale(), None
+
+
+class CountsBackwards(nn.Module):
+    def __init__(self, warmup: int | None, as_text: bool) -> None:
+        super().__init__()
+        self.warmup = warmup
+        self.calls: Any = "" if as_text else 0
+        self.gradients: list[Tensor] = []
+
+    def note(self, gradient: Tensor) -> None:
+        self.calls += "." if isinstance(self.calls, str) else 1
+        self.gradients.append(gradient)
+
+    def find_scale(self) -> float:
+        calls = len(self.calls) if isinstance(self.calls, str) else self.calls
+        return 0.5 if self.warmup is not None and calls > self.warmup else 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        apply: Any = CountedGradient.apply
+        return apply(x, self)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_counter_of_a_backward_that_scales_later_gradients_is_found(as_text: bool) -> None:
+    pipe = build(nn.Linear(WIDTH, WIDTH).double(), CountsBackwards(20, as_text))
+    with pytest.raises(AuditError, match="the backward of a micro-batch changes"):
+        train(pipe, "step", rows())
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_counter_of_a_backward_that_nothing_reads_is_accepted(as_text: bool) -> None:
+    layer = CountsBackwards(None, as_text)
+    pipe = build(nn.Linear(WIDTH, WIDTH).double(), layer)
+    for _ in range(2):
+        train(pipe, "step", rows())
+    assert len(layer.gradients) == 8
+    assert layer.calls == ("........" if as_text else 8)
+
+
+def test_gradient_that_a_backward_hook_keeps_is_accepted() -> None:
+    kept: dict[str, Tensor] = {}
+    linear = nn.Linear(WIDTH, WIDTH).double()
+    linear.register_full_backward_hook(lambda *args: kept.update(last=args[2][0]))
+    pipe = build(nn.Linear(WIDTH, WIDTH).double(), linear)
+    for _ in range(2):
+        train(pipe, "step", rows())
+    assert kept["last"].shape == (2, WIDTH)

@@ -100,11 +100,13 @@ class _AuditedMicrobatch(NamedTuple):
     Attributes:
         forward: The forward.
         changes: The names of the state that it has changed.
+        backward_changes: The names of what only its backward has changed.
         keeps_state: Whether the loss has changed state of its own.
     """
 
     forward: ReferenceForward
     changes: Sequence[str]
+    backward_changes: Sequence[str]
     keeps_state: bool
 
 
@@ -270,17 +272,24 @@ class Audit:
         self._auditor.note_changed_state(forward.changed_attributes | forward.changed_buffers)
         self._auditor.note_kept(self._reference.find_kept_places())
         self._note_outputs(forward.values, loss)
-        return _AuditedMicrobatch(forward, changes, keeps_state)
+        backward_changes: list[str] = []
+        if forward.has_own_backward and self._reference_grads:
+            now = watch.find_changes(forward.changed_buffers)
+            backward_changes = [name for name in now if name not in changes]
+            self._reference.is_stateless &= not backward_changes
+        return _AuditedMicrobatch(forward, changes, backward_changes, keeps_state)
 
     def _compare_parts(self, microbatch: _AuditedMicrobatch) -> None:
         """Find out whether micro-batches, rows, or the orders of losses depend on each other."""
-        forward, changes, keeps_state = microbatch
+        forward, changes, backward_changes, keeps_state = microbatch
         refusal = None
         is_first = self.microbatch == self._first_microbatch
-        if changes and self._later_microbatches:
+        if (changes or backward_changes) and self._later_microbatches:
             later = self._later_microbatches if is_first else [self.microbatch]
             check = self._build_state_check()
-            self._state_problem = check.compare(changes, later, bool(forward.changed_buffers))
+            self._state_problem = check.compare(
+                changes, backward_changes, later, bool(forward.changed_buffers)
+            )
             self._shows_no_state = check.shows_nothing
             refusal = self._state_problem if check.shares_graph else None
             if check.tested_ids is not None:

@@ -25,10 +25,11 @@ def describe_advanced_iterator(name: str) -> str:
     )
 
 
-def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
+def describe_state(changes: Sequence[str], is_ahead: bool, in_backward: bool = False) -> str:
     """Return what is wrong if a micro-batch computes with the state that another one has left.
 
-    `is_ahead` says that only a counter that is far ahead makes a difference.
+    `is_ahead` says that only a counter that is far ahead makes a difference, and `in_backward` that
+    the backward of a micro-batch changes state, too.
     """
     names = ", ".join(changes[:4]) or "a variable outside of the model"
     use = (
@@ -36,10 +37,11 @@ def describe_state(changes: Sequence[str], is_ahead: bool) -> str:
         if is_ahead
         else "that of the next one computes with it"
     )
+    change = "backward" if in_backward else "forward"
     return (
-        f"the forward of a micro-batch changes {names}, and {use}. The unsplit model changes "
-        "it once for the whole batch, after all rows have been computed. Change such state outside "
-        "of the forward, after each step, or use chunks=1."
+        f"the {change} of a micro-batch changes {names}, and "
+        f"{use}. The unsplit model changes it once for the whole batch, after all rows have been "
+        f"computed. Change such state outside of the {change}, after each step, or use chunks=1."
     )
 
 

@@ -97,11 +97,13 @@ class StateCheck:
         self._compares_loss_only = compares_loss_only
         self._parameter_ids, self._recomputes = parameter_ids, recomputes
         self.shares_graph = self.shows_nothing = False
+        self._runs_backward = False  # whether the backward of the first rows changes state, too
         self.tested_ids: list[int] | None = None
 
     def compare(
         self,
         changes: Sequence[str],
+        backward_changes: Sequence[str],
         later_microbatches: Sequence[int],
         changes_buffers: bool,
     ) -> str | None:
@@ -109,12 +111,16 @@ class StateCheck:
 
         Args:
             changes: The names of what a forward changes.
+            backward_changes: The names of what only its backward changes, such as a counter of a
+                hook.
             later_microbatches: The micro-batches to compare, until one counts for the loss.
             changes_buffers: Whether a forward changes buffers of the model.
         """
+        self._runs_backward = bool(backward_changes)
+        names = [*changes, *backward_changes]
         for microbatch in later_microbatches:
             try:
-                return self._compare_microbatch(changes, microbatch, changes_buffers)
+                return self._compare_microbatch(names, microbatch, changes_buffers)
             except ShowsNothingError:
                 continue
         self.shows_nothing = True
@@ -151,7 +157,7 @@ class StateCheck:
             else:
                 has_shown = True
                 if is_ahead is not None:
-                    return describe_state(changes, is_ahead)
+                    return describe_state(changes, is_ahead, self._runs_backward)
                 break
         if not has_shown:
             raise ShowsNothingError
@@ -178,12 +184,12 @@ class StateCheck:
             if not self._reference.rows.has_row_ids(with_target=not changes_buffers):
                 # The id is computed, as the code of a row is in vector quantization. Rows of other
                 # micro-batches may always have the same one.
-                return describe_state(changes, difference)
+                return describe_state(changes, difference, self._runs_backward)
             shared = self._reference.rows.find_shared_ids()
             for _, row, other in shared:
                 difference = self._find_difference((row, row + 1), (other, other + 1), microbatch)
                 if difference is not None:
-                    return describe_state(changes, difference)
+                    return describe_state(changes, difference, self._runs_backward)
         except ShowsNothingError:
             raise
         except Exception as error:  # the model may not run on single rows
@@ -442,6 +448,8 @@ class StateCheck:
 
     def _run_first_rows(self, first: Rows, watch: StateWatch) -> ReferenceForward:
         forward = self._run_rows(first, self._microbatch)
+        if self._runs_backward:
+            self._digest_results(forward)
         watch.rewind_generators()
         return forward
 
