@@ -789,3 +789,43 @@ def test_gradient_that_a_backward_hook_keeps_is_accepted() -> None:
     for _ in range(2):
         train(pipe, "step", rows())
     assert kept["last"].shape == (2, WIDTH)
+
+
+# ---- events that the first batches do not have -----------------------------------------------
+
+
+class CountsOverflows(nn.Module):
+    """A layer that counts large inputs in a buffer, and becomes smaller after some of them."""
+
+    def __init__(self, tolerated: float, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.tolerated, self.in_place = tolerated, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        count: Any = self.get_buffer("count")
+        overflows = x.detach().abs().amax() > 10
+        if self.in_place:
+            count.add_(overflows)
+        else:
+            count = self.count = count + overflows
+        return x * torch.where(count > self.tolerated, 0.5, 1.0)
+
+
+@each_door
+@pytest.mark.parametrize("in_place", [False, True])
+def test_count_of_later_events_by_which_a_layer_goes_is_found(door: str, in_place: bool) -> None:
+    pipe = build(nn.Linear(WIDTH, WIDTH).double(), CountsOverflows(8, in_place))
+    for _ in range(2):
+        train(pipe, door, rows())
+    with pytest.raises(AuditError, match=r"changes 1\.count"):
+        train(pipe, door, 100 * rows())
+
+
+@each_door
+def test_count_of_later_events_that_nothing_reads_is_accepted(door: str) -> None:
+    layer = CountsOverflows(float("inf"), in_place=False)
+    pipe = build(nn.Linear(WIDTH, WIDTH).double(), layer)
+    for scale in (1, 1, 100, 100):
+        train(pipe, door, scale * rows())
+    assert layer.count == 8

@@ -45,6 +45,7 @@ from penstock.runtime.audit.cell_recorder import (
     list_objects_by_path,
 )
 from penstock.runtime.audit.digest import Digest, Digester
+from penstock.runtime.audit.layer_settings import MovedBuffer
 from penstock.runtime.audit.precision import (
     LEAST_DIFFERENCE,
     find_split_tolerance,
@@ -691,6 +692,13 @@ class Audit:
                 f"batch, and a micro-batch has others: {problem}"
             )
         self._finish()
+
+    def check_moved_buffers(self, moved: Sequence[MovedBuffer]) -> None:
+        """Compare some rows with the buffers that a call has changed and as they were before."""
+        problem = self._build_state_check().compare_buffers(moved)
+        if problem is not None:
+            self._auditor.forget(self._kind)
+            self._fail(problem)
 
     def check_structure(self, lost_rows: str | None) -> None:
         """Compare the whole batch, after a call whose outputs have other rows than before.

@@ -26,7 +26,7 @@ from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.audit.audited_call import Audit
 from penstock.runtime.audit.cell_recorder import list_by_path
 from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
-from penstock.runtime.audit.layer_settings import SettingsWatch
+from penstock.runtime.audit.layer_settings import MovedBuffer, SettingsWatch
 from penstock.runtime.audit.plain_inputs import PlainInputs
 from penstock.runtime.audit.problems import build_error, describe_advanced_iterator
 from penstock.runtime.audit.reference import list_parameters, running
@@ -397,6 +397,12 @@ class Auditor:
         self._has_other_numbers = self._settings.read()
         self.snapshot = self._settings.snapshot
 
+    def find_moved_buffers(self) -> Sequence[MovedBuffer]:
+        """Return the small buffers that this call has changed, and no audited forward had."""
+        if self._settings is None or self._kind is None:
+            return ()
+        return self._settings.find_moved_buffers()
+
     def note_changed_state(self, attributes: Iterable[AttributeKey]) -> None:
         """Remember the attributes and buffers that forwards change. They are no settings."""
         if self._settings is not None:
@@ -684,6 +690,7 @@ class CallAudits:
             comparison: The comparison of the losses of a step.
         """
         self._check_iterator()
+        self._check_moved_buffers()
         if sizes is not None:
             self._check_terms(sizes)
         self._check_branches()
@@ -768,6 +775,16 @@ class CallAudits:
             self._auditor.forget(kind)
             problem = describe_advanced_iterator(type(iterator).__name__)
             raise build_error(problem, self._call.request.is_step)
+
+    def _check_moved_buffers(self) -> None:
+        """Find out whether rows depend on a buffer that a forward has changed for the first time.
+
+        It may be a counter of events that no audited batch had.
+        """
+        moved = self._auditor.find_moved_buffers() if self._call.inputs.chunks > 1 else ()
+        audit = self._build_audit(self._identify()) if moved else None
+        if audit is not None:
+            audit.check_moved_buffers(moved)
 
     def _check_branches(self) -> None:
         """Compare the whole batch if micro-batches went different ways."""

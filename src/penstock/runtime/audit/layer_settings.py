@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, call, methodcaller
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,22 @@ _MAX_SETTINGS = 16
 _SMALL_SIZE = 16  # of tensors whose numbers are read
 
 
+class MovedBuffer(NamedTuple):
+    """A small buffer that a call has changed.
+
+    Attributes:
+        module: The module that has it.
+        name: Its name.
+        before: Its numbers before the call.
+        after: Those after it.
+    """
+
+    module: nn.Module
+    name: str
+    before: Tensor
+    after: Tensor
+
+
 class SettingsWatch:
     """Tells whether the settings of layers have changed since the last call.
 
@@ -66,6 +82,7 @@ class SettingsWatch:
         self._list_modules = list_modules
         self._snapshot: ModuleSnapshot | None = None
         self._tensors = _TensorVersions(())
+        self._small_buffers: list[tuple[nn.Module, str, Tensor, Any]] = []
         self._variables = _Variables(())
         self._numbers: list[Any] = []
         self._setting_count = self._change_count = 0
@@ -82,6 +99,25 @@ class SettingsWatch:
         """Leave out attributes and buffers that a forward changes."""
         self._own_attributes.update(attributes)
 
+    def find_moved_buffers(self) -> list[MovedBuffer]:
+        """Return the small buffers that have changed since the last call of `read`.
+
+        Each of them is returned once. It is no setting then.
+        """
+        moved = []
+        for module, name, buffer, numbers in self._small_buffers:
+            now = module._buffers.get(name)
+            if (now is buffer and now.tolist() == numbers) or (
+                module,
+                name,
+            ) in self._own_attributes:
+                continue
+            if now is not None and not now.is_meta and str(now.tolist()) != str(numbers):
+                before = torch.tensor(numbers, dtype=buffer.dtype)
+                moved.append(MovedBuffer(module, name, before, now.detach().clone()))
+        self.ignore([(buffer.module, buffer.name) for buffer in moved])
+        return moved
+
     def read(self) -> bool:
         """Read the settings. Return whether numbers have changed that are looked at now."""
         if (
@@ -95,6 +131,7 @@ class SettingsWatch:
         modules = list(self._list_modules())
         self._snapshot = ModuleSnapshot(modules)
         self._tensors = _TensorVersions(_list_constant_tensors(modules, self._own_attributes))
+        self._small_buffers = _list_small_buffers(modules, self._own_attributes)
         if are_same_objects(modules, self._variables.modules):
             self._variables.note()
         else:
@@ -217,6 +254,24 @@ def _list_constant_tensors(
                 possible = (item for item in items if type(item) not in SCALAR_TYPES)
                 tensors.update({id(t): t for t in possible if isinstance(t, Tensor)})
     return [tensor for tensor in tensors.values() if not tensor.requires_grad]
+
+
+def _list_small_buffers(
+    modules: Iterable[nn.Module], left_out: set[tuple[nn.Module, str]]
+) -> list[tuple[nn.Module, str, Tensor, Any]]:
+    """Return the small buffers that no forward was seen to change, with their numbers."""
+    return [
+        (module, name, buffer, buffer.tolist())
+        for module in modules
+        if not isinstance(module, NormBase)
+        for name, buffer in module._buffers.items()
+        if type(buffer) is Tensor
+        and buffer.is_cpu
+        and buffer.layout is torch.strided
+        and buffer.numel() <= _SMALL_SIZE
+        and (buffer.is_floating_point() or buffer.dtype is torch.int64)
+        and (module, name) not in left_out
+    ]
 
 
 class _TensorVersions:

@@ -5,8 +5,8 @@ micro-batch run twice, with that state and with the one that rows of the first m
 left, and the results and gradients must agree. Where they do, six things may still hide state:
 
     a counter or an age    The layer may go by it only once it has grown, or now and then. The rows
-                           run again with the counter far ahead (counters.py), and in the calls in which
-                           it would be compared with another result (counter_probe.py).
+                           run again with the counter far ahead (counters.py), and in the calls
+                           whose comparisons have other results (counter_probe.py).
     an opaque value        The next name of a phase, the next date or the next entry of an iterator
                            cannot be predicted, so it is refused if each forward changes it.
     a settled buffer       The vectors of a spectral norm may have converged before training. The
@@ -36,6 +36,7 @@ from penstock.runtime.audit.batch_rows import Rows
 from penstock.runtime.audit.counter_probe import CounterProbe, Counters
 from penstock.runtime.audit.counters import Key, Text
 from penstock.runtime.audit.digest import Digest, Digester
+from penstock.runtime.audit.layer_settings import MovedBuffer
 from penstock.runtime.audit.precision import find_repetition_rounding
 from penstock.runtime.audit.problems import (
     describe_opaque_state,
@@ -57,6 +58,7 @@ from penstock.torch_compat import close_failed_checkpoints
 ModuleModes = Mapping[nn.Module, bool]  # whether each is in training mode
 
 _MAX_CALLS = 12  # later calls that are tried
+_EVENTS = 100, 1_000_000  # by which a counter of events is moved
 
 
 class StateCheck:
@@ -416,6 +418,30 @@ class StateCheck:
             return []
         expected, actual = results
         return left if self._do_results_differ(actual, expected) else []
+
+    def compare_buffers(self, moved: Sequence[MovedBuffer]) -> str | None:
+        """Return how rows depend on buffers that forwards have changed, or None.
+
+        A layer may count rare events, and go by their number only when there were many. So the rows
+        also run with numbers that have moved on as far as a million events would move them.
+        """
+        names = [f"{self._reference.names.get(m.module, '')}.{m.name}".lstrip(".") for m in moved]
+        rows = self._reference.rows.find_rows(self._microbatch)
+
+        def run(distance: int) -> dict[Any, Digest]:
+            with self._reference.isolate():
+                for buffer in moved:
+                    step = buffer.after - buffer.before
+                    buffer.module._buffers[buffer.name] = buffer.before + step * distance
+                return self._digest_results(self._run_rows(rows, self._microbatch))
+
+        try:
+            expected = run(0)
+            differs = any(self._do_results_differ(run(n), expected) for n in (1, *_EVENTS))
+        except Exception as error:  # such as an index that is too large
+            close_failed_checkpoints(error)
+            return None
+        return describe_state(names, is_ahead=False) if differs else None
 
     def compare_loss_orders(self, order: Sequence[int]) -> str | None:
         """Return how the state of `loss_fn` depends on the order of the micro-batches, or None.
