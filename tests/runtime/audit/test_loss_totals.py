@@ -171,6 +171,19 @@ def test_number_in_an_object_of_the_target_is_accepted() -> None:
         pipe.step(rows, target={"rows": rows.clone(), "options": options})
 
 
+def test_target_that_a_loss_changes_in_place_is_accepted_and_changed_once() -> None:
+    def shrink(output: Tensor, target: Tensor) -> Tensor:
+        target.mul_(0.5)
+        return functional.mse_loss(output, target)
+
+    pipe = build(shrink, "mean")
+    target = torch.randn(ROWS, WIDTH)
+    expected = 0.25 * target
+    for _ in range(2):
+        pipe.step(torch.randn(ROWS, WIDTH), target=target)
+    assert torch.equal(target, expected)
+
+
 # ---- the model's own loss ------------------------------------------------------------------------
 
 

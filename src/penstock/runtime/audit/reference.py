@@ -226,16 +226,15 @@ class Reference:
         )
 
     def take_target(self) -> tuple[Any, ...]:
-        """Return a copy of the target of the whole batch, which a loss may write to."""
+        """Return the target of the whole batch, on the device of the loss."""
         rows = self.rows.inputs.rows
         target = take_rows(self._request.target, rows, (0, sum(rows.counts)))
         device = self._devices[-1]
 
-        def copy_leaf(leaf: Any) -> Any:
-            return leaf.detach().clone().to(device) if isinstance(leaf, Tensor) else leaf
-
-        copied: tuple[Any, ...] = pytree.tree_map(copy_leaf, target)
-        return copied
+        moved: tuple[Any, ...] = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.detach().to(device), target
+        )
+        return moved
 
     def watch_state(self) -> StateWatch:
         """Return an object that finds what a forward changes, inside an isolation."""
@@ -627,7 +626,10 @@ class Reference:
         None: it cannot be compared with others. It fails, draws random numbers, or keeps state.
         """
         assert self._request.loss_fn is not None
-        arguments = StructureCopier(self._widen)(arguments)
+        output, *targets = arguments
+        # A loss may write to its target, as `target.masked_fill_(...)` does.
+        copy_target = StructureCopier(lambda tensor: self._widen(tensor).clone())
+        arguments = StructureCopier(self._widen)(output), *copy_target(targets)
         watch, prover = RowWatch(), RowMeanProver(*arguments)
         with self.isolate():
             cells = UnsplitCells(self._seed, 1, (), {}, own_states=self._write_log.generators)
