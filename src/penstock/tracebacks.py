@@ -85,9 +85,14 @@ def add_hint(error: BaseException, hint: str) -> None:
 
     The cause is then known, so that `fold_frames` does not take the error for a bug of Penstock.
     """
-    if not hasattr(error, _HINT_ATTRIBUTE):  # the call of a pipe in a layer has added one
+    if not has_hint(error):  # the call of a pipe in a layer has added one
         setattr(error, _HINT_ATTRIBUTE, hint)
         error.add_note(hint)
+
+
+def has_hint(error: BaseException) -> bool:
+    """Return whether an error has a note that says which mistake it looks like."""
+    return hasattr(error, _HINT_ATTRIBUTE)
 
 
 def fold_frames(error: BaseException) -> None:
@@ -129,7 +134,7 @@ def _select_entries(error: BaseException, entries: list[TracebackType]) -> list[
     if not ours:
         return entries
     last = ours[-1]
-    is_expected = isinstance(error, PenstockError) or hasattr(error, _HINT_ATTRIBUTE)
+    is_expected = isinstance(error, PenstockError) or has_hint(error)
     if last == len(entries) - 1 and not is_expected:
         return entries
     before = (entry for index, entry in enumerate(entries[:last]) if index not in ours)

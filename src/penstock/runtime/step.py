@@ -438,7 +438,7 @@ def execute_step(pipe: PreparedPipe, call: Call) -> StepResult:
         hooked = execution.find_hooked_parameters()
         hooks = DeferredHooks(hooked) if hooked else None
         try:
-            with execution.ordered_with_caller():
+            with audits.explaining_errors(), execution.ordered_with_caller():
                 execution.executor.execute(execution.workers, phase, execution.context)
             term_sizes = comparison.finish(loss.needs_rescale)
             totals = call.combine(execution, program)
@@ -484,7 +484,8 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
             execution = call.build_execution(program, stages, aux_sink, in_caller_graph)
             audits.start(execution, program)
             execution.audits = audits
-            output = call.forward(execution, program, (phases[0], phases[1]))
+            with audits.explaining_errors():
+                output = call.forward(execution, program, (phases[0], phases[1]))
             sizes = None
             if watched is not None and call.is_local:
                 sizes = watched.comparisons[1].compare_device_numbers()

@@ -456,6 +456,20 @@ class Audit:
             self._auditor.log_once(f"the unsplit model raised {self._failure!r}")
         return self._forward is not None
 
+    @torch.no_grad()
+    def needs_more_rows(self) -> bool:
+        """Return whether the unsplit model runs on the whole batch, and has failed on a part."""
+        if self._failure is None or isinstance(self._failure, torch.OutOfMemoryError):
+            return False
+        try:
+            with self._reference.isolate():
+                batch = self._reference.take_batch((0, sum(self._inputs.rows.counts)))
+                self._reference.run_forward(batch, self.microbatch)
+        except Exception as error:
+            close_failed_checkpoints(error)
+            return False
+        return True
+
     def check_step(self, sizes: TermSizes) -> None:
         """Compare the step with the reference. Raise an AuditError if they differ.
 

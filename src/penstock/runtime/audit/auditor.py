@@ -7,7 +7,8 @@ driver of a step knows nothing else of this folder.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
+from penstock.errors import PenstockError
 from penstock.fingerprint import ModuleSnapshot
 from penstock.microbatch import find_constant_inputs, find_shared_ids, have_different_rows
 from penstock.model.partition import Partition
@@ -32,6 +34,7 @@ from penstock.runtime.audit.problems import build_error, describe_advanced_itera
 from penstock.runtime.audit.reference import list_parameters, running
 from penstock.runtime.audit.state_check import ModuleModes
 from penstock.runtime.audit.state_watch import AttributeKey
+from penstock.runtime.call_hints import add_call_hint
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.request import Request
@@ -50,6 +53,7 @@ from penstock.torch_compat import (
     pytree,
     unwrap_compiled,
 )
+from penstock.tracebacks import add_hint, has_hint
 
 if TYPE_CHECKING:
     from penstock.runtime.step import Call, PreparedPipe
@@ -681,6 +685,25 @@ class CallAudits:
         recorder = audit.observe()
         for worker in execution.workers:
             worker.observer = recorder
+
+    @contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """Add a hint to an error of a layer that runs on the whole batch and not on parts of it."""
+        try:
+            yield
+        except Exception as error:
+            # A mistake in the arguments, such as a table that was split, explains more.
+            add_call_hint(error, self._pipe.placed_partition, self._call.request)
+            is_known = isinstance(error, PenstockError) or has_hint(error)
+            if self._audit is not None and not is_known and self._audit.needs_more_rows():
+                rows = self._call.inputs.rows.counts
+                add_hint(
+                    error,
+                    f"The unsplit model runs on the whole batch of {sum(rows)} rows, and not on a "
+                    f"micro-batch of {rows[self._audit.microbatch]}. A layer needs more rows, or "
+                    "goes by their number. Use fewer chunks, or let it compute each row by itself.",
+                )
+            raise
 
     def check(self, sizes: TermSizes | None, comparison: TermComparison | None = None) -> None:
         """Raise an AuditError if something is not as in the unsplit model.
