@@ -633,6 +633,8 @@ class CallAudits:
         request, inputs = self._call.request, self._call.inputs
         if request.loss_fn is not None or request.audit == "off" or inputs.chunks < 2:
             return Gates.NONE
+        if not self._call.is_local:
+            return Gates.NONE
         return Gates.ALL if self._auditor.may_mix_rows(request, inputs) else Gates.UNPROVEN
 
     def can_check_whole_loss(self) -> bool:
