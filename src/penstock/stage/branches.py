@@ -59,6 +59,32 @@ _ARRAY_READS = frozenset(("__array__", "__dlpack__", "numpy", "tolist"))
 _SHAPE_READS = frozenset(
     ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 )
+# Those whose sizes or plain numbers may be given as tensors: `torch.arange(n)`, `x.expand(n, 4)`.
+# The code of C reads them.
+_TENSOR_SIZES = frozenset(
+    (
+        *(
+            "arange",
+            "linspace",
+            "zeros",
+            "ones",
+            "empty",
+            "full",
+            "eye",
+            "rand",
+            "randn",
+            "randint",
+        ),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "expand", "repeat", "tile", "view"),
+        *("reshape", "narrow", "roll", "unflatten", "split", "topk"),
+    )
+)
+# Of these, the ones that have no tensor to begin with.
+_FACTORIES = frozenset(
+    ("arange", "linspace", "zeros", "ones", "empty", "full", "eye", "rand", "randn", "randint")
+)
+# Those whose result has a size that is a number of a tensor if an argument is left out, or is one.
+_MAYBE_SHAPE_READS = frozenset(("where", "one_hot", "repeat_interleave"))
 # The names of functions that select among the entries of a dim, with the position of their `dim`
 # and its default.
 _SELECTIONS: dict[str, tuple[int, int | None]] = {
@@ -108,7 +134,7 @@ _WATCHED = frozenset(
     (
         *(*_READS, *_SHAPE_READS, *_SELECTIONS, *_INDEXING, *_GROUPINGS),
         *(f"{name}_" for name in _GROUPINGS),
-        *(*_CONSTANT_FUNCTIONS, *_LIKE_FUNCTIONS),
+        *(*_CONSTANT_FUNCTIONS, *_LIKE_FUNCTIONS, *_MAYBE_SHAPE_READS, *_TENSOR_SIZES),
     )
 )
 # The types of most arguments. They contain no tensors.
@@ -165,7 +191,7 @@ class BranchWatch(TorchFunctionMode):
             self.way = hash((self.way, *map(int, bounds)))
         elif self.has_read:
             self._follow(name, args, kwargs)
-        elif _reads_shape(name, args):
+        elif _reads_shape(name, args, kwargs):
             self.has_read = True  # the sizes themselves are mostly different
         return result
 
@@ -221,8 +247,28 @@ def _note_operation(
         statistics.follow(func, name, args, kwargs, result)
 
 
-def _reads_shape(name: str, args: tuple[Any, ...]) -> bool:
-    return name in _SHAPE_READS or (name == "__getitem__" and _is_mask(args[1]))
+def _reads_shape(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the shape of what a function returns is a number of a tensor."""
+    if name in _SHAPE_READS:
+        return True
+    if name == "__getitem__":
+        return _is_mask(args[1])
+    if name in _MAYBE_SHAPE_READS:
+        if name == "where":  # `torch.where(mask)` is `nonzero`
+            return len(args) + len(kwargs) == 1
+        second = args[1] if len(args) > 1 else None
+        if name == "one_hot":
+            return bool(kwargs.get("num_classes", -1 if second is None else second) == -1)
+        repeats = kwargs.get("repeats", args[0] if len(args) < 2 else second)
+        return isinstance(repeats, Tensor)
+    if name in _TENSOR_SIZES:
+        return _has_tensor(_list_sizes(name, args, kwargs))
+    return False
+
+
+def _list_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the sizes and plain numbers among the arguments of a function."""
+    return [*(args if name in _FACTORIES else args[1:]), *kwargs.values()]
 
 
 def _is_mask(index: Any) -> bool:
@@ -340,11 +386,10 @@ class RowWatch(TorchFunctionMode):
         """Run a function, and look at its name and at what it is computed from."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self.replaces_sizes:
-            if may_have_numbers(args):
-                if self._row_counts is not None:
-                    self._row_counts.note_operands(name, args)
-                args = unwrap_numbers(args)
+        if self.replaces_sizes and (kwargs or may_have_numbers(args)):
+            if self._row_counts is not None:
+                self._row_counts.note_operands(name, args, kwargs)
+            args = unwrap_numbers(args)
             kwargs = unwrap_numbers(kwargs) if kwargs else kwargs
         result = func(*args, **kwargs)
         if self._statistics is not None:
@@ -373,7 +418,7 @@ class RowWatch(TorchFunctionMode):
         """Note what a function has read or selected, or computed from constants."""
         if (
             name in _READS
-            or _reads_shape(name, args)
+            or self._reads_shape(name, args, kwargs)
             or (name == "__getitem__" and _list_tensor_bounds(args[1]))
         ):
             self.reads.append((name, result if type(result) in (bool, int) else None))
@@ -386,6 +431,13 @@ class RowWatch(TorchFunctionMode):
             self._note_positions(name, args, kwargs)
         if isinstance(result, Tensor):
             self._note_result(name, args, kwargs, result)
+
+    def _reads_shape(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if not _reads_shape(name, args, kwargs):
+            return False
+        # `torch.full(size, torch.tensor(-1e9))`
+        is_sized = name in _TENSOR_SIZES
+        return not (is_sized and self._are_constant(_list_sizes(name, args, kwargs)))
 
     def _note_result(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor

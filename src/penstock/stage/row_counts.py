@@ -22,7 +22,7 @@ plain sizes, and it is only noted that they were read (`RowCounts.note_sizes`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -36,6 +36,8 @@ _MEMORY = frozenset(("untyped_storage", "storage", "storage_offset", "stride"))
 _FACTORIES = frozenset(
     ("tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "fill_")
 )
+# Those that make one of several: `torch.tensor(x.shape)`. For others a list of sizes is a shape.
+_CONVERTERS = frozenset(("tensor", "as_tensor", "new_tensor", "Tensor"))
 
 
 class RowCounts:
@@ -98,11 +100,13 @@ class RowCounts:
             is_size = name in _NUMEL or (is_bytes and result > tensor.dim())
         return row_dim if is_size else None
 
-    def note_operands(self, name: str, args: tuple[Any, ...]) -> None:
+    def note_operands(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the numbers that a function of PyTorch computes with."""
-        for value in args:
+        for value in (*args, *kwargs.values()) if kwargs else args:
             if type(value) is RowCount or type(value) is RowFraction:
                 self._note_operand(value, name)
+            elif name in _CONVERTERS and _has_numbers(value):
+                self.note_plain()
 
     def _note_operand(self, number: _RowNumber, name: str) -> None:
         """Note a number that a function computes with, unless it is a multiple of the rows.
@@ -231,6 +235,13 @@ class RowSizes(tuple[Any, ...]):
 def may_have_numbers(args: tuple[Any, ...]) -> bool:
     """Return whether a number of rows may be among arguments, or in them. Most have none."""
     return not _HOLDERS.isdisjoint(map(type, args))
+
+
+def _has_numbers(values: Any) -> bool:
+    """Return whether a list of numbers, or a list of lists, has a number of rows."""
+    if type(values) in (tuple, list):
+        return any(map(_has_numbers, values))
+    return isinstance(values, _RowNumber | RowSizes)
 
 
 def unwrap_numbers(values: Any) -> Any:

@@ -100,13 +100,41 @@ def by_shape(x: Tensor, y: Tensor) -> Tensor:
     return y * 2 if len(x[x.mean(1) > 0]) == len(x) else y
 
 
+def by_classes(x: Tensor, y: Tensor) -> Tensor:
+    return y / functional.one_hot((x.mean(1) > 0).long()).shape[1]
+
+
+def by_repeats(x: Tensor, y: Tensor) -> Tensor:
+    return y / len(torch.repeat_interleave((x.mean() > 0).long().view(1) + 1))
+
+
+def by_positions_of_a_mask(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if len(torch.where(x.mean(1) > 0)[0]) else y
+
+
+def by_size_in_a_tensor(x: Tensor, y: Tensor) -> Tensor:
+    count: Any = 1 + (x.mean() > 0).long()
+    return y / len(torch.arange(count))
+
+
+def by_expanded_size(x: Tensor, y: Tensor) -> Tensor:
+    count: Any = 1 + (x.mean() > 0).long()
+    return y / len(torch.ones(1).expand(count))
+
+
 def by_choice(x: Tensor, y: Tensor) -> Tensor:
     return functional.linear(y, torch.ones_like(y[0]).diag() * int(x.mean() > 0))
 
 
 @each_door
 @pytest.mark.parametrize("is_traced", [False, True])
-@pytest.mark.parametrize("function", [by_mean, by_number, by_list, by_shape, by_choice])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(by_mean, by_number, by_list, by_shape, by_choice, by_classes, by_repeats),
+        *(by_positions_of_a_mask, by_size_in_a_tensor, by_expanded_size),
+    ],
+)
 def test_branch_that_micro_batches_take_differently_later(
     function: Callable[[Tensor, Tensor], Tensor], is_traced: bool, door: str
 ) -> None:
@@ -404,6 +432,16 @@ def test_number_that_the_rows_reach_in_other_ways(
     pipe, _ = build(Branching(lambda x, y: y * 2 if decide(x) else y))
     with pytest.raises(AuditError, match="depends on how"):
         train(pipe, rows(9.0), door)
+
+
+def test_sizes_that_are_plain_numbers_or_constants_are_not_read_from_the_rows() -> None:
+    x = rows()
+    with RowWatch() as watch:
+        constants: list[Any] = [torch.tensor(WIDTH), torch.tensor(0.5)]
+        functional.one_hot(torch.zeros(ROWS, dtype=torch.int64), WIDTH)
+        torch.full((ROWS, WIDTH), constants[1]) + torch.arange(constants[0])
+        torch.where(x > 0, x, x.new_zeros(x.shape)).repeat_interleave(2, dim=0).expand(3, -1, -1)
+    assert not watch.reads
 
 
 def test_numbers_that_are_drawn_are_not_constant() -> None:
