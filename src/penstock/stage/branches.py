@@ -15,6 +15,10 @@ What NumPy or Python compute with many numbers does not show: `np.median(x.numpy
 that are made of it. If micro-batches have read different ones, the whole batch is compared in each
 call. Many whole numbers, such as lengths, are part of the way.
 
+An operation that raises, and whose error the forward catches, decides like a number that is read:
+`try: torch.linalg.cholesky(x)`. Those that raise for some numbers are tried in the audit, whether
+the forward survives their error (`RowWatch.fail_at`). If so, their calls count as reads.
+
 Operations that select among rows, such as `losses.topk(min(4, n))`, or add up the rows of a group,
 such as `index_add`, depend on all rows in a way that few rows do not show. They are noted, too, and
 so are comparisons of the number of rows itself (row_counts.py).
@@ -119,6 +123,25 @@ _ARITHMETIC = frozenset(
 )
 
 
+_LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+# The names of functions that raise for some numbers: a matrix that has no inverse.
+RAISING_FUNCTIONS = frozenset(
+    (
+        *("cholesky", "inverse", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_eig"),
+        *(
+            "linalg_eigh",
+            "linalg_eigvals",
+            "linalg_eigvalsh",
+            "linalg_svd",
+            "linalg_svdvals",
+            "svd",
+        ),
+        *("linalg_lu_factor", "linalg_ldl_factor", "linalg_lstsq", "linalg_tensorinv", "lobpcg"),
+        *("linalg_tensorsolve", "linalg_matrix_power", "pinverse", "linalg_pinv", "linalg_cond"),
+    )
+)
+
+
 # The names of functions whose result depends on their plain arguments alone.
 _CONSTANT_FUNCTIONS = frozenset(("arange", "zeros", "ones", "full", "tensor", "eye", "linspace"))
 # Those that take the sizes, and no numbers, of a tensor.
@@ -175,8 +198,13 @@ class BranchWatch(TorchFunctionMode):
     ) -> Any:
         """Run a function, and look at its name."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.has_read = True
+            self.way = hash((self.way, name, "raises"))
+            raise
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)
         if name in _READS:
@@ -191,7 +219,7 @@ class BranchWatch(TorchFunctionMode):
             self.way = hash((self.way, *map(int, bounds)))
         elif self.has_read:
             self._follow(name, args, kwargs)
-        elif _reads_shape(name, args, kwargs):
+        elif name in RAISING_FUNCTIONS or _reads_shape(name, args, kwargs):
             self.has_read = True  # the sizes themselves are mostly different
         return result
 
@@ -312,6 +340,9 @@ class RowWatch(TorchFunctionMode):
         buffer_ids: The ids of the model's buffers.
 
     Attributes:
+        fail_at: Which call of a function that may raise shall do so, counted from 0. None: none.
+        raising_count: How many calls there were of functions that may raise.
+        has_failed: Whether that call has raised.
         reads: The names of the functions that have read numbers, and the numbers. None: not one
             truth value or whole number.
         reads_rows: Whether one of them may have been computed from the rows, and not from plain
@@ -339,6 +370,9 @@ class RowWatch(TorchFunctionMode):
         self.reads_rows = self.uses_float32 = False
         self.selections: list[Selection] = []
         self._max_reads = max_reads
+        self.fail_at: int | None = None
+        self.raising_count = 0
+        self.has_failed = False
         # Tensors that are computed from plain numbers alone, by id, and their versions. Writes in
         # place raise the version of a tensor and of all its views.
         self._constants: dict[int, tuple[Tensor, int]] = {}
@@ -391,7 +425,15 @@ class RowWatch(TorchFunctionMode):
                 self._row_counts.note_operands(name, args, kwargs)
             args = unwrap_numbers(args)
             kwargs = unwrap_numbers(kwargs) if kwargs else kwargs
-        result = func(*args, **kwargs)
+        if name in RAISING_FUNCTIONS:
+            self._count_raising(name)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            # Perhaps the forward catches the error, and does something else.
+            self.reads.append((name, None))
+            self.reads_rows = True
+            raise
         if self._statistics is not None:
             _note_operation(self._statistics, func, args, kwargs, result)
         if name in _WATCHED or (self._constants and self._may_take_constants(args, kwargs)):
@@ -404,6 +446,13 @@ class RowWatch(TorchFunctionMode):
             return self._row_counts.replace_sizes(name, args, result)
         self._row_counts.note_sizes(name, args, result)
         return result
+
+    def _count_raising(self, name: str) -> None:
+        """Count the calls of functions that may raise, and let one of them raise."""
+        self.raising_count += 1
+        if self.raising_count - 1 == self.fail_at:
+            self.has_failed = True
+            raise _LinAlgError(f"{name} fails, to see whether the forward goes on")
 
     def _may_take_constants(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an argument is a constant, or may contain one. Most are not."""

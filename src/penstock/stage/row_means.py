@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from penstock.nested_values import list_operands
+from penstock.stage.branches import RAISING_FUNCTIONS
 from penstock.stage.row_counts import RowCounts
 from penstock.torch_compat import pytree
 
@@ -174,8 +175,12 @@ class RowMeanProver(TorchFunctionMode):
     ) -> Any:
         """Run a function, and note the kind of what it returns."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self._is_lost = True  # Python may catch the error, and go by it
+            raise
         # Of the second tensor of `number.to(output)`, only the dtype and the device count.
         tensors = list_operands(args[:1] if name in _CONVERSIONS else (*args, *kwargs.values()))
         kinds = {self._find_kind(tensor) for tensor in tensors} - {Kind.CONSTANT}
@@ -186,6 +191,7 @@ class RowMeanProver(TorchFunctionMode):
                 self.function_names.append(name)
             self._is_lost |= not outputs and name.strip("_") not in _METADATA
             self._is_lost |= _works_in_place(name) or "out" in kwargs
+            self._is_lost |= name in RAISING_FUNCTIONS  # it may raise for other rows
             if outputs and not self._is_lost and (len(kinds) == 1 or kinds <= _TOTALS):
                 common_kind = kinds.pop() if len(kinds) == 1 else Kind.MIXED
                 kind = self._derive(name.strip("_"), common_kind, tensors, args, kwargs, outputs)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from penstock import AuditError, Pipe, Weighted
 from penstock.runtime.audit.reference import Reference
 from penstock.runtime.audit.rows import RowsCheck
-from penstock.stage.branches import BranchWatch, RowWatch
+from penstock.stage.branches import BranchRecord, BranchWatch, RowWatch
 from penstock.stage.rng import advance_caller_rng
 from penstock.stage.row_statistics import RowStatistics
 from tests.support import same_gradients
@@ -126,13 +126,21 @@ def by_choice(x: Tensor, y: Tensor) -> Tensor:
     return functional.linear(y, torch.ones_like(y[0]).diag() * int(x.mean() > 0))
 
 
+def by_error(x: Tensor, y: Tensor) -> Tensor:
+    try:
+        torch.linalg.cholesky(torch.diag_embed(x[:, :2]))
+    except RuntimeError:
+        return y
+    return y * 2
+
+
 @each_door
 @pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize(
     "function",
     [
         *(by_mean, by_number, by_list, by_shape, by_choice, by_classes, by_repeats),
-        *(by_positions_of_a_mask, by_size_in_a_tensor, by_expanded_size),
+        *(by_positions_of_a_mask, by_size_in_a_tensor, by_expanded_size, by_error),
     ],
 )
 def test_branch_that_micro_batches_take_differently_later(
@@ -401,6 +409,56 @@ def test_numbers_and_dims_that_are_not_of_the_rows_cost_no_forward_of_the_batch(
     assert not compared
 
 
+def has_sixth_row(x: Tensor) -> bool:
+    try:
+        x[5]
+    except IndexError:
+        return False
+    return True
+
+
+@each_door
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_error_that_only_micro_batches_raise(is_traced: bool, door: str) -> None:
+    pipe, _ = build(Branching(lambda x, y: y * 2 if has_sixth_row(x) else y), is_traced)
+    for _ in range(2):
+        with pytest.raises(AuditError, match="depends on how"):
+            train(pipe, rows(), door)
+
+
+def solve(x: Tensor, y: Tensor) -> Tensor:
+    inverse: Tensor = torch.linalg.inv(torch.diag_embed(x.square() + 1))
+    return y + inverse.diagonal(dim1=1, dim2=2)
+
+
+def solve_or_skip(x: Tensor, y: Tensor) -> Tensor:
+    try:
+        return solve(x, y)
+    except RuntimeError:
+        return y
+
+
+@each_door
+@pytest.mark.parametrize(
+    ("function", "count"), [(solve, 0), (solve_or_skip, 2)], ids=["raised", "caught"]
+)
+def test_error_that_no_rows_raise(
+    function: Callable[[Tensor, Tensor], Tensor],
+    count: int,
+    door: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later steps are watched only if the layer catches the error."""
+    pipe, model = build(Branching(function))
+    watched = count_calls(monkeypatch, BranchRecord, "watch")
+    for _ in range(3):
+        x = rows()
+        train(pipe, x, door)
+        functional.mse_loss(model(x), torch.zeros_like(x)).backward()
+    assert same_gradients(pipe, model)
+    assert len(watched) == count
+
+
 def by_arange(x: Tensor) -> bool:
     return bool(torch.arange(len(x)).sum() > 50)
 
@@ -565,6 +623,7 @@ def double_many(losses: Tensor) -> Tensor:
         lambda y, t: double_many((y - t).square().mean(1)),
         lambda y, t: {"loss": double_many((y - t).square().mean(1)), "accuracy": y.mean()},
         lambda y, t: (y - t).square().mean() * (1 + y.shape[0] // 8),
+        lambda y, t: (y - t).square().mean() * (2 if has_sixth_row(y) else 1),
         lambda y, t: Weighted(double_many((y - t).square().mean(1)), len(y)),
     ],
 )

@@ -71,6 +71,7 @@ from penstock.state_copy import (
 )
 from penstock.torch_compat import (
     BatchNormBase,
+    close_failed_checkpoints,
     force_eager,
     pytree,
 )
@@ -534,6 +535,25 @@ class Reference:
         except LastNumberRead:
             pass
         return watch.reads
+
+    @torch.no_grad()
+    def catches_error(
+        self, batch: tuple[Any, Any, tuple[Any, ...]], microbatch: int, index: int
+    ) -> bool:
+        """Return whether the model goes on after the error of an operation that may raise.
+
+        `index` counts the calls of such operations in a forward.
+        """
+        args, kwargs, target = batch
+        cells, watch = self._build_cells(fixes_draws=True), _ForwardWatch()
+        watch.fail_at = index
+        try:
+            with self._write_log.log(), cells.emulate(microbatch), watch:
+                self._compute(args, kwargs, target, watch)
+        except Exception as error:
+            close_failed_checkpoints(error)
+            return False
+        return watch.has_failed
 
     def _list_hooks(self) -> dict[tuple[nn.Module, str], list[int]]:
         """Return the ids of the hooks of each module, and of each parameter."""

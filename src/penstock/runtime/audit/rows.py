@@ -84,6 +84,7 @@ _MIN_GRADIENT_ROUNDING = 1e-5
 SMALL_MICROBATCH = 8  # the number of rows below which all of them are compared
 _FLOATS = torch.float32, torch.float64
 _RARE_LEVELS = 0.01, 0.99  # of uniform numbers
+_MAX_ERRORS = 8  # that are tried
 _MAX_RELATED = 2  # inputs with an id for each row
 
 
@@ -332,7 +333,7 @@ class RowsCheck:
         watch = whole.row_watch
         if watch.reads_rows or watch.meets_rows or any(number is None for _, number in watch.reads):
             return True
-        if self._selects_rows(watch):
+        if self._selects_rows(watch) or self._catches_errors(watch.raising_count):
             return True
         if not watch.reads:
             return False
@@ -344,6 +345,19 @@ class RowsCheck:
             close_failed_checkpoints(error)
             return True
         return numbers != watch.reads
+
+    def _catches_errors(self, raising_count: int) -> bool:
+        """Return whether the forward goes on after an error of one of its operations.
+
+        `raising_count` is how many calls there were of operations that raise for some numbers.
+        """
+        start, stop = self.reference.rows.find_rows(self.microbatch)
+        for index in range(min(raising_count, _MAX_ERRORS)):
+            with self.reference.isolate():
+                batch = self.reference.take_batch((start, min(start + 2, stop)))
+                if self.reference.catches_error(batch, self.microbatch, index):
+                    return True
+        return False
 
     def _choose_rows(
         self, whole: ReferenceForward | None
