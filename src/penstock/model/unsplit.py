@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.microbatch import move_to_device
 from penstock.model.traced.torch_functions import is_metadata_only
-from penstock.stage.fixed_draws import FixedDraws
+from penstock.stage.fixed_draws import FixedDraws, ObservedDraws, SingleDraws
 from penstock.stage.host_rng import HostRngCell
 from penstock.stage.rng import DrawRedirect, derive_cell_seed, redirect_draws
 from penstock.stage.stage import OUTSIDE
@@ -51,6 +51,8 @@ class UnsplitCells:
             pipe, too. If not, `draws_host_random` tells that there were some.
         own_states: A dict that gets the states of the model's own generators before their first
             draws.
+        keeps_numbers: Whether single random numbers, and those of `random` and `numpy.random`, are
+            those of the pipe where others are fixed: see `SingleDraws`.
     """
 
     def __init__(
@@ -63,24 +65,29 @@ class UnsplitCells:
         fixes_draws: bool = False,
         separates_host_streams: bool = True,
         own_states: dict[torch.Generator, Tensor] | None = None,
+        keeps_numbers: bool = False,
     ) -> None:
         self._seed, self._num_stages = seed, num_stages
         self._unit_stages, self._function_stages = unit_stages, function_stages
         self._devices = devices if len(set(devices)) > 1 else ()
-        self._fixes_draws = fixes_draws
+        self._fixes_draws, self._keeps_numbers = fixes_draws, keeps_numbers
         self.uniform_level = 0.5  # of fixed draws: see `FixedDraws`
         self.has_uniform = False  # whether a cell has drawn uniform numbers that are fixed
         self._separates_host_streams, self._own_states = separates_host_streams, own_states
         self.has_drawn = False  # whether any cell has drawn random numbers
         self.uses_own_generator = False  # whether one has drawn from a generator of the model's
         self.draws_host_random = False  # whether one has drawn from `random` or `numpy.random`
+        self.draws_number = False  # whether one has drawn a single number
+        self.draws_scalar = False  # whether it was in a tensor without dims
+        # The single numbers, and the states after the others, if they are kept. None: not known.
+        self.numbers: Any = None
 
     @contextmanager
     def emulate(self, microbatch: int) -> Iterator[None]:
         """Run the unsplit model on a micro-batch in this context."""
-        build_redirect = FixedDraws if self._fixes_draws else DrawRedirect
-        redirects = [
-            build_redirect(
+        build_redirect = FixedDraws if self._fixes_draws else ObservedDraws
+        redirects: list[DrawRedirect] = [
+            (SingleDraws if self._keeps_numbers else build_redirect)(
                 derive_cell_seed(self._seed, stage, microbatch), own_states=self._own_states
             )
             for stage in range(self._num_stages)
@@ -89,7 +96,10 @@ class UnsplitCells:
         for redirect in fixed:
             redirect.level = self.uniform_level
         host_rng = HostRngCell(self._seed, OUTSIDE, microbatch, nullcontext())
-        if self._fixes_draws and not self._devices:
+        if self._keeps_numbers:
+            with host_rng, self._follow_stages(redirects, host_rng):
+                yield
+        elif self._fixes_draws and not self._devices:
             # The numbers are the same on every stage, so none is entered.
             with redirect_draws(redirects[0]):
                 yield
@@ -102,6 +112,12 @@ class UnsplitCells:
         self.has_uniform |= any(redirect.has_uniform for redirect in fixed)
         self.draws_host_random |= bool(host_rng.used)
         self.has_drawn |= self.draws_host_random or any(r.has_drawn for r in redirects)
+        observed = [redirect for redirect in redirects if isinstance(redirect, ObservedDraws)]
+        self.draws_number |= any(redirect.has_number for redirect in observed)
+        self.draws_scalar |= any(redirect.has_scalar for redirect in observed)
+        single = [redirect for redirect in redirects if isinstance(redirect, SingleDraws)]
+        if single and not any(redirect.draws_others for redirect in single):
+            self.numbers = [redirect.numbers for redirect in single], host_rng.describe_states()
         self.uses_own_generator |= any(r.used_own_generator for r in redirects)
 
     @contextmanager

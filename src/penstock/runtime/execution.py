@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -194,8 +194,9 @@ class Execution:
         peers = tuple(map(weakref.ref, runners))
         for runner in runners:
             runner.peers = peers
+        self.seed: int | None = None  # of the random numbers of the call
         if any(runner.may_draw_random or runner.may_draw_host_random for runner in runners):
-            seed = rng_policy.make_seed()
+            seed = self.seed = rng_policy.make_seed()
             host_rng_lock = select_host_rng_lock() if allow_host_rng else None
             for runner in runners:
                 runner.rng_source = partial(rng_policy.make_cell_rng, seed, runner.stage.index)
@@ -227,17 +228,18 @@ class Execution:
         runners = self.stage_runners
         return [parameter for runner in runners for parameter in runner.find_hooked_parameters()]
 
-    def describe_graphs(self, microbatch: int) -> None:
-        """Let the stages describe the graph that their layers make for a micro-batch."""
+    def describe_graphs(self, microbatches: Container[int]) -> None:
+        """Let the stages describe the graphs that their layers make for some micro-batches."""
         for runner in self.stage_runners:
-            runner.described_microbatch = microbatch
+            runner.described_microbatches = microbatches
 
-    def read_graph_descriptions(self) -> tuple[int | None, ...]:
-        """Return the descriptions of the graphs of the stages.
+    def read_graph_descriptions(self, microbatch: int) -> tuple[int | None, ...]:
+        """Return the descriptions of the graphs of the stages for a micro-batch.
 
         None: it has no graph yet, or needs none. A recomputed stage gets it in its backward.
         """
-        return tuple([runner.graph_description for runner in self.stage_runners])
+        runners = self.stage_runners
+        return tuple([runner.graph_descriptions.get(microbatch) for runner in runners])
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
         """Run a phase. With `retain_graph`, the backwards keep what a further one would need."""

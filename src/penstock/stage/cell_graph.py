@@ -93,6 +93,9 @@ def enter_graph(
     return inside, tuple(edges), received_grads
 
 
+_ENTRY_NODE: Any = _GraphEntry._backward_cls
+
+
 # ---- outputs -----------------------------------------------------------------------------------
 
 
@@ -166,6 +169,9 @@ def describe_graph(roots: Iterable[Any]) -> int:
     description: list[Any] = []
     for node in nodes:  # it grows
         kind = type(node)
+        if kind is _ENTRY_NODE:  # an input is this or a leaf
+            description.append("AccumulateGrad")
+            continue
         name, dims = _node_kinds.get(kind) or _describe_kind(kind)
         description.append(name)
         for attribute in dims:

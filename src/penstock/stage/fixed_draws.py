@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.rng import DrawRedirect
+from penstock.stage.rng import DrawRedirect, RngSource
 from penstock.torch_compat import DisableTorchFunction, get_schema_arguments
 
 Arguments = dict[str, Any]
@@ -66,6 +66,60 @@ class FixedDraws(DrawRedirect):
 
     def drop(self, tensor: Tensor, probability: float) -> None:
         """Return None: `run` has the fixed result of dropout."""
+
+
+class SingleDraws(FixedDraws):
+    """Lets random operations return fixed numbers, but for single ones: `torch.rand(()) < 0.3`.
+
+    Those are the numbers that a cell draws, as all numbers are drawn in its order.
+
+    Attributes:
+        numbers: The single numbers that were drawn.
+        draws_others: Whether numbers were drawn by an operation that has no fixed result.
+    """
+
+    def __init__(
+        self,
+        source: RngSource | int,
+        own_states: dict[torch.Generator, Tensor] | None = None,
+    ) -> None:
+        super().__init__(source, own_states=own_states)
+        self.numbers: list[float] = []
+        self.draws_others = False
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the number that an operation draws, or the fixed result of several."""
+        drawn = DrawRedirect.run(self, func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            return drawn
+        if isinstance(drawn, Tensor) and drawn.numel() == 1:
+            self.numbers.append(float(drawn.detach()))
+            return drawn
+        name = func.overloadpacket.__name__
+        names = {argument.name for argument in get_schema_arguments(func)}
+        if name in _RESULTS or name in _UNIFORM or not names.isdisjoint(("dropout", "dropout_p")):
+            return super().run(func, args, kwargs)
+        self.draws_others = True
+        return drawn
+
+
+class ObservedDraws(DrawRedirect):
+    """Draws the numbers of a cell, and notes whether it draws single ones, by which it may go.
+
+    Attributes:
+        has_number: Whether it has drawn a single number.
+        has_scalar: Whether it has drawn one in a tensor without dims, which is not that of a row.
+    """
+
+    has_number = has_scalar = False
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that draws."""
+        drawn = super().run(func, args, kwargs)
+        if isinstance(drawn, Tensor) and drawn.numel() == 1:
+            self.has_number = True
+            self.has_scalar |= not drawn.dim()
+        return drawn
 
 
 def _fill(mean: Callable[[Arguments], Any]) -> Callable[[Arguments], Tensor]:

@@ -57,6 +57,10 @@ class HostRngState:
             names.append("numpy.random")
         return names
 
+    def describe(self) -> bytes:
+        """Return the states in a form that can be compared."""
+        return pickle.dumps((self.python_state, self._numpy_state))
+
     def restore(self) -> None:
         """Set the states back."""
         random.setstate(self.python_state)
@@ -171,6 +175,10 @@ class HostRngCell:
         finally:
             self._states[stream] = HostRngState()
             self._load(previous)
+
+    def describe_states(self) -> dict[int, bytes]:
+        """Return the last state of each stream, after the context."""
+        return {stream: state.describe() for stream, state in self._states.items()}
 
     def check_repeats(self, forward: HostRngCell) -> None:
         """Raise if this recomputation has drawn other numbers than the forward."""

@@ -19,7 +19,7 @@ that does none of this runs without any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -189,8 +189,8 @@ class StageRunner:
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False
         # The micro-batch whose graph is described, and its description: see `describe_graph`.
-        self.described_microbatch: int | None = None
-        self.graph_description: int | None = None
+        self.described_microbatches: Container[int] = ()
+        self.graph_descriptions: dict[int, int] = {}
         # Returns the source, or the seed, of the random numbers of a micro-batch.
         self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
         # The seed of the call, for draws from `random` and `numpy.random`, and the lock that a cell
@@ -701,8 +701,8 @@ class StageRunner:
         for dst, flat in outputs.items():
             roots[dst] = tuple(map(find_gradient_edge, flat[0]))
         graph = CellGraph(roots, inputs_need_grad, inputs, received_grads)
-        if microbatch == self.described_microbatch:
-            self.graph_description = graph.describe()
+        if microbatch in self.described_microbatches:
+            self.graph_descriptions[microbatch] = graph.describe()
         if not is_checked:
             behavior.written_parameter = self._find_parameter_write(versions)
             self._check_graph(graph)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock import AuditError
+from penstock.runtime.audit.rows import RowsCheck
+from penstock.stage.cell_graph import CellGraph
 from tests.runtime.audit.test_rows import Layer, layers, made, run
 
 Function = Callable[[Tensor], Tensor]
@@ -19,6 +23,8 @@ Function = Callable[[Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def double() -> Any:
     torch.set_default_dtype(torch.float64)
+    random.seed(0)
+    numpy.random.seed(0)
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -77,3 +83,101 @@ def test_draws_for_each_row_by_itself_are_left_alone(
         for seed in range(2):
             run(pipe, door, seed)
     assert not caplog.records
+
+
+def centre(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def drop_some(x: Tensor, change: Function) -> Tensor:
+    """Draw numbers for each row before the one that decides."""
+    dropped = nn.functional.dropout(x, 0.2)
+    return change(dropped) if 0.1 < torch.rand(1) < 0.15 else dropped
+
+
+# A layer that changes its input now and then.
+DECISIONS: dict[str, Callable[[Tensor, Function], Tensor]] = {
+    "range": lambda x, change: change(x) if 0.1 < torch.rand(()) < 0.15 else x,
+    "normal": lambda x, change: change(x) if torch.randn(()).abs() > 2 else x,
+    "after dropout": drop_some,
+    "random": lambda x, change: change(x) if random.random() < 0.05 else x,
+    "choice": lambda x, change: change(x) if random.choice(range(16)) == 2 else x,
+    "numpy": lambda x, change: change(x) if numpy.random.rand() < 0.05 else x,
+}
+STEPS = 16
+
+
+def measure_losses(function: Function) -> list[float]:
+    torch.manual_seed(0)
+    pipe = made(layers(Layer(function)), audit="off")
+    return [run(pipe, "step", seed).item() for seed in range(STEPS)]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("decide", DECISIONS.values(), ids=list(DECISIONS))
+def test_rows_that_a_random_number_mixes_are_found_in_the_step_that_mixes_them(
+    decide: Callable[[Tensor, Function], Tensor], door: str, checkpoint: str
+) -> None:
+    plain = measure_losses(lambda x: decide(x, torch.clone))
+    mixed = measure_losses(lambda x: decide(x, centre))
+    first = next(step for step in range(STEPS) if plain[step] != mixed[step])
+    torch.manual_seed(0)
+    pipe = made(layers(Layer(lambda x: decide(x, centre))), checkpoint=checkpoint)
+    for seed in range(first):
+        run(pipe, door, seed)
+    with pytest.raises(AuditError, match="random numbers"):
+        run(pipe, door, first)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("decide", DECISIONS.values(), ids=list(DECISIONS))
+def test_layers_that_a_random_number_changes_are_compared_seldom(
+    decide: Callable[[Tensor, Function], Tensor],
+    door: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = list[int]()
+    compare = RowsCheck.compare_drawn
+
+    def count(check: RowsCheck, microbatch: int) -> str | None:
+        compared.append(microbatch)
+        return compare(check, microbatch)
+
+    monkeypatch.setattr(RowsCheck, "compare_drawn", count)
+    pipe = made(layers(Layer(lambda x: decide(x, torch.sin))))
+    with caplog.at_level(logging.WARNING, "penstock"):
+        for seed in range(STEPS):
+            run(pipe, door, seed)
+    assert not caplog.records
+    # Graphs have two forms. Branches on a number of a tensor have ways as well.
+    has_graphs_only = decide in [DECISIONS[name] for name in ("random", "choice", "numpy")]
+    assert 1 <= len(compared) <= (2 if has_graphs_only else 6)
+
+
+@pytest.mark.parametrize(
+    ("function", "first_count", "later_count"),
+    [
+        (BY_ROW["skipped rows"], 1, 1),
+        (BY_ROW["skipped layer"], 4, 0),  # its branches are watched in later steps
+        (lambda x: x if random.random() < 0.1 else x.sin(), 4, 4),
+    ],
+)
+def test_graphs_are_described_for_the_micro_batches_that_need_it(
+    function: Function, first_count: int, later_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = list[CellGraph]()
+    describe = CellGraph.describe
+
+    def count(graph: CellGraph) -> int:
+        described.append(graph)
+        return describe(graph)
+
+    monkeypatch.setattr(CellGraph, "describe", count)
+    pipe = made(layers(Layer(function), nn.Dropout(0.1)))
+    run(pipe, "step")
+    assert len(described) == 2 * first_count  # two stages
+    described.clear()
+    run(pipe, "step", 2)
+    assert len(described) == 2 * later_count

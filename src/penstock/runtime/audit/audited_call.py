@@ -19,7 +19,7 @@ step also compares its loss with that of the outputs of all micro-batches togeth
 A difference is an `AuditError`, raised before the optimizer can step. The reference takes the time
 of one forward and backward, and at most one more forward for the parts. Later steps run no forward
 twice, unless `audit=N` repeats the audit, the model's own loss has new terms, or micro-batches go
-new ways after a number that a layer has read (branches.py).
+new ways after a number that a layer has read (branches.py) or drawn (`Auditor.draws_numbers`).
 """
 
 from __future__ import annotations
@@ -131,15 +131,7 @@ class Audit:
         # Not the execution, whose workers refer to the audit: the cycle would keep its tensors.
         self._cell_io, self._reduction = execution.cell_io, reduction
         self._digester, self._record = Digester(), CellRecord()
-        forwards = [
-            action
-            for lane in program.lanes
-            for action in lane
-            if isinstance(action, Compute) and action.op is Op.F
-        ]
-        orders: dict[int, list[int]] = {}  # by stage, the micro-batches in the order of their F
-        for action in forwards:
-            orders.setdefault(action.stage, []).append(action.microbatch)
+        orders = find_forward_orders(program)
         self.microbatch, *self._later_microbatches = orders[0]
         # Where another micro-batch comes first, it has changed the state.
         self._first_microbatch = self.microbatch
@@ -158,7 +150,8 @@ class Audit:
             devices,
             request,
             inputs,
-            peek_seed(),
+            # After the call, the generator of the caller is that of the next one.
+            peek_seed() if execution.seed is None else execution.seed,
             reduction,
             self._digester,
             reached,
@@ -272,6 +265,8 @@ class Audit:
         )
         self._auditor.note_changed_state(forward.changed_attributes | forward.changed_buffers)
         self._auditor.note_kept(self._reference.find_kept_places())
+        if self._inputs.chunks > 1 and (forward.draws_number or forward.draws_host_random):
+            self._auditor.note_drawn_numbers(self._kind, forward.draws_host_random)
         self._note_outputs(forward.values, loss)
         backward_changes: list[str] = []
         if forward.has_own_backward and self._reference_grads:
@@ -687,6 +682,13 @@ class Audit:
             )
         self._finish()
 
+    def check_drawn(self, microbatch: int) -> None:
+        """Compare rows with the random numbers of a micro-batch, after a call."""
+        problem = self._rows_check.compare_drawn(microbatch)
+        if problem is not None:
+            self._auditor.forget(self._kind)
+            self._fail(problem)
+
     def check_rows(self) -> None:
         """Compare the whole batch, in a later call of layers that may mix rows."""
         problem = self._rows_check.compare_mixed_rows()
@@ -850,6 +852,16 @@ def _find_overtaken_stages(program: Program) -> set[int]:
             elif last_forwards.get(action.stage) != action.microbatch:
                 stages.add(action.stage)
     return stages
+
+
+def find_forward_orders(program: Program) -> dict[int, list[int]]:
+    """Return the micro-batches of each stage in the order of their forwards."""
+    orders: dict[int, list[int]] = {}
+    for lane in program.lanes:
+        for action in lane:
+            if isinstance(action, Compute) and action.op is Op.F:
+                orders.setdefault(action.stage, []).append(action.microbatch)
+    return orders
 
 
 def _find_loss_order(program: Program, last_stage: int) -> list[int]:

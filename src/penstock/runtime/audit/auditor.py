@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 
 from penstock.data_parallel.dtensor import is_dtensor
 from penstock.device.accelerator import is_captured
-from penstock.errors import PenstockError
+from penstock.errors import AuditError, PenstockError
 from penstock.fingerprint import ModuleSnapshot
 from penstock.microbatch import find_constant_inputs, find_shared_ids, have_different_rows
 from penstock.model.partition import Partition
 from penstock.model.placement import PlacedPartition
 from penstock.model.stage_inputs import StageInputs
-from penstock.runtime.audit.audited_call import Audit
+from penstock.runtime.audit.audited_call import Audit, find_forward_orders
 from penstock.runtime.audit.cell_recorder import list_by_path
 from penstock.runtime.audit.kept_tensors import KeptPlace, guard_kept_tensors
 from penstock.runtime.audit.layer_settings import MovedBuffer, SettingsWatch
@@ -118,6 +118,11 @@ class KindRecord:
         tested_ids: See `note_state_by_id`.
         plain_inputs: The contents of the inputs that are no tensors.
         structures: The structures of the outputs of `pipe(x)`.
+        draws_numbers: Whether its forward draws single random numbers, by which it may go.
+        draws_host_random: Whether it draws from `random` or `numpy.random`.
+        drawn_ways: The ways of micro-batches whose rows were compared with the numbers that these
+            drew: descriptions of their graphs, or what the watch of branches knows of them.
+        drawn_count: How many others there were.
     """
 
     terms: TermSizes | None = None
@@ -133,6 +138,10 @@ class KindRecord:
     tested_ids: set[int] | None = None
     plain_inputs: PlainInputs = field(default_factory=PlainInputs)
     structures: list[OutputStructure] = field(default_factory=list)
+    draws_numbers: bool = False
+    draws_host_random: bool = False
+    drawn_ways: set[GraphDescriptions] = field(default_factory=set)
+    drawn_count: int = 0
 
     @property
     def is_audited(self) -> bool:
@@ -296,6 +305,49 @@ class Auditor:
         self._graph_count += 1
         is_skipped = self._graph_count > _MAX_GRAPHS and self._graph_count & (self._graph_count - 1)
         return not is_skipped
+
+    def note_drawn_numbers(self, kind: Any, from_host: bool) -> None:
+        """Remember that a forward draws single random numbers: `if torch.rand(()) < 0.1`.
+
+        `from_host`: it draws from `random` or `numpy.random`. Python need not read those from a
+        tensor, so only graphs show that a layer goes by them.
+        """
+        record = self._get_record(kind)
+        record.draws_numbers, record.draws_host_random = True, from_host
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether the forward of this call may go by random numbers."""
+        return self._kind is not None and self._get_record(self._kind).draws_numbers
+
+    @property
+    def draws_host_random(self) -> bool:
+        """Whether the forward of this call draws from `random` or `numpy.random`."""
+        return self._kind is not None and self._get_record(self._kind).draws_host_random
+
+    def find_drawn_ways(self, ways: Sequence[GraphDescriptions]) -> list[int]:
+        """Return the micro-batches that have gone ways that are to be compared.
+
+        `ways` are those of all micro-batches. Where there are many, as with layers that are skipped
+        at random, the next ones are compared each time that their number has doubled.
+        """
+        record = self._get_record(self._kind)
+        microbatches = []
+        for microbatch, way in enumerate(ways):
+            if not any(way) or way in record.drawn_ways:
+                continue
+            record.drawn_count += 1
+            count = record.drawn_count
+            if count <= _MAX_GRAPHS or not count & (count - 1):
+                microbatches.append(microbatch)
+                record.drawn_ways.add(way)
+        return microbatches
+
+    def forget_drawn_ways(self) -> None:
+        """Let all micro-batches be compared again, after an error."""
+        record = self._get_record(self._kind)
+        record.drawn_ways.clear()
+        record.drawn_count = 0
 
     def compares_reads(self, inputs: StageInputs) -> bool:
         """Return whether the whole batch is compared because Python reads other numbers from it.
@@ -617,6 +669,7 @@ class CallAudits:
         self._audit: Audit | None = None
         self._kind_with_graphs: Any = None
         self._iterator: _WatchedIterator | None = None
+        self._describes_all = False
         if call.is_local:  # stages in processes are not audited
             self._auditor.read_settings(call.request, pipe.placed_partition.partition)
         self._branches = self._auditor.find_branches(call.request, call.inputs)
@@ -672,7 +725,9 @@ class CallAudits:
         choice = self._auditor.select(self._call.request, self._call.inputs)
         self._kind_with_graphs = self._auditor.kind_with_graphs
         if self._kind_with_graphs is not None:
-            execution.describe_graphs(self._call.inputs.chunks - 1)
+            execution.describe_graphs((self._last_microbatch,))
+        if self._auditor.draws_host_random:
+            self._describe_all(execution)
         audit = None if choice is None else self._build_audit(choice.kind)
         if choice is None or audit is None:
             return
@@ -684,6 +739,8 @@ class CallAudits:
         )
         assert loss is None or isinstance(loss, LossAccumulator)  # as in every local call
         audit.run_reference(loss)
+        if self._auditor.draws_numbers:  # it is known now, but its branches are not watched yet
+            self._describe_all(execution)
         recorder = audit.observe()
         for worker in execution.workers:
             worker.observer = recorder
@@ -720,6 +777,7 @@ class CallAudits:
             self._check_terms(sizes)
         self._check_branches()
         self._check_graphs()
+        self._check_drawn()
         self._check_input_reads()
         self._check_plain_inputs()
         self._check_rows()
@@ -734,7 +792,9 @@ class CallAudits:
         """
         if self._audit is not None:
             return True
-        graphs = self._execution.read_graph_descriptions()
+        graphs = self._execution.read_graph_descriptions(self._last_microbatch)
+        if self._describes_all and None in graphs:
+            return True
         return self._kind_with_graphs is not None and None in graphs
 
     @property
@@ -772,6 +832,7 @@ class CallAudits:
             self._audit.check_backward(get_output_gradients(self._audit.microbatch))
         with torch.enable_grad():  # as in the forward
             self._check_graphs(after_backward=True)
+            self._check_drawn()
 
     def guard_kept_tensors(self) -> None:
         """Let the backward of what forwards have left behind raise: see kept_tensors.py."""
@@ -830,13 +891,51 @@ class CallAudits:
     def _check_graphs(self, after_backward: bool = False) -> None:
         """Audit the rows of the call if its layers have run other operations than so far."""
         kind, is_audited = self._kind_with_graphs, self._audit is not None
-        graphs = self._execution.read_graph_descriptions()
+        graphs = self._execution.read_graph_descriptions(self._last_microbatch)
         if kind is None or not self._auditor.is_new_graph(kind, graphs, is_audited, after_backward):
             return
         audit = self._build_audit(kind)
         if audit is not None:
             audit.check_new_terms({})
         self._auditor.note_graphs(kind, graphs, after_backward)
+
+    @property
+    def _last_microbatch(self) -> int:
+        return self._call.inputs.chunks - 1
+
+    def _describe_all(self, execution: Execution) -> None:
+        self._describes_all = True
+        execution.describe_graphs(range(self._call.inputs.chunks))
+
+    def _list_ways(self) -> list[GraphDescriptions]:
+        """Return the ways of the micro-batches: those of watched branches, or their graphs."""
+        chunks = range(self._call.inputs.chunks)
+        if self._describes_all:
+            return [self._execution.read_graph_descriptions(microbatch) for microbatch in chunks]
+        ways: list[dict[int, int | None]] = [{} for _ in chunks]  # by stage
+        orders = find_forward_orders(self._program) if self._watched else {}
+        for function in self._watched:
+            order = orders.get(function.stage.index, [])
+            for microbatch, way in zip(order, function.ways, strict=False):
+                ways[microbatch][function.stage.index] = way
+        return [tuple(by_stage.values()) for by_stage in ways]
+
+    def _check_drawn(self) -> None:
+        """Compare rows of micro-batches that have gone new ways by the random numbers they drew."""
+        if not self._auditor.draws_numbers:
+            return
+        microbatches = self._auditor.find_drawn_ways(self._list_ways())
+        if not microbatches:
+            return
+        audit = self._audit or self._build_audit(self._identify())
+        if audit is None:
+            return
+        try:
+            for microbatch in microbatches:
+                audit.check_drawn(microbatch)
+        except AuditError:
+            self._auditor.forget_drawn_ways()
+            raise
 
     def _check_input_reads(self) -> None:
         """Compare the whole batch if the code around the units reads other numbers from it."""

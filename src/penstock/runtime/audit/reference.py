@@ -108,6 +108,9 @@ class ReferenceForward(NamedTuple):
             with a local loss does; by id.
         output: In a step the output of the model, without its graph, if it was kept.
         operations: What looked at the operations of the model, if anything did.
+        draws_number: Whether it drew single random numbers with torch, by which it may go.
+        draws_host_random: Whether it drew from `random` or `numpy.random`.
+        numbers: What tells whether other rows drew the same numbers, or None.
     """
 
     values: tuple[Any, ...]
@@ -126,6 +129,9 @@ class ReferenceForward(NamedTuple):
     own_gradients: Mapping[int, Digest]
     output: Any = None
     operations: RowOperations | None = None
+    draws_number: bool = False
+    draws_host_random: bool = False
+    numbers: Any = None
 
     @property
     def changed_state(self) -> bool:
@@ -406,6 +412,7 @@ class Reference:
         records_state: bool = False,
         keeps_output: bool = False,
         operations: RowOperations | None = None,
+        keeps_numbers: bool = False,
     ) -> ReferenceForward:
         """Run the model, and in a step the loss, on a batch that `take_batch` returned.
 
@@ -419,11 +426,13 @@ class Reference:
                 own.
             keeps_output: Whether to keep the output of the model in a step.
             operations: What looks at the operations of the model, if it should.
+            keeps_numbers: Whether single numbers are not fixed: see `UnsplitCells`.
         """
         args, kwargs, target = batch
+        self._separates_host_streams |= keeps_numbers
         # That of the first micro-batch serves for all: a unit is on the same stage for each.
         self._stage_map = self._stage_map or self._partition.map_stages(args, kwargs)
-        cells = self._build_cells(fixes_draws)
+        cells = self._build_cells(fixes_draws, keeps_numbers)
         cells.uniform_level = self.uniform_level
         attributes = read_plain_attributes(self._model_modules) if records_state else {}
         watch = self._build_watch(microbatch if records_state else None)
@@ -487,7 +496,15 @@ class Reference:
             own_gradients=self._take_gradients(),
             output=output,
             operations=operations,
+            draws_number=(cells.draws_number if self._has_rows(microbatch) else cells.draws_scalar),
+            draws_host_random=cells.draws_host_random,
+            numbers=cells.numbers,
         )
+
+    def _has_rows(self, microbatch: int) -> bool:
+        """Return whether a micro-batch has several rows: one number is not that of a row then."""
+        start, stop = self.rows.find_rows(microbatch)
+        return stop - start > 1
 
     def _take_gradients(self) -> dict[int, Digest]:
         """Return the gradients that parameters have so far, by id, and remove them."""
@@ -509,7 +526,7 @@ class Reference:
         watch.replaces_sizes = self.replaces_sizes
         return watch
 
-    def _build_cells(self, fixes_draws: bool = False) -> UnsplitCells:
+    def _build_cells(self, fixes_draws: bool = False, keeps_numbers: bool = False) -> UnsplitCells:
         """Return the cells of a forward in the running isolation, which restores generators."""
         assert self._stage_map is not None
         return UnsplitCells(
@@ -520,6 +537,7 @@ class Reference:
             fixes_draws,
             self._separates_host_streams,
             self._write_log.generators,
+            keeps_numbers,
         )
 
     @torch.no_grad()

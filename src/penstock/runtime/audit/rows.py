@@ -1,7 +1,7 @@
 """Whether rows depend on each other: some rows run together and apart, and results must combine.
 
 A pipe computes a batch in parts, so the loss, the outputs and the gradients of two parts must
-combine to those of both together. Three tests have different powers:
+combine to those of both together. Four tests have different powers:
 
     a few rows       in the first step. Two rows show what depends on the number of rows (a mean
                      over rows, a sum over a given number) and what counts unlike rows differently.
@@ -19,6 +19,8 @@ combine to those of both together. Three tests have different powers:
                      operation that is not known to compute each row by itself (row_operations.py).
                      They show what needs more rows than a micro-batch has, such as a term for
                      batches of more than four rows. No backward.
+    exchanged        if the forward draws single random numbers, for each micro-batch that goes a
+    halves           new way by them. They show what rows do with the numbers that it has drawn.
 
 The rows run in training, with random operations that return fixed numbers (fixed_draws.py) and with
 PyTorch's own BatchNorm in eval mode: it sees one micro-batch at a time, and users know. If that
@@ -407,6 +409,105 @@ class RowsCheck:
         two micro-batches are compared.
         """
         return self._try_modes(self._list_microbatches()) if self._has_parts() else None
+
+    # ---- random numbers ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compare_drawn(self, microbatch: int) -> str | None:
+        """Return how rows depend on each other with the numbers that a micro-batch draws, or None.
+
+        A layer may mix rows now and then: `if random.random() < 0.1`. Parts of several sizes draw
+        different numbers, so as many rows run each time:
+
+            first half of the micro-batch | second half     half of another one | its other half
+            first half of the micro-batch | its other half  half of another one | second half
+
+        Each half has the same place in both lines, and each row the same numbers. So the results of
+        both lines are the same if no half depends on the one beside it.
+        """
+        groups = self._exchange_halves(microbatch)
+        if not self._has_parts() or groups is None:
+            return None
+        problem: str | None = None
+        precisions = [None, torch.float64]
+        if self.reference.has_low_precision:
+            precisions = [torch.float32, torch.float64]
+        for dtype in precisions:
+            try:
+                with (
+                    nullcontext() if dtype is None else self.reference.in_precision(dtype),
+                    self.reference.isolate() if self.reference.is_stateless else nullcontext(),
+                ):
+                    problem = self._compare_exchanged(groups, microbatch)
+            except Exception as error:  # the model insists on its dtypes, or on its rows
+                close_failed_checkpoints(error)
+                if dtype is not torch.float64:
+                    return None
+            if problem is None:
+                return None
+        return problem
+
+    def _exchange_halves(self, microbatch: int) -> list[list[Rows]] | None:
+        """Return the halves of two micro-batches, and the same with two of them exchanged."""
+        start, stop = self.reference.rows.find_rows(microbatch)
+        other, end = self.reference.rows.find_rows((microbatch + 1) % self.inputs.chunks)
+        if stop - start < 2:  # the rows of two micro-batches, and of two others
+            pieces = [self.reference.rows.find_rows(i) for i in range(self.inputs.chunks)]
+            rows = [piece for piece in pieces if piece[1] - piece[0] == 1]
+            if len(rows) < 4:
+                return None
+            first, second, *_ = rows
+            third, fourth = rows[2:4]
+        else:
+            size = (stop - start) // 2
+            first, second = (start, start + size), (start + size, stop)
+            if end - other < stop - start - size:
+                return None
+            third, fourth = (other, other + size), (end - (stop - start - size), end)
+        return [[first, second], [third, fourth], [first, fourth], [third, second]]
+
+    def _compare_exchanged(self, groups: Sequence[Sequence[Rows]], microbatch: int) -> str | None:
+        forwards = []
+        modules = [m for m in self.reference.modules if isinstance(m, BatchNormBase)]
+        for ranges in groups:
+            with self.reference.isolate(), _in_eval_mode(modules):
+                forwards.append(
+                    self.reference.run_forward(
+                        self.reference.take_batch(*ranges),
+                        microbatch,
+                        self.reference.rows.get_counted_targets(*ranges),
+                        fixes_draws=True,
+                        keeps_numbers=True,
+                    )
+                )
+        numbers = [forward.numbers for forward in forwards]
+        if numbers[0] is None or any(other != numbers[0] for other in numbers):
+            return None  # how many it draws depends on the rows
+        whole = forwards[0]
+        if self.reduction is None:
+            columns = zip(*[list_tensors(f.values[0]) for f in forwards], strict=True)
+            sums = [(a + b, c + d) for a, b, c, d in columns if a.shape == c.shape == d.shape]
+        else:
+            if whole.adds_losses and find_weight(whole) is not None:
+                return None  # auxiliary losses share the weight of the loss, and not the rows
+            count = sum(stop - start for start, stop in groups[0])
+            rows = self.inputs.rows._replace(counts=(count, count))
+            pairs = forwards[:2], forwards[2:]
+            sums = [(self._combine_losses(pairs[0], rows), self._combine_losses(pairs[1], rows))]
+        for before, after in sums:
+            if not before.dtype.is_floating_point or not bool(before.isfinite().all()):
+                continue
+            tolerance = find_split_tolerance(
+                before.dtype, whole.uses_float32, self.reference.rounding
+            )
+            if not is_close(before, after, tolerance):
+                return (
+                    f"the layers go by random numbers, and with those of micro-batch {microbatch} "
+                    "its rows depend on each other: with other rows beside them, the results of "
+                    "the same rows are others. The unsplit model draws once, and for all rows of "
+                    "the batch. Let each row be computed by itself, or use chunks=1."
+                )
+        return None
 
     def _list_microbatches(self) -> list[Rows]:
         return [self.reference.rows.find_rows(index) for index in range(self.inputs.chunks)]
