@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock import AuditError
 from penstock.runtime.audit.rows import RowsCheck
 from penstock.stage.cell_graph import CellGraph
-from tests.runtime.audit.test_rows import Layer, layers, made, run
+from tests.runtime.audit.test_rows import WIDTH, Layer, expect_equal, layers, made, run
 
 Function = Callable[[Tensor], Tensor]
 
@@ -181,3 +181,42 @@ def test_graphs_are_described_for_the_micro_batches_that_need_it(
     described.clear()
     run(pipe, "step", 2)
     assert len(described) == 2 * later_count
+
+
+class Scaled(nn.Module):
+    """A layer that draws a number for each row from a generator of its own."""
+
+    def __init__(self, generator: Any, function: Function) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(WIDTH, WIDTH), generator
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = [0.5 + self.generator.random() for _ in range(len(x))]
+        return self.function(self.linear(x)) * torch.tensor(numbers)[:, None]
+
+
+GENERATORS: list[Callable[[int], Any]] = [random.Random, numpy.random.default_rng]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("build_generator", GENERATORS)
+def test_numbers_for_rows_from_a_generator_of_the_model(
+    build_generator: Callable[[int], Any], door: str, checkpoint: str
+) -> None:
+    """The rows of a micro-batch get the numbers that follow those of the one before."""
+    torch.manual_seed(0)
+    model = layers(Scaled(build_generator(3), torch.sin))
+    expect_equal(model, door, steps=5, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("door", ["step", "call"])
+@pytest.mark.parametrize("build_generator", GENERATORS)
+def test_rows_that_are_mixed_beside_a_generator_of_the_model_are_found(
+    build_generator: Callable[[int], Any], door: str
+) -> None:
+    torch.manual_seed(0)
+    pipe = made(layers(Scaled(build_generator(3), centre)))
+    with pytest.raises(AuditError, match="parts of the batch"):
+        run(pipe, door)

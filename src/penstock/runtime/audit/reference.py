@@ -48,6 +48,7 @@ from penstock.runtime.audit.state_watch import (
     BufferKey,
     StateWatch,
     collect_buffers,
+    is_host_generator,
     read_plain_attributes,
 )
 from penstock.runtime.audit.write_log import WriteLog, is_equal
@@ -203,6 +204,8 @@ class Reference:
         self.watches_rows = False  # whether forwards show if a selection is one among rows
         # Whether forwards are known to leave nothing behind, so that one isolation serves several.
         self.is_stateless = self._is_isolated = False
+        self.chains_parts = False  # whether parts run as in a pipe: see `in_order`
+        self._keeps_state = False
         self._write_log = WriteLog([])  # of the running isolation
         stage_modules = (module for stage in partition.stages for module in stage.modules())
         # Stages of a traced model have copies of the modules around its units. The unsplit forward
@@ -281,11 +284,21 @@ class Reference:
         With `state`, the modules are inside the context as they were when it was recorded. Inside
         another isolation of a model whose forwards leave nothing behind, there is nothing to do.
         """
-        if self.is_stateless and self._is_isolated:
+        if (self.is_stateless or self._keeps_state) and self._is_isolated:
             yield
             return
         with self._put_state_aside(state):
             yield
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Let each forward in the context begin with the state that the one before has left."""
+        with self.isolate():
+            self._keeps_state = True
+            try:
+                yield
+            finally:
+                self._keeps_state = False
 
     @contextmanager
     def _put_state_aside(self, state: StateSnapshot | None) -> Iterator[None]:
@@ -803,6 +816,12 @@ class Reference:
     def uses_batch_norm(self) -> bool:
         """Return whether a BatchNorm computes with the statistics of its rows."""
         return any(isinstance(m, BatchNormBase) and m.training for m in self.modules)
+
+    @cached_property
+    def has_own_generators(self) -> bool:
+        """Whether the model can reach random generators of Python or NumPy."""
+        values = self._outside_state[0].objects.values()
+        return any(is_host_generator(v) for v in values if not isinstance(v, Tensor | nn.Module))
 
     @cached_property
     def has_scripted_code(self) -> bool:

@@ -528,6 +528,29 @@ class RowsCheck:
         seed_factor: float = 1.0,
         follows_operations: bool = False,
     ) -> str | None:
+        """Compare parts, in the way of `_try_each_mode`.
+
+        A model may draw from a generator of its own for each row. The rows of a part get the
+        numbers that follow those of the part before then, as they do in a pipe.
+        """
+        arguments = ranges, whole, with_gradients, seed_factor, follows_operations
+        problem = self._try_each_mode(*arguments)
+        if problem is None or not self.reference.has_own_generators:
+            return problem
+        self.reference.chains_parts = True
+        try:
+            return self._try_each_mode(*arguments)
+        finally:
+            self.reference.chains_parts = False
+
+    def _try_each_mode(
+        self,
+        ranges: Sequence[Rows],
+        whole: ReferenceForward | None,
+        with_gradients: bool,
+        seed_factor: float,
+        follows_operations: bool,
+    ) -> str | None:
         """Compare parts in training, or else in eval mode, or else other parts."""
         # Not every model runs on so few rows, and a row by itself has no deviation, say. The
         # micro-batches of the pipe are large enough.
@@ -624,9 +647,10 @@ class RowsCheck:
                 return self._run_rows(rows, run.in_training, seeds, operations)
 
             parts = []
-            for index, rows in enumerate(ranges):
-                seeds = select_seeds(part_seeds, index, [rows], run.seed_factor)
-                parts.append(run_rows([rows], seeds))
+            with self.reference.in_order() if self.reference.chains_parts else nullcontext():
+                for index, rows in enumerate(ranges):
+                    seeds = select_seeds(part_seeds, index, [rows], run.seed_factor)
+                    parts.append(run_rows([rows], seeds))
             if whole is not None:
                 together = RowsResult(whole, {})
             else:

@@ -134,7 +134,7 @@ class StateWatch:
             self._copier(value)
         self._host_generators = StateSnapshot(())
         for value in self._copier.list_originals():
-            if type(value) not in _NO_GENERATORS and _is_host_generator(value):
+            if type(value) not in _NO_GENERATORS and is_host_generator(value):
                 self._host_generators.record(value)
 
     def _read(self) -> dict[Any, tuple[str, Any]]:
@@ -168,7 +168,7 @@ class StateWatch:
     def has_host_draws(self) -> bool:
         """Return whether a forward has drawn from the model's own generators of Python or NumPy."""
         values = [v for v in self._copier.list_originals() if type(v) not in _NO_GENERATORS]
-        return any(_is_host_generator(v) and self._copier.has_changed(v) for v in values)
+        return any(is_host_generator(v) and self._copier.has_changed(v) for v in values)
 
     def describe_moved(self) -> MovedState:
         """Return what a forward has moved, so that it can be compared."""
@@ -338,7 +338,7 @@ class StateWatch:
             old_name, old = self._before.get(key, ("", None))
             is_same = value is old or (type(value) in SCALARS and value == old)
             if type(value) not in _NO_GENERATORS and (
-                isinstance(value, torch.Generator) or _is_host_generator(value)
+                isinstance(value, torch.Generator) or is_host_generator(value)
             ):
                 continue
             if id(value) not in have_changed:
@@ -373,6 +373,7 @@ def _is_settled(value: Tensor, before: Tensor) -> bool:
     return bool((change <= _SETTLED * size) & (size > 0))
 
 
-def _is_host_generator(value: Any) -> bool:
+def is_host_generator(value: Any) -> bool:
+    """Return whether an object is a random generator of Python or NumPy."""
     is_of_library = hasattr(value, "bit_generator") or hasattr(value, "set_state")
     return isinstance(value, random.Random) or (is_of_numpy(value) and is_of_library)
