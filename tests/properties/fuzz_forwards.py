@@ -330,12 +330,15 @@ def mixes_rows(case: Case) -> bool:
 
     The audit refuses such models, though a pipe computes what the model does for a micro-batch.
     """
-    # What a forward does may depend on the rows that come together, so many batches are tried; and
-    # on a change of the model before a step.
+    # What a forward does may depend on the rows that come together, so many batches are tried
+    # beside those of the case; and on a change of the model before a step.
     changed = [at for at, step in enumerate(case.steps) if step.change]
-    for seed, rows, last in product(range(16), (2, 4), (0, *changed)):
+    own: list[tuple[int | None, int | None, int]] = [
+        (None, None, at) for at in range(len(case.steps))
+    ]
+    for seed, rows, last in (*own, *product(range(16), (2, 4), (0, *changed))):
         outcomes = []
-        for chunks in (1, 2, rows):
+        for chunks in (1, 2, rows or case.chunks):
             cut = replace(case, chunks=chunks)
             try:
                 model = case.forward.build()

@@ -606,3 +606,30 @@ def test_state_that_a_cell_of_another_pipe_draws_from_is_left_to_it() -> None:
         assert torch.equal(torch.get_rng_state(), state)
     other.join()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class SetsOldState(torch.autograd.Function):
+    """Leaves the state of the forward behind, as two checkpoints in two threads may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.state = torch.get_rng_state()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        torch.set_rng_state(ctx.state)
+        return gradients[0]
+
+
+@each_runtime
+def test_state_of_the_forward_that_a_backward_leaves_is_not_kept(runtime: str) -> None:
+    apply: Any = SetsOldState.apply
+    layers = nn.Sequential(nn.Linear(4, 4), Do(apply), nn.Linear(4, 4), nn.Dropout(0.5))
+    pipe = Pipe(layers, 2, "never", stages=[2, 2], runtime=runtime, devices=["cpu"] * 2)
+    for _ in range(2):
+        output = pipe(torch.ones(8, 4))
+        torch.rand(3)  # between the two
+        state = torch.get_rng_state()
+        output.sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)

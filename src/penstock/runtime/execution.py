@@ -53,6 +53,7 @@ from penstock.stage.rng import (
     advance_caller_rng,
     derive_cell_seed,
     peek_seed,
+    read_shared_cpu_state,
     restore_shared_cpu_state,
 )
 from penstock.stage.stage import Stage
@@ -202,6 +203,7 @@ class Execution:
                 runner.rng_source = partial(rng_policy.make_cell_rng, seed, runner.stage.index)
                 runner.call_seed, runner.host_rng_lock = seed, host_rng_lock
         self.is_cleared = self._rng_advanced = False
+        self._caller_states: list[torch.Tensor] = []  # of its CPU generator, before each phase
         self.workers = [
             Worker(
                 rank,
@@ -252,7 +254,8 @@ class Execution:
     ) -> Iterator[None]:
         """Run lanes in the context, in order with what the caller queues before and after it.
 
-        Only where layers run, a layer may draw random numbers that were not expected.
+        Only where layers run, a layer may draw random numbers that were not expected. In other
+        phases, a `torch.utils.checkpoint` may run layers, which sets generators.
         """
         streams = CallerStreams()
         devices = list(self._devices.values())
@@ -264,6 +267,7 @@ class Execution:
         states_before = []
         if runs_layers and self._rng_policy.detect_outside_rng_use:
             states_before = read_rng_states(self._torch_devices)
+        cpu_state = read_shared_cpu_state() if self._caller_states else None
         try:
             yield
         except BaseException:
@@ -276,6 +280,8 @@ class Execution:
             runner.repeat_check.finish()
         if self._tied_weights is not None:
             self._tied_weights.accumulate_gradients()
+        if cpu_state is not None:
+            restore_shared_cpu_state(cpu_state, self._caller_states)
         self._update_caller_rng(states_before)
 
     def _release_streams(self, streams: CallerStreams) -> None:
@@ -322,6 +328,7 @@ class Execution:
                     "them correctly.",
                     stacklevel=4,
                 )
+        self._caller_states += states_before[:1]
         if self.used_rng and not self._rng_advanced:
             self._rng_advanced = True
             self._rng_policy.advance_rng()

@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -95,11 +95,17 @@ def read_shared_cpu_state() -> Tensor:
         return torch.default_generator.get_state()
 
 
-def restore_shared_cpu_state(state_before: Tensor) -> None:
-    """Set the CPU's default generator back if another thread has left the state of a cell there."""
+def restore_shared_cpu_state(state_before: Tensor, earlier_states: Iterable[Tensor] = ()) -> None:
+    """Set the CPU's default generator back if a thread has left the state of a cell there.
+
+    Or one of `earlier_states`: in a backward, `torch.utils.checkpoint` sets the state of the caller
+    that it has found in its forward, and two threads that do so may restore that of each other.
+    """
     with _shared_generator_locks[_CPU]:  # a cell of another pipe may draw in another thread
         state = torch.default_generator.get_state()
-        if not torch.equal(state, state_before) and _was_carried(state):
+        if torch.equal(state, state_before):
+            return
+        if _was_carried(state) or any(torch.equal(state, earlier) for earlier in earlier_states):
             torch.default_generator.set_state(state_before)
 
 
