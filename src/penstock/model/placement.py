@@ -401,8 +401,9 @@ def _place_across_processes(
     resolve_recomputation(request.checkpoint, len(placement), request.chunks)
     if not is_plain_sequential(module):
         return _place_traced_across_processes(module, request, stages, placement, process)
-    counts, costs = process.broadcast_from_first_rank(
-        lambda: _choose_layer_counts(
+
+    def choose() -> tuple[Sequence[int], list[tuple[Any, ...]] | None]:
+        cut = _choose_layer_counts(
             module,
             stages,
             request,
@@ -411,7 +412,10 @@ def _place_across_processes(
             process.measures_together,
             nearest=False,
         )
-    )
+        return cut.counts, None if cut.costs is None else list(map(astuple, cut.costs))
+
+    counts, rows = process.broadcast_from_first_rank(choose)
+    costs = None if rows is None else [UnitCost(*row) for row in rows]
     whole = cut_sequential(module, counts, costs)
     # Tied tensors are found by identity, so they are looked up while all stages are still here and
     # before materialization and moving, which replace tensors.
