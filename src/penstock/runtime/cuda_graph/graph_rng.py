@@ -138,6 +138,9 @@ class GraphGenerators:
     def finish_capture(self) -> None:
         """Keep the generators that were drawn from; only these are seeded before a replay."""
         self._used = [(cell, source) for cell, source in self._used if source.has_drawn]
+        # A pipe that is a layer draws a seed in its first call, and none once it has shown that it
+        # draws nothing itself.
+        self._advances_caller_rng &= bool(self._used)
         self._unused.clear()
 
     def seed_generators(self) -> None:
