@@ -44,8 +44,7 @@ from penstock.model.stage_inputs import (
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
-from penstock.runtime.audit.auditor import Auditor
-from penstock.runtime.audit.call_audits import CallAudits
+from penstock.runtime.audit.auditor import Auditor, CallAudits
 from penstock.runtime.call_hints import ResultHints, add_call_hint
 from penstock.runtime.execution import Execution
 from penstock.runtime.memory import Memory
