@@ -71,6 +71,17 @@ AUDITED = tuple(
 )
 
 
+@pytest.fixture
+def double() -> Generator[None]:
+    """Make new tensors and layers float64, from one seed."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def audit_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn the audit off by default, except in the tests above."""

@@ -18,12 +18,7 @@ from tests.oracle import closely
 ROWS, WIDTH = 12, 4
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def per_column(x: Tensor, y: Tensor) -> Tensor:

@@ -63,29 +63,14 @@ _ARRAY_READS = frozenset(("__array__", "__dlpack__", "numpy", "tolist"))
 _SHAPE_READS = frozenset(
     ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 )
-# Those whose sizes or plain numbers may be given as tensors: `torch.arange(n)`, `x.expand(n, 4)`.
-# The code of C reads them.
-_TENSOR_SIZES = frozenset(
-    (
-        *(
-            "arange",
-            "linspace",
-            "zeros",
-            "ones",
-            "empty",
-            "full",
-            "eye",
-            "rand",
-            "randn",
-            "randint",
-        ),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "expand", "repeat", "tile", "view"),
-        *("reshape", "narrow", "roll", "unflatten", "split", "topk"),
-    )
-)
-# Of these, the ones that have no tensor to begin with.
-_FACTORIES = frozenset(
+# Those whose sizes or plain numbers may be given as tensors, which the code of C reads: of those
+# that have no tensor to begin with (`torch.arange(n)`), and of others (`x.expand(n, 4)`).
+_SIZED_FACTORIES = frozenset(
     ("arange", "linspace", "zeros", "ones", "empty", "full", "eye", "rand", "randn", "randint")
+)
+_TENSOR_SIZES = _SIZED_FACTORIES.union(
+    ("new_zeros", "new_ones", "new_empty", "new_full", "expand", "repeat", "tile", "view"),
+    ("reshape", "narrow", "roll", "unflatten", "split", "topk"),
 )
 # Those whose result has a size that is a number of a tensor if an argument is left out, or is one.
 _MAYBE_SHAPE_READS = frozenset(("where", "one_hot", "repeat_interleave"))
@@ -127,21 +112,13 @@ _LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-de
 # The names of functions that raise for some numbers: a matrix that has no inverse.
 RAISING_FUNCTIONS = frozenset(
     (
-        *("cholesky", "inverse", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_eig"),
-        *(
-            "linalg_eigh",
-            "linalg_eigvals",
-            "linalg_eigvalsh",
-            "linalg_svd",
-            "linalg_svdvals",
-            "svd",
-        ),
-        *("linalg_lu_factor", "linalg_ldl_factor", "linalg_lstsq", "linalg_tensorinv", "lobpcg"),
-        *("linalg_tensorsolve", "linalg_matrix_power", "pinverse", "linalg_pinv", "linalg_cond"),
+        *("cholesky", "inverse", "svd", "pinverse", "lobpcg"),
+        *("linalg_cholesky", "linalg_inv", "linalg_pinv", "linalg_tensorinv", "linalg_cond"),
+        *("linalg_solve", "linalg_lstsq", "linalg_tensorsolve", "linalg_matrix_power"),
+        *("linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh"),
+        *("linalg_svd", "linalg_svdvals", "linalg_lu_factor", "linalg_ldl_factor"),
     )
 )
-
-
 # The names of functions whose result depends on their plain arguments alone.
 _CONSTANT_FUNCTIONS = frozenset(("arange", "zeros", "ones", "full", "tensor", "eye", "linspace"))
 # Those that take the sizes, and no numbers, of a tensor.
@@ -296,7 +273,7 @@ def _reads_shape(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def _list_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the sizes and plain numbers among the arguments of a function."""
-    return [*(args if name in _FACTORIES else args[1:]), *kwargs.values()]
+    return [*(args if name in _SIZED_FACTORIES else args[1:]), *kwargs.values()]
 
 
 def _is_mask(index: Any) -> bool:

@@ -447,7 +447,7 @@ Product = float | Tensor | tuple[torch.dtype, bytes] | None
 
 
 class Difference(NamedTuple):
-    """What a recomputation did that its forward had not done, and what would be wrong."""
+    """A difference between a recomputation and its forward, as two parts of a message."""
 
     what: str
     consequence: str

@@ -18,13 +18,7 @@ ROWS, WIDTH = 8, 4
 EQUAL, UNEQUAL = [1] * ROWS, list(range(1, ROWS + 1))
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def violations(output: Tensor, target: Tensor) -> Tensor:

@@ -24,12 +24,7 @@ from tests.support import same_gradients
 ROWS, WIDTH = 16, 6
 Function = Callable[[Tensor], Tensor]
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def find_norms(x: Tensor) -> Tensor:

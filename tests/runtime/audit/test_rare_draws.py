@@ -20,13 +20,13 @@ from tests.runtime.audit.test_rows import WIDTH, Layer, expect_equal, layers, ma
 Function = Callable[[Tensor], Tensor]
 
 
+pytestmark = pytest.mark.usefixtures("double")
+
+
 @pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
+def seed_host_generators() -> None:
     random.seed(0)
     numpy.random.seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def mix_up(x: Tensor) -> Tensor:

@@ -16,13 +16,7 @@ from tests.support import same_gradients
 
 TIME, ROWS, WIDTH = 5, 8, 6
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Layers(nn.Module):

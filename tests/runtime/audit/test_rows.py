@@ -27,13 +27,6 @@ Function = Callable[[Tensor], Tensor]
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def rows(seed: int = 1) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 

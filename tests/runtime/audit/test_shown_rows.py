@@ -30,13 +30,6 @@ from tests.runtime.audit.test_rows import ROWS, WIDTH, Layer, layers, made, rows
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 IGNORED = -100
 Function = Callable[[Tensor], Tensor]
 

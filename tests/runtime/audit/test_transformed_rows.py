@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,7 @@ from tests.runtime.audit.test_rows import Layer, assert_close, layers, made, row
 
 Function = Callable[[Tensor], Tensor]
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def zero_far_rows(row: Tensor, limit: Tensor) -> Tensor:

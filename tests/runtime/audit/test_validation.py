@@ -18,13 +18,7 @@ ROWS, WIDTH = 12, 4
 IGNORED = -100
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class OwnLoss(nn.Module):

@@ -1,4 +1,4 @@
-"""What was found out about calls of one kind."""
+"""The record that an auditor keeps of one kind of call, and the values in it."""
 
 from __future__ import annotations
 
